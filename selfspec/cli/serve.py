@@ -113,9 +113,10 @@ def serve(
 
     from selfspec.placement.byte_size import parse_bytes
     from selfspec.serve.app import create_app
-    from selfspec.serve.served import serve_model
+    from selfspec.serve.client_limits import ServerLimits
+    from selfspec.serve.engine import Engine
+    from selfspec.serve.served import Served
     from selfspec.serve.server import listen, run
-    from selfspec.serve.server_limits import ServerLimits
 
     limits = ServerLimits(
         body_bytes=parse_bytes("--max-body", bounds.max_body),
@@ -129,25 +130,21 @@ def serve(
     with listen(address.host, address.port) as bound:
         loaded = drafting.load(model, budget, drafting.control())
         name = address.name or model.model
-        served = serve_model(
+        engine = Engine(
             loaded.spec,
-            loaded.tokenizer,
-            name,
-            template=source,
-            limits=limits,
             max_rows=batching.max_rows,
             cache_bytes=cache_bytes,
             prefill_tokens=batching.prefill_tokens,
             max_waiting=batching.max_waiting,
-            log_text=log_text,
         )
+        served = Served(engine, loaded.tokenizer, name, template=source, limits=limits, log_text=log_text)
         app = create_app(served, address.api_key, bounds.stop_seconds)
         port = bound.getsockname()[1]
         url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"
 
         def ready() -> None:
             if output == "json":
-                print_json(Serving(url, name, served.context))
+                print_json(Serving(url, name, engine.longest))
                 return
             print(f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops", file=sys.stderr)
             if served.template is None:

@@ -37,37 +37,27 @@ class AboutCandidates:
     most_bytes: int
 
 
-class CandidateFile:
+class CandidateFile(DescribedTensors[AboutCandidates]):
     """A file that `write_candidates` wrote.
-
-    Args:
-        file: safetensors; nothing is unpickled.
-
-    Attributes:
-        source: the file, for messages.
-        about: what it says of itself.
 
     Raises:
         DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
-        self._tensors = DescribedTensors(file, "candidates", _ABOUT, AboutCandidates, "np", _REWRITE)
-        self.source, self.about = self._tensors.source, self._tensors.about
+        super().__init__(file, "candidates", _ABOUT, AboutCandidates, "np", _REWRITE)
 
-    def read(self, like: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def tables(self, like: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Read tables of the same names, types and shapes.
 
         Raises:
             DraftConfigError: the file has others, or numbers that no table has.
         """
-        self._tensors.check_names(like)
-        found = {}
-        for name, values in like.items():
-            array = self._tensors.read_like(name, values)
+        self.check_names(like)
+        found = {name: self.read_like(name, values) for name, values in like.items()}
+        for name, array in found.items():
             if not self._may_be(array):
                 raise DraftConfigError(f"{self.source} holds numbers in {name} that are no {name}; {_REWRITE}")
-            found[name] = array
         return found
 
     def _may_be(self, array: NDArray[Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -52,6 +53,7 @@ class Gain:
         self.rounds += 1
 
 
+@dataclass(frozen=True, init=False)
 class JoinedDrafter(Drafter):
     """A drafter that is made of others.
 
@@ -59,22 +61,30 @@ class JoinedDrafter(Drafter):
         sources: in the order in which they are asked.
     """
 
+    sources: tuple[Drafter, ...]
+
     def __init__(self, *sources: Drafter) -> None:
+        """Take the sources, at least two. One among them of this same class stands for its own sources.
+
+        Raises:
+            DraftConfigError: one of them is no drafter, there are fewer, one is there twice, or two run a model.
+        """
         wrong = [source for source in sources if not isinstance(source, Drafter)]
-        twice = any(source in sources[:place] for place, source in enumerate(sources))
-        if wrong or twice or len(sources) < 2:
+        flat = tuple(chain(*(each.sources if type(each) is type(self) else (each,) for each in sources)))
+        twice = any(source in flat[:place] for place, source in enumerate(flat))
+        if wrong or twice or len(flat) < 2:
             raise DraftConfigError(
                 "a cascade and a union are of two or more different drafters, e.g. Cascade(PromptLookup(), "
                 f"EarlyExit(layer=4)); got {shown(list(sources))}"
             )
-        if sum(source.runs != "nothing" for source in sources) > 1:
+        if sum(source.runs != "nothing" for source in flat) > 1:
             raise DraftConfigError(
                 f"a cascade and a union hold at most one drafter that runs a model, which drafts each time that it is "
                 f"asked; got {shown(list(sources))}"
             )
-        bits = next((source.bits for source in sources if source.bits is not None), None)
-        runs = next((source.runs for source in sources if source.runs != "nothing"), "nothing")
-        for name, value in {"sources": sources, "bits": bits, "runs": runs}.items():
+        bits = next((source.bits for source in flat if source.bits is not None), None)
+        runs = next((source.runs for source in flat if source.runs != "nothing"), "nothing")
+        for name, value in {"sources": flat, "bits": bits, "runs": runs}.items():
             object.__setattr__(self, name, value)
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
@@ -88,21 +98,7 @@ class Cascade(JoinedDrafter):
     Which of them a round takes is the control's choice: by what rounds with drafts of each match length have lately
     committed for what they cost. A source that runs a model is asked only where none before it is taken. All of them
     learn from every round. Where rows are apart (see `FixedLength`) this is learnt and chosen for each row by itself.
-
-    Attributes:
-        sources: of any kind, in the order in which they are asked.
     """
-
-    sources: tuple[Drafter, ...]
-
-    def __init__(self, *sources: Drafter) -> None:
-        """Take the sources, at least two. A cascade among them stands for its own sources.
-
-        Raises:
-            DraftConfigError: one of them is no drafter, there are fewer, one is there twice, or two run a model.
-        """
-        flat = (source.sources if isinstance(source, Cascade) else (source,) for source in sources)
-        super().__init__(*(source for each in flat for source in each))
 
     @property
     def spelling(self) -> str | None:

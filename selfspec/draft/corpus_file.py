@@ -30,15 +30,10 @@ class _About:
     vocabulary: Vocabulary
 
 
-class CorpusFile:
+class CorpusFile(DescribedTensors[_About]):
     """A corpus that `write_corpus` wrote. It is mapped into memory, and read as far as searches go.
 
-    Args:
-        file: safetensors; nothing is unpickled.
-
     Attributes:
-        source: the file, for messages.
-        vocabulary: which tokens its ids are.
         corpus: what is searched.
 
     Raises:
@@ -46,11 +41,10 @@ class CorpusFile:
     """
 
     def __init__(self, file: str | Path) -> None:
-        found = DescribedTensors(file, "a corpus", _ABOUT, _About, "pt", _REWRITE)
-        self.source, self.vocabulary = found.source, found.about.vocabulary
-        found.check_names(("tokens", "ends"))
-        tokens, ends = found.read("tokens"), found.read("ends")
-        within = _is_within(tokens, NONE, self.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))
+        super().__init__(file, "a corpus", _ABOUT, _About, "pt", _REWRITE)
+        self.check_names(("tokens", "ends"))
+        tokens, ends = self.read("tokens"), self.read("ends")
+        within = _is_within(tokens, NONE, self.about.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))
         if not within or len(ends) != len(tokens):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
@@ -62,7 +56,7 @@ class CorpusFile:
         Raises:
             DraftConfigError: saying so.
         """
-        if not self.vocabulary.is_same(vocabulary):
+        if not self.about.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
             )

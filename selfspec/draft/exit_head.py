@@ -21,7 +21,7 @@ from selfspec.errors import ExitHeadError
 from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.values import checked_path
@@ -141,16 +141,8 @@ class ExitHead(LayerPathDrafter):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         if self.draft_head.tokens is not None:
             check_on_one_process(model, f"the reduced vocabulary of {self.source}")
-        try:
-            found = fingerprint(model)
-        except ValueError as error:
-            raise ExitHeadError(f"the weights cannot be compared with the base of {self.source}: {error}") from error
-        if found != self.base:
-            raise ExitHeadError(
-                f"{self.source} was trained on another base: its fingerprint is {self.base[:12]}, this model's "
-                f"{found[:12]}. Load the base it was trained on (not in float16), or train exits for this one: "
-                "selfspec train exit"
-            )
+        remedy = "train exits for this one: selfspec train exit"
+        check_base(model, self.base, self.source, ExitHeadError, remedy)
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> ExitHead:

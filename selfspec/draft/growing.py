@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Proposer
-from selfspec.draft.rank_chances import RankChances
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import by_level
 from selfspec.draft.verdict import Verdict
 
 # What siblings of each rank were accepted at on the models measured, and how many places that counts for.
 CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
+
+
+class RankChances:
+    """How often the first, second, ... child of a place is accepted where the place is reached.
+
+    Args:
+        rates: what they are held to be at first, of each rank.
+        weight: how many places that counts for.
+
+    Attributes:
+        counts: how often each rank was accepted, and how often its place was reached, `[2, ranks]`.
+    """
+
+    def __init__(self, rates: Sequence[float], weight: float) -> None:
+        self.counts = np.array([[weight * rate for rate in rates], [weight] * len(rates)])
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the chance of each rank.
+
+        To one part in fifty, so that shapes of trees change rarely; and no rank's above that of the one before it.
+        """
+        accepted, reached = self.counts.tolist()
+        rates = (round(50 * each / places) / 50 for each, places in zip(accepted, reached, strict=True))
+        return tuple(accumulate(rates, min))
+
+    def count(self, tree: Tree, path: Sequence[int]) -> None:
+        """Count which siblings were accepted along a path of a tree."""
+        for place, accepted in zip((-1, *path), (*path, None), strict=True):
+            for rank, node in enumerate(tree.children[place + 1]):
+                self.counts[:, rank] += node == accepted, 1
 
 
 class GrowingProposer(Proposer):

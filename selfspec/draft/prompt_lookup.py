@@ -10,10 +10,9 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, FreeProposer
 from selfspec.draft.rows_apart import chains
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.suffix_index import SuffixIndex
+from selfspec.draft.text_places import OwnText, following, last_match
 from selfspec.errors import DraftConfigError
 
-# The index of a text takes memory in proportion to the square of this.
 _LONGEST = 64
 
 
@@ -27,7 +26,7 @@ class PromptLookup(Drafter):
 
     Attributes:
         shortest: tokens of the shortest match that counts, at least 1.
-        longest: tokens up to which matches are indexed, at most 64; among places the one with the longest match is
+        longest: tokens of a match that count, at most 64; among places the one with the longest match is
             taken, and the latest of these.
     """
 
@@ -51,17 +50,11 @@ class PromptLookup(Drafter):
 
 
 class LookUpProposer(FreeProposer):
-    """Knows where suffixes of each row's text were.
-
-    Args:
-        shortest: tokens of the shortest match that counts.
-        longest: tokens up to which matches are indexed.
-        rows: how many there are.
-    """
+    """Copies from each row's own text; the lengths of matches are those of `PromptLookup`."""
 
     def __init__(self, shortest: int, longest: int, rows: int) -> None:
-        self._shortest = shortest
-        self._indexes = [SuffixIndex(shortest, longest) for _ in range(rows)]
+        self._shortest, self._longest = shortest, longest
+        self._texts = [OwnText() for _ in range(rows)]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
@@ -70,12 +63,12 @@ class LookUpProposer(FreeProposer):
         # Matches of the rows that matter: in one generation, what others gain does not end the batch sooner.
         behind: list[int] = []
         for row in rows.running:
-            index = self._indexes[row]
-            index.extend(rows.text(row, len(index)))
-            match = index.find() if row in rows.unfinished else None
+            text = self._texts[row]
+            text.extend(rows.text(row, text.length))
+            match = last_match(text.tokens, self._shortest, self._longest) if row in rows.unfinished else None
             if row in pacing:
                 behind.append(0 if match is None else match.length)
-            found.append([] if match is None else list(index.after(match, budget.depth)))
+            found.append([] if match is None else following(text.tokens, match, budget.depth))
         if not any(found):
             return rows.no_draft()
         share = sum(match > 0 for match in behind) / len(behind)
@@ -85,7 +78,7 @@ class LookUpProposer(FreeProposer):
         return chains(rows, [row[:most] for row in found], match_length=least)
 
     def join(self, other: LookUpProposer) -> None:
-        self._indexes.extend(other._indexes)
+        self._texts.extend(other._texts)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._indexes[:] = [self._indexes[row] for row in rows]
+        self._texts[:] = [self._texts[row] for row in rows]

@@ -19,8 +19,8 @@ from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer
+from selfspec.draft.growing import RankChances
 from selfspec.draft.offer import Offer
-from selfspec.draft.rank_chances import RankChances
 from selfspec.draft.rows_apart import chains
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
@@ -145,7 +145,7 @@ class RecyclingMemory(DraftMemory):
         first = (_CHANCES[min(length, 1)] for length in range(longest))
         self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
         if saved is not None:
-            kept = CandidateFile(saved).read(self._arrays())
+            kept = CandidateFile(saved).tables(self._arrays())
             for name, values in self._arrays().items():
                 values[:] = kept[name]
 

@@ -16,7 +16,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed
 from selfspec.model.adapter import Adapter
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath
 from selfspec.values import checked_path
 
@@ -72,17 +72,7 @@ class SkipFile(LayerPathDrafter):
         return f"skip-file:{self.source}"
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        try:
-            found = fingerprint(model)
-        except ValueError as error:
-            raise DraftConfigError(
-                f"the weights cannot be compared with those {self.source} is for: {error}"
-            ) from error
-        if found != self.base:
-            raise DraftConfigError(
-                f"{self.source} was found for other weights: their fingerprint is {self.base[:12]}, this model's "
-                f"{found[:12]}. Load the model it was found for, or search again: selfspec search"
-            )
+        check_base(model, self.base, self.source, DraftConfigError, "search again: selfspec search")
         self.skip.check_model(model, adapter)
 
 

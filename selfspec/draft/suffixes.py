@@ -18,7 +18,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.draft.merging import MergingProposer
 from selfspec.draft.offer import Offer, counted
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.text_places import NONE, SortedCorpus, TextMemory, Tokens, places_in
+from selfspec.draft.text_places import NONE, OwnText, SortedCorpus, TextMemory, Tokens, places_in
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
 from selfspec.model.adapter import Adapter
@@ -185,23 +185,3 @@ def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tup
                 yield count * _SHORTER ** (longest - length), tokens
         if places >= _ENOUGH:
             break
-
-
-class OwnText:
-    """The text of a row, which grows."""
-
-    def __init__(self) -> None:
-        self._tokens: Tokens = np.empty(256, dtype=np.int32)
-        self.length = 0
-
-    @property
-    def tokens(self) -> Tokens:
-        """So far."""
-        return self._tokens[: self.length]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what comes next."""
-        if self.length + len(tokens) > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
-        self._tokens[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,55 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
         if length < len(context):
             ends = ends[tokens[ends - 1 - length] == context[-1 - length]]
     return found
+
+
+@dataclass(frozen=True)
+class Match:
+    """The latest earlier place that ends as a text does.
+
+    Attributes:
+        end: number of the token that followed it there.
+        length: how many tokens are alike, counted back from the end.
+    """
+
+    end: int
+    length: int
+
+
+def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
+    """Find where most of the last `longest` tokens of a text, at least `shortest`, came last before its end."""
+    places = places_in(tokens, tokens[-longest:].tolist(), longest) if len(tokens) else []
+    if len(places) < shortest:
+        return None
+    end = int(places[-1][-1])
+    differing = np.flatnonzero(tokens[:end][::-1] != tokens[::-1][:end])
+    return Match(end, int(differing[0]) if len(differing) else end)
+
+
+def following(tokens: Tokens, match: Match, length: int) -> list[int]:
+    """Return the `length` tokens after a match; what reaches the end of the text goes round, as a loop would."""
+    found: list[int] = tokens[match.end + np.arange(length) % (len(tokens) - match.end)].tolist()
+    return found
+
+
+class OwnText:
+    """The text of a row, which grows."""
+
+    def __init__(self) -> None:
+        self._tokens: Tokens = np.empty(256, dtype=np.int32)
+        self.length = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """So far."""
+        return self._tokens[: self.length]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what comes next."""
+        if self.length + len(tokens) > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
+        self._tokens[self.length : self.length + len(tokens)] = tokens
+        self.length += len(tokens)
 
 
 class TextMemory(DraftMemory):

@@ -14,7 +14,7 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.cascade import JoinedDrafter, JoinedProposer, joined_spelling
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import MODEL, Drafter, Proposer
+from selfspec.draft.drafter import MODEL, Proposer
 from selfspec.draft.merging import MergingProposer, filled
 from selfspec.draft.offer import Offer, Outcome, Path, merged
 from selfspec.draft.rows_apart import filled_up
@@ -48,20 +48,8 @@ class Union(JoinedDrafter):
     Where rows are apart (see `FixedLength`) each has a chain: of the sources without a model if they know of one, else
     the model's.
 
-    Attributes:
-        sources: of any kind, at most one of which runs a model; it is asked last.
+    The source that runs a model, if any, is asked last.
     """
-
-    sources: tuple[Drafter, ...]
-
-    def __init__(self, *sources: Drafter) -> None:
-        """Take the sources, in any order. A union among them stands for its own sources.
-
-        Raises:
-            DraftConfigError: one is no drafter, there are fewer than two, one is there twice, or two run a model.
-        """
-        flat = [each for source in sources for each in (source.sources if isinstance(source, Union) else (source,))]
-        super().__init__(*flat)
 
     @property
     def spelling(self) -> str | None:

@@ -26,12 +26,7 @@ _Array = TypeVar("_Array", bound=Any)
 
 @dataclass(frozen=True)
 class _Written:
-    """What a file says of its tensors, beside what they are.
-
-    Attributes:
-        sha256: of each tensor, by name.
-        checksum: of all that the file says.
-    """
+    """The SHA-256 of each tensor by name, and the checksum of all that the file says."""
 
     sha256: dict[str, str]
     checksum: str
@@ -44,17 +39,13 @@ class DescribedTensors(Generic[_About]):
         file: what to read.
         what: it should be, for messages.
         key: of the description in the metadata.
-        kind: dataclass of the description.
+        kind: dataclass of the description, `about`.
         framework: of the arrays that are read.
         remedy: what to do about a file that cannot be used.
 
-    Attributes:
-        source: the file, for messages.
-        about: what it says of itself.
-        remedy: as given.
-
     Raises:
-        DraftConfigError: it is missing, truncated, foreign or of another format, or what it says of itself is damaged.
+        DraftConfigError: it is missing, truncated, foreign or of another format, or what it says of itself is
+            damaged.
     """
 
     def __init__(
@@ -119,13 +110,9 @@ class DescribedTensors(Generic[_About]):
 
 
 def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Write tensors and what they are, for `DescribedTensors`: the whole file or none of it.
+    """Write tensors, all of torch or all of numpy, and what they are: the whole file or none of it.
 
-    Args:
-        file: what to write; replaced if it is there.
-        key: of the description in the metadata.
-        about: the fields of the description.
-        tensors: by name, all of torch or all of numpy.
+    The description is under a key of the metadata, as `DescribedTensors` reads it.
 
     Raises:
         StorageError: it cannot be written.

@@ -43,14 +43,11 @@ def _has_long_integer(value: Any) -> bool:
 def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError], remedy: str) -> _Content:
     """Read a JSON file that holds a dataclass. Fields that the dataclass lacks are left out.
 
-    Args:
-        file: what to read.
-        kind: the dataclass; each field must have the type it declares, and no other that could be turned into it.
-        error: raised with one line that names the file, the field and the remedy.
-        remedy: what to do about a file that cannot be used.
+    Each field must have the type it declares, and no other that could be turned into it.
 
     Raises:
-        SelfSpecError: of type `error`, if the file cannot be read, is no JSON, or holds something else.
+        SelfSpecError: of type `error`, if the file cannot be read, is no JSON, or holds something else; the line
+            names file, field and remedy.
     """
     try:
         return parsed(Path(file).read_bytes(), kind)

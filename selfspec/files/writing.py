@@ -24,8 +24,7 @@ _TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
 def check_output_folder(folder: Path) -> None:
     """Refuse a folder that results cannot be written to, before there are any. Nothing is left there.
 
-    Args:
-        folder: need not exist; then the nearest one above it that does is checked.
+    If it does not exist, the nearest one above it that does is checked.
 
     Raises:
         StorageError: it is no folder, may not be written to, or the disk is full.
@@ -55,13 +54,10 @@ def check_output_file(file: Path) -> None:
 
 @contextmanager
 def whole(file: Path, kept: str = "") -> Iterator[Path]:
-    """A place to write to, which becomes the file when all went well and is gone when not.
+    """Yield a place to write to, which becomes the file when all went well and is gone when not.
 
-    Readers, and others who write the same file, see the old one or the new one. Missing folders are made.
-
-    Args:
-        file: what is written.
-        kept: as in `writing`.
+    Readers, and others who write the same file, see the old one or the new one. Missing folders are made. `kept` is as
+    in `writing`.
 
     Raises:
         StorageError: it cannot be written; what was there before is whole.
@@ -120,9 +116,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def writing(place: Path, kept: str = "") -> Iterator[None]:
     """Turn what a full disk or a missing right raises into an error that says so in one line.
 
-    Args:
-        place: what is written, for the message.
-        kept: what is not lost and how to go on, for the message.
+    `kept` says what is not lost and how to go on.
 
     Raises:
         StorageError: it cannot be written.

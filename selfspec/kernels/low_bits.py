@@ -157,13 +157,7 @@ class FourBitsLinear(LowBitsLinear):
 
 
 class LowBitsExperts(nn.Module):
-    """Experts of a mixture in fewer bits. A pass reads those alone that its tokens are sent to.
-
-    Args:
-        up: the first product of each expert.
-        activation: what an expert does between its two products.
-        down: the second product of each expert.
-    """
+    """Experts of a mixture in fewer bits: two products each. A pass reads those alone that its tokens are sent to."""
 
     def __init__(
         self, up: Iterable[LowBitsLinear], activation: Callable[[Tensor], Tensor], down: Iterable[LowBitsLinear]

@@ -42,9 +42,6 @@ def build_kernels(verbose: bool = False) -> Path:
     Later processes load it by themselves. Products on a CPU then differ in their last bits from torch's: see
     docs/exactness.md.
 
-    Args:
-        verbose: whether the compiler's output is shown.
-
     Returns:
         The file of the extension: in the user's cache, or the folder of extensions in `TORCH_EXTENSIONS_DIR`.
 
@@ -104,28 +101,18 @@ def are_loaded() -> bool:
 
 
 def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """Multiply a few rows, `[..., in]` to `[..., out]`.
+    """Multiply at most `MOST_ROWS` rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
-    Each output is summed in the same order for any number of rows and threads.
-
-    Args:
-        states: at most `MOST_ROWS` rows.
-        weight: `[out, in]`, contiguous, on the CPU.
-        bias: `[out]`.
-        scales: of the outputs, `[out]`; for weights in int8.
+    Each output is summed in the same order for any number of rows and threads. A weight in int8 has scales `[out]`.
     """
     product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales)
     return product
 
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor) -> Tensor:
-    """Multiply a few rows, rounded to 8 bits, with weights in 4 bits, `[..., in]` to `[..., out]`.
+    """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, `[..., in]` to `[..., out]`.
 
     Each output is summed in the same order for any number of rows and threads.
-
-    Args:
-        states: at most `MOST_ROWS` rows.
-        weight: `[out, bytes]`, by `in_blocks`.
     """
     product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight)
     return product
@@ -135,12 +122,8 @@ def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Lay a weight in 4 bits and groups of 32 out for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
 
     Four groups after each other are a block: scales, zeros, and of each group 16 bytes with its first 16 levels in the
-    lower bits and its last 16 in the higher.
-
-    Args:
-        levels: `[out, in / 2]`, the first of two in the higher bits.
-        scales: `[out, groups]` in bfloat16.
-        zeros: as the scales.
+    lower bits and its last 16 in the higher. Levels are `[out, in / 2]`, the first of two in the higher bits; scales
+    and zeros `[out, groups]` in bfloat16.
     """
     # Groups of 16 pairs; then half a group and 16 levels.
     halves = torch.stack([levels >> 4, levels & 15], -1).unflatten(1, (-1, 2, 8)).flatten(3)
@@ -151,13 +134,7 @@ def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of each token, `[..., size]` to the same, in float32: `weight * states / sqrt(mean square + epsilon)`.
-
-    Args:
-        states: on the CPU.
-        weight: `[size]`.
-        epsilon: added to the mean square.
-    """
+    """RMSNorm of each token, `[..., size]` to the same, in float32: `weight * states / sqrt(mean square + epsilon)`."""
     normalized: Tensor = torch.ops.selfspec.rms_norm(states, weight, epsilon)
     return normalized
 

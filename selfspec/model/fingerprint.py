@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import SelfSpecError
 from selfspec.model.tensor_parallel import whole
 
 # Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
@@ -37,3 +38,20 @@ def fingerprint(model: nn.Module) -> str:
 def plain(weight: Tensor) -> Tensor:
     """Return a weight as a plain tensor: itself, or a copy of one that is packed or lies on several processes."""
     return weight.to_dense() if weight.is_mkldnn else whole(weight)
+
+
+def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:
+    """Refuse a model for what belongs to weights of another fingerprint.
+
+    Raises:
+        SelfSpecError: of type `error`, naming the source and the remedy.
+    """
+    try:
+        found = fingerprint(model)
+    except ValueError as reason:
+        raise error(f"the weights cannot be compared with the base of {source}: {reason}") from reason
+    if found != base:
+        raise error(
+            f"{source} is of another base: its fingerprint is {base[:12]}, this model's {found[:12]}. Load that base "
+            f"(not in float16), or {remedy}"
+        )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from selfspec.errors import DraftConfigError
 from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.kernels.rounded import Precision, RoundedWeight
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.fingerprint import check_base
 
 _ABOUT = "substitutes"
 REWRITE = "write it again: selfspec quantize"
@@ -41,30 +41,22 @@ class AboutSubstitutes:
     head: bool
 
 
-class SubstituteFile:
-    """A file of substitutes. Nothing is unpickled, and weights are read one by one.
-
-    Args:
-        file: what `write_substitutes` wrote.
-
-    Attributes:
-        source: the file, for messages.
-        about: what it says of itself.
+class SubstituteFile(DescribedTensors[AboutSubstitutes]):
+    """A file of substitutes that `write_substitutes` wrote. Weights are read one by one.
 
     Raises:
         DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
-        self._tensors = DescribedTensors(file, "substitutes", _ABOUT, AboutSubstitutes, "pt", REWRITE)
-        self.source, self.about = self._tensors.source, self._tensors.about
+        super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, "pt", REWRITE)
         parts = ("levels", "scales") if self.about.bits == 8 else ("levels", "scales", "zeros")
-        self._tensors.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
+        self.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
 
     @property
     def weights(self) -> set[str]:
         """Names of the parameters that it has in fewer bits."""
-        return {name.rpartition(".")[0] for name in self._tensors.names}
+        return {name.rpartition(".")[0] for name in self.names}
 
     def check(self, precision: Precision, model: nn.Module) -> None:
         """Refuse a file that is not of this precision, or not of this model as its weights are now.
@@ -77,37 +69,21 @@ class SubstituteFile:
                 f"{self.source} holds {self.about.bits} bits in groups of {self.about.group_size} by now, and not "
                 f"{precision.bits} in groups of {precision.group_size}; make the draft of it anew, or {REWRITE}"
             )
-        try:
-            found = fingerprint(model)
-        except ValueError as error:
-            raise DraftConfigError(f"the weights cannot be compared with the base of {self.source}: {error}") from error
-        if found != self.about.base:
-            raise DraftConfigError(
-                f"{self.source} was rounded from another base: its fingerprint is {self.about.base[:12]}, this model's "
-                f"{found[:12]}. Load that base (not in float16), or {REWRITE}"
-            )
+        check_base(model, self.about.base, self.source, DraftConfigError, REWRITE)
 
-    def read(self, weight: str, shape: torch.Size, device: torch.device) -> RoundedWeight:
-        """Read a parameter in fewer bits.
-
-        Args:
-            weight: its name.
-            shape: of the parameter, `[..., out, in]`.
-            device: where to.
+    def weight(self, name: str, shape: torch.Size, device: torch.device) -> RoundedWeight:
+        """Read the parameter of a name and a shape, `[..., out, in]`, in fewer bits to a device.
 
         Raises:
             DraftConfigError: the file has it not, or not as its `about` says.
         """
         rounded = RoundedWeight.empty(shape, Precision(self.about.bits, self.about.group_size), device)
         for part, values in rounded.parts.items():
-            values.copy_(self._tensor(f"{weight}.{part}", values))
+            read = self.read_like(f"{name}.{part}", values)
+            if read.is_floating_point() and not read.isfinite().all():
+                raise DraftConfigError(f"{self.source} holds NaN or infinite values in {name}.{part}; {REWRITE}")
+            values.copy_(read)
         return rounded
-
-    def _tensor(self, name: str, like: Tensor) -> Tensor:
-        tensor = self._tensors.read_like(name, like)
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise DraftConfigError(f"{self.source} holds NaN or infinite values in {name}; {REWRITE}")
-        return tensor
 
 
 def write_substitutes(file: str | Path, about: AboutSubstitutes, weights: Iterable[tuple[str, RoundedWeight]]) -> None:

@@ -181,7 +181,7 @@ class Substitutes:
                 made = self._made.get((precision, name))
                 if made is None or not made.fits(products):
                     read = [
-                        file.read(weight, product.weight.shape, product.weight.device)
+                        file.weight(weight, product.weight.shape, product.weight.device)
                         for weight, product in zip(weights, products, strict=True)
                     ]
                     self._keep(module, name, precision, read)

@@ -17,12 +17,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 def parse_bytes(name: str, size: str | int) -> int:
     """Return a size in bytes: "6GiB", "500 MB" or a number of bytes.
 
-    Args:
-        name: of the argument, for messages.
-        size: at least 1.
-
     Raises:
-        UnsupportedOptionError: it is no size, has no unit, or is less than a byte.
+        UnsupportedOptionError: it is no size, has no unit, or is less than a byte; names the argument.
     """
     if type(size) is int and size > 0:
         return size

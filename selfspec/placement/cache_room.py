@@ -15,27 +15,14 @@ _SCALE = 2
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of memory that a budget is of.
-
-    Attributes:
-        slots: all the time.
-        copied: of one layer while a pass reads them, in the model's dtype.
-    """
+    """Bytes that a budget is of: of all slots, and of one layer copied for a pass in the model's dtype."""
 
     slots: int
     copied: int
 
 
 def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
-    """Say what keys and values take.
-
-    Args:
-        cache: of the model.
-        dtype: of the model.
-        context: tokens, of all rows together.
-        layers: of the model.
-        kept: how.
-    """
+    """Say what keys and values take that are kept in a way, for a context of so many tokens of all rows together."""
     exact = cache.bytes_per_token * context
     if kept == "exact":
         return CacheBytes(exact, 0)

@@ -82,13 +82,7 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
-        """A weight that lies in a file.
-
-        Args:
-            weight: where it lies.
-            files: to read from.
-            on_change: called before an operation that would change it, or a tensor made of it, in place is refused.
-        """
+        """Make a weight that lies in a file; `on_change` is called before a change of it in place is refused."""
         return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
     @property

@@ -19,9 +19,6 @@ class DeviceCopies(ABC):
     """Copies to one device, and what they and the device's computations wait for.
 
     A mark is all that one of the two was asked for until then. Only `finish` makes the host wait.
-
-    Args:
-        device: that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,10 +122,6 @@ def _anonymous(size: int) -> mmap.mmap:
 
 class HostMemory:
     """Memory of the host that a device copies from. It is given back when nothing refers to this object.
-
-    Args:
-        size: in bytes.
-        copies: to the device.
 
     Attributes:
         bytes: the memory, `[size]`. Nothing may keep a part of it longer than this object.

@@ -13,14 +13,7 @@ from selfspec.placement.weight_stream import Slot
 
 
 def disk_slots(weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-    """Make slots that read weights from files.
-
-    Args:
-        weights: by number.
-        count: of the slots.
-        dtype: of the model.
-        files: to read from.
-    """
+    """Make slots in the model's dtype that read weights, known by number, from files."""
     # One thread: reads one after the other come at the speed of the disk, and never two into the same memory.
     reader = ThreadPoolExecutor(1, "selfspec-weights")
     return [_DiskSlot(weights, dtype, files, reader) for _ in range(count)]

@@ -41,8 +41,6 @@ class Placement:
     """How a model was placed in memory. The model keeps it, so that whoever wraps it drafts within the budget.
 
     Attributes:
-        plan: by which it was loaded.
-        depth: layers of the model.
         head: whether the head is streamed.
         context: tokens that the cache may hold, of all rows together.
         substitutes: of what is streamed.
@@ -68,11 +66,6 @@ class Placement:
         """Return what drafts here: in fewer bits where weights are streamed, exactly where they stay.
 
         A target pass that streams costs a transfer, so drafts may be long.
-
-        Args:
-            asked: what shall draft.
-            model: that was placed.
-            adapter: where its layers are.
 
         Raises:
             DraftConfigError: it needs rounded copies that were not made.

@@ -22,14 +22,7 @@ _ALIGNED = 256
 def host_slots(
     weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
 ) -> list[Slot]:
-    """Read weights into memory of the host, and make slots on a device that they are copied to.
-
-    Args:
-        weights: by number.
-        count: of the slots.
-        dtype: of the model.
-        files: to read from.
-        copies: to the device.
+    """Read weights into memory of the host, and make slots on a device that they are copied to, in the model's dtype.
 
     Raises:
         UnsupportedOptionError: there is too little memory that a device can copy from.
@@ -41,12 +34,7 @@ def host_slots(
 
 
 def host_bandwidth(copies: DeviceCopies, size: int) -> Bandwidth:
-    """Measure how fast a device copies weights, and how fast it multiplies them.
-
-    Args:
-        copies: to the device.
-        size: bytes of each copy and product, a multiple of 4096.
-    """
+    """Measure how fast a device copies and multiplies weights, `size` bytes each time: a multiple of 4096."""
     host, memory = HostMemory(size, copies), copies.device_memory(size)
     weight = torch.zeros(size // 4096, 2048, dtype=torch.bfloat16, device=copies.device)
     row = weight.new_zeros(2048)

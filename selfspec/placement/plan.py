@@ -50,12 +50,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """How fast weights come, in bytes a second.
-
-    Attributes:
-        memory: those in memory.
-        stream: those that are streamed.
-    """
+    """How fast weights come, in bytes a second: those in memory, and those that are streamed."""
 
     memory: float
     stream: float
@@ -91,7 +86,7 @@ class Plan:
 def plan_memory(
     memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int], beside: int | None = None
 ) -> Plan:
-    """Plan what stays in memory: whatever promises the most tokens a second within the budget.
+    """Plan what stays in memory: whatever promises the most tokens a second within a budget in bytes.
 
     Args:
         memory: what the model takes.

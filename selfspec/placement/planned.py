@@ -26,12 +26,7 @@ CONTEXTS = (4096, 2048, 1024, 512)
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """What is known before weights are read.
-
-    Attributes:
-        survey: of the checkpoint.
-        plan: what stays in memory.
-    """
+    """What is known before weights are read: a survey of the checkpoint, and a plan of what stays in memory."""
 
     survey: Survey
     plan: Plan

@@ -43,11 +43,7 @@ class Skeleton:
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
     """Make the model that a checkpoint describes, by the loader of `transformers`, without reading its weights.
 
-    Args:
-        folder: of the checkpoint.
-        config: of the checkpoint.
-        dtype: of the model; None: the checkpoint's own.
-        files: to read from.
+    Without a dtype it has the checkpoint's own.
 
     Raises:
         CheckpointError: weights are missing, or of another shape, or the loader refuses.

@@ -33,13 +33,7 @@ _STATES = 4
 
 @dataclass(frozen=True)
 class StreamableModule:
-    """A module whose weights can be streamed.
-
-    Attributes:
-        name: of the module.
-        weights: by their names in the module.
-        substitutes: bytes of its substitute, by bits.
-    """
+    """A module whose weights, by their names in it, can be streamed; and bytes of its substitute, by bits."""
 
     name: str
     weights: dict[str, StoredWeight]
@@ -48,15 +42,11 @@ class StreamableModule:
 
 @dataclass(frozen=True)
 class Survey:
-    """A checkpoint of which headers alone were read.
+    """A checkpoint of which headers alone were read: a model without its weights, and what it takes.
 
     Attributes:
-        skeleton: the model, without its weights.
-        dtype: that its weights will have.
-        files: to read them from.
         layers: the modules of each layer that can be streamed; those of the head are a layer after the last.
-        memory: what it takes.
-        context: tokens that this has room for.
+        context: tokens that the memory has room for.
         source: where streamed weights come from.
         cache: how keys and values are kept.
     """
@@ -91,13 +81,9 @@ class Survey:
 
 
 def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
-    """Find out what a checkpoint would take. No weight is read that can be read later.
+    """Find out what a checkpoint in a folder would take, with room for a context of all rows together.
 
-    Args:
-        name: a folder.
-        dtype: of the weights; None: the checkpoint's.
-        context: tokens of prompts and texts, of all rows together, that the cache has room for.
-        source: where streamed weights come from.
+    No weight is read that can be read later. Without a dtype it is the checkpoint's.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -116,11 +102,7 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
 def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
     """Say what a checkpoint of a configuration would take on a CPU, without one: its files have every weight in dtype.
 
-    Args:
-        config: of the model.
-        dtype: of its weights.
-        context: tokens that the cache has room for.
-        process: bytes in use before the model is loaded.
+    `process` is bytes in use before the model is loaded.
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)

@@ -45,14 +45,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in a file.
-
-    Attributes:
-        file: a safetensors file.
-        start: of its bytes in the file.
-        shape: of the weight.
-        dtype: that it is stored in.
-    """
+    """A weight as its bytes begin in a safetensors file, in the shape and dtype that it is stored in."""
 
     file: Path
     start: int
@@ -96,11 +89,7 @@ def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
 
 
 class ReadBuffer:
-    """Memory that weights are read into, one at a time.
-
-    Args:
-        size: bytes of the largest weight.
-    """
+    """Memory that weights are read into, one at a time, with room for the largest."""
 
     def __init__(self, size: int) -> None:
         # Anonymous memory begins at a page.

@@ -115,11 +115,7 @@ class FromDisk(WeightSource):
 
 
 class FromHost(WeightSource):
-    """Weights are in memory of the host, and a device computes: the budget is of the device.
-
-    Args:
-        copies: to the device.
-    """
+    """Weights are in memory of the host, and a device computes: the budget is of the device."""
 
     name = "the device"
     caches = ("exact", "host", "int8")

@@ -56,8 +56,8 @@ class WeightStream:
     leaves nothing behind.
 
     Args:
-        sizes: bytes of each weight, in the order in which a pass is likely to use them. The order in which passes do is
-            learnt.
+        sizes: bytes of each weight, in the order in which a pass is likely to use them. The order in which passes
+            do is learnt.
         slots: at least 2 more than one module uses.
 
     Attributes:
@@ -76,10 +76,7 @@ class WeightStream:
 
     @contextmanager
     def lend(self, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Lend weights for as long as a module uses them.
-
-        Args:
-            numbers: of the weights.
+        """Lend weights, by number, for as long as a module uses them.
 
         Raises:
             StorageError: they do not come.
@@ -141,14 +138,7 @@ class WeightStream:
 
 
 def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int], stream: WeightStream) -> None:
-    """Let a module take weights from a stream whenever it runs.
-
-    Args:
-        module: its weights are on the meta device.
-        names: of the weights in the module.
-        numbers: of the weights in the stream.
-        stream: lends them.
-    """
+    """Let a module take weights from a stream whenever it runs: by their names in it, and their numbers there."""
     kind = type(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -30,14 +30,9 @@ class NewPiece:
 
 
 class Answering:
-    """The answers to one request.
+    """Answers one request: a row of the engine for each answer, ended by any of the stop strings.
 
-    Args:
-        engine: that runs them.
-        tokenizer: the model's.
-        rows: one for each answer.
-        stops: strings that end any of them.
-        most_seconds: that they may take in all.
+    All answers may take `most_seconds` together.
 
     Attributes:
         choices: the answers, so far.

@@ -12,14 +12,12 @@ RETRY_AFTER = 1
 
 
 class ApiError(Exception):
-    """An answer that is no completion.
+    """An answer that is no completion, with a status of HTTP and headers besides those of every answer.
 
     Attributes:
-        status: of HTTP.
         message: what is wrong and what to do about it.
         param: the field that is wrong; None: none.
         code: a word for programs; None: none.
-        headers: besides those of every answer.
     """
 
     def __init__(
@@ -58,12 +56,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def api_error(error: SelfSpecError, param: str | None = None) -> ApiError:
-    """What a typed error of the engine is to a client.
-
-    Args:
-        error: as it was raised.
-        param: the field that it is about, where it names none.
-    """
+    """Turn a typed error of the engine into what a client reads, about the field `param` where it names none."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), None, "queue_full", {"Retry-After": str(RETRY_AFTER)})
     if isinstance(error, EngineStoppedError):

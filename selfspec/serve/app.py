@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from selfspec.serve.api_error import ApiError, unknown_model, validation_error
 from selfspec.serve.chat_completions import chat
-from selfspec.serve.client_pace import ClientPace
+from selfspec.serve.client_limits import ClientPace
 from selfspec.serve.completions import complete
 from selfspec.serve.endpoint import ClientLeftError
 from selfspec.serve.request_log import LOGGER, RequestLog
@@ -93,7 +93,7 @@ def _models(served: Served) -> APIRouter:
         "object": "model",
         "created": served.created,
         "owned_by": "selfspec",
-        "max_model_len": served.context,
+        "max_model_len": served.engine.longest,
     }
 
     @router.get("/models", summary="The model that is served")

@@ -10,12 +10,7 @@ from selfspec.decode.row_decoder import CacheSizes
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of the running batch.
-
-    Attributes:
-        rows: that it holds.
-        tokens: committed tokens that each of them may have.
-    """
+    """Storage of the running batch: the rows that it holds, and the committed tokens that each of them may have."""
 
     rows: int
     tokens: int
@@ -23,14 +18,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """How much the cache may take.
+    """How much the cache may take: `bound` in bytes, `most_rows` of the running batch.
 
     All rows of the running batch have as many slots as the longest needs; a row that is being read has its own.
 
     Attributes:
-        sizes: what tokens and rows take.
-        bound: in bytes.
-        most_rows: of the running batch.
         margin: tokens by which rows must be able to grow before another one may be read: else it might have to give
             its cache back at once.
     """
@@ -54,13 +46,9 @@ class CacheBudget:
         return spare // self.sizes.slot - self.sizes.slack
 
     def admits(self, rows: int, longest: int, tokens: int, remaining: int) -> bool:
-        """Whether another row may be read, and then join.
+        """Whether a row of so many tokens, which may grow by `remaining`, may be read and then join `rows` others.
 
-        Args:
-            rows: that run.
-            longest: tokens of the longest of them; 0 without any.
-            tokens: of the row that waits.
-            remaining: the most tokens that it may grow by.
+        `longest` is the length of the longest that runs; 0 without any.
         """
         if rows == 0:
             return True

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from selfspec.errors import PromptError
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, api_error
-from selfspec.serve.choice import ScoredToken
+from selfspec.serve.choice import Choice, ScoredToken
 from selfspec.serve.completions import finite
-from selfspec.serve.endpoint import Body, begun, finished, row_requests, streamed, usage
-from selfspec.serve.request_log import note, request_id
+from selfspec.serve.endpoint import Body, Form, answer, note_prompts, row_requests
+from selfspec.serve.request_log import request_id
 from selfspec.serve.schemas import ChatCompletionRequest, Message
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
@@ -29,42 +30,32 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     """
     served.check(request.model)
     prompt = await served.read(lambda: _prompt(served, request))
-    note(http.scope, prompt_tokens=len(prompt))
-    if served.log_text:
-        note(http.scope, messages=[message.model_dump(exclude_none=True) for message in request.messages])
-    served.metrics.prompt_tokens.observe(len(prompt))
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    note_prompts(served, http, [prompt], messages=messages)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
-    rows = await served.read(
-        lambda: row_requests(served, request, [prompt], asked, top, "messages"), request.response_format is not None
-    )
+    rows = await row_requests(served, request, [prompt], asked, top, "messages")
     head: Body = {
         "id": f"chatcmpl-{request_id(http.scope)}",
         "object": "chat.completion.chunk" if request.stream else "chat.completion",
-        "created": served.created_now(),
+        "created": int(time.time()),
         "model": served.name,
     }
-    answering = await begun(served, request, rows)
-    if request.stream:
-        opening = [_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(rows))]
 
-        def chunk(new: NewPiece) -> Body:
-            logprobs = None if top is None else _logprobs(served.texts, new.piece.scored)
-            said = {"content": new.piece.text} if new.piece.text else {}
-            return _chunk(new.index, said, logprobs, new.piece.finish_reason)
+    def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
+        return None if top is None else _logprobs(served.texts, scored)
 
-        return streamed(served, http, request, answering, len(prompt), head, opening, chunk)
-    await finished(served, http, answering)
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None if top is None else _logprobs(served.texts, choice.scored),
-            "finish_reason": choice.finish_reason,
-        }
-        for index, choice in enumerate(answering.choices)
-    ]
-    return JSONResponse({**head, "choices": choices, "usage": usage(len(prompt), answering)})
+    def chunk(new: NewPiece) -> Body:
+        said = {"content": new.piece.text} if new.piece.text else {}
+        return _chunk(new.index, said, logprobs(new.piece.scored), new.piece.finish_reason)
+
+    def whole(index: int, choice: Choice) -> Body:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.finish_reason
+        return {"index": index, "message": message, "logprobs": logprobs(choice.scored), "finish_reason": reason}
+
+    opening = [_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(rows))]
+    return await answer(served, http, request, rows, len(prompt), Form(head, opening, chunk, whole))
 
 
 def _prompt(served: Served, request: ChatCompletionRequest) -> tuple[int, ...]:

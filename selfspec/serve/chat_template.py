@@ -18,11 +18,7 @@ _TRIAL: tuple[Message, ...] = ({"role": "user", "content": "Hello"},)
 
 
 class ChatTemplate:
-    """Writes messages the way the model was taught to read them.
-
-    Args:
-        tokenizer: the model's.
-        source: the template, in Jinja; None: the tokenizer's own.
+    """Writes messages the way the model was taught to read them, by a template in Jinja; None: the tokenizer's own.
 
     Raises:
         CheckpointError: there is none, or it cannot be rendered; the message names the remedy.
@@ -42,11 +38,9 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template does not write one message of a user: {error}") from error
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins.
+        """Write the tokens of a conversation, up to where the model's answer begins.
 
-        Args:
-            messages: at least one.
-            tools: JSON schemas of functions, as OpenAI's `tools`; the template says what becomes of them.
+        What becomes of tools, JSON schemas of functions as OpenAI's `tools`, the template says.
 
         Raises:
             PromptError: the template refuses these messages.

@@ -19,13 +19,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token, its log-probabilities, and what it wrote of the answer's text.
+    """A token, its log-probabilities, and what it wrote of the answer's text, at an offset in it.
 
-    Attributes:
-        token: its id.
-        logprobs: at its place.
-        text: nothing where the token is special, is behind the end of the text, or is not the last of a character's.
-        offset: of this text in the answer's.
+    The text is empty where the token is special, is behind the end, or is not the last of a character's.
     """
 
     token: int
@@ -59,12 +55,7 @@ class Counts:
 
 
 class Choice:
-    """An answer.
-
-    Args:
-        tokenizer: the model's.
-        prompt: the tokens before.
-        stops: strings that end it.
+    """An answer that grows, behind the tokens of a prompt, up to any of the stop strings.
 
     Attributes:
         text: so far.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from selfspec.serve.answering import NewPiece
-from selfspec.serve.choice import ScoredToken
-from selfspec.serve.endpoint import Body, begun, finished, row_requests, streamed, usage
-from selfspec.serve.prompt_text import prompt_text
-from selfspec.serve.request_log import note, request_id
+from selfspec.serve.choice import Choice, Counts, ScoredToken
+from selfspec.serve.echo import prompt_text
+from selfspec.serve.endpoint import Body, Form, answer, note_prompts, row_requests, usage
+from selfspec.serve.request_log import request_id
 from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
@@ -24,12 +25,7 @@ DEFAULT_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Echo:
-    """What comes before an answer: its prompt, where that is asked for.
-
-    Attributes:
-        text: of the prompt.
-        logprobs: of its tokens, where they are asked for.
-    """
+    """What comes before an answer: its prompt and the log-probabilities of its tokens, where each is asked for."""
 
     text: str = ""
     logprobs: Body | None = None
@@ -43,48 +39,37 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     """
     served.check(request.model)
     prompts = await served.read(lambda: _prompts(served, request))
-    prompt_tokens = sum(map(len, prompts))
-    note(http.scope, prompt_tokens=prompt_tokens)
-    if served.log_text:
-        note(http.scope, prompts=request.prompt)
-    for prompt in prompts:
-        served.metrics.prompt_tokens.observe(len(prompt))
+    note_prompts(served, http, prompts, prompts=request.prompt)
     asked = _asked(served, request, prompts)
-    rows = await served.read(
-        lambda: row_requests(served, request, prompts, asked or 1, request.logprobs, "prompt"),
-        request.response_format is not None,
-    )
+    rows = await row_requests(served, request, prompts, asked or 1, request.logprobs, "prompt")
     head: Body = {
         "id": f"cmpl-{request_id(http.scope)}",
         "object": "text_completion",
-        "created": served.created_now(),
+        "created": int(time.time()),
         "model": served.name,
     }
     of_prompts = [await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)]
     # One for each of the n answers to a prompt.
     echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
+    prompt_tokens = sum(map(len, prompts))
     if request.max_tokens == 0:
         choices = [_choice(index, echo.text, echo.logprobs, "length") for index, echo in enumerate(echoes)]
-        return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, None)})
-    answering = await begun(served, request, rows)
-    if request.stream:
+        return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, Counts())})
 
-        def chunk(new: NewPiece) -> Body:
-            logprobs = None
-            if request.logprobs is not None:
-                logprobs = _logprobs(served.texts, new.piece.scored, len(echoes[new.index].text))
-            return _choice(new.index, new.piece.text, logprobs, new.piece.finish_reason)
+    def logprobs(scored: Sequence[ScoredToken], echo: _Echo) -> Body | None:
+        return None if request.logprobs is None else _logprobs(served.texts, scored, len(echo.text))
 
-        opening = [_choice(index, echo.text, echo.logprobs, None) for index, echo in enumerate(echoes) if request.echo]
-        return streamed(served, http, request, answering, prompt_tokens, head, opening, chunk)
-    await finished(served, http, answering)
-    choices = []
-    for index, (echo, choice) in enumerate(zip(echoes, answering.choices, strict=True)):
-        logprobs = None
-        if request.logprobs is not None:
-            logprobs = _joined(echo.logprobs, _logprobs(served.texts, choice.scored, len(echo.text)))
-        choices.append(_choice(index, echo.text + choice.text, logprobs, choice.finish_reason))
-    return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, answering)})
+    def chunk(new: NewPiece) -> Body:
+        scored = logprobs(new.piece.scored, echoes[new.index])
+        return _choice(new.index, new.piece.text, scored, new.piece.finish_reason)
+
+    def whole(index: int, choice: Choice) -> Body:
+        echo = echoes[index]
+        scored = _joined(echo.logprobs, logprobs(choice.scored, echo))
+        return _choice(index, echo.text + choice.text, scored, choice.finish_reason)
+
+    opening = [_choice(index, echo.text, echo.logprobs, None) for index, echo in enumerate(echoes) if request.echo]
+    return await answer(served, http, request, rows, prompt_tokens, Form(head, opening, chunk, whole))
 
 
 def _given(request: CompletionRequest) -> list[str | list[int]]:
@@ -105,7 +90,7 @@ def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[i
     """New tokens of an answer: by default few, and no more than there is room for."""
     if request.max_tokens is not None:
         return request.max_tokens
-    room = served.context - max(map(len, prompts))
+    room = served.engine.longest - max(map(len, prompts))
     return max(min(DEFAULT_TOKENS, room, served.limits.new_tokens or DEFAULT_TOKENS), 1)
 
 
@@ -133,9 +118,11 @@ def _choice(index: int, text: str, logprobs: Body | None, reason: str | None) ->
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _joined(before: Body | None, logprobs: Body) -> Body:
+def _joined(before: Body | None, logprobs: Body | None) -> Body | None:
     """Log-probabilities of a prompt and of its answer in one."""
-    return logprobs if before is None else {name: before[name] + found for name, found in logprobs.items()}
+    if before is None or logprobs is None:
+        return logprobs
+    return {name: before[name] + found for name, found in logprobs.items()}
 
 
 def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:

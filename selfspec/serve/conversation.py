@@ -36,13 +36,8 @@ class Conversation:
     with the turn before, so only the others are read. A template that leaves something of earlier turns out, or a text
     that is cut into other tokens than the model wrote it in, costs no more than the tokens from there on.
 
-    Args:
-        spec: the wrapped model.
-        tokenizer: its own.
-        template: writes the messages.
-        system: the first message; None: there is none.
-        max_new_tokens: of an answer, unless the context has less room.
-        options: further keywords of `spec.stream`; without `seed`, `max_new_tokens` and caches.
+    `system` is the first message; None: there is none. An answer has at most `max_new_tokens`, or what the context has
+    room for. `options` are further keywords of `spec.stream`, without `seed`, `max_new_tokens` and caches.
     """
 
     def __init__(
@@ -72,14 +67,7 @@ class Conversation:
         self._read = _Read()
 
     def ask(self, text: str, seed: int | None = None) -> ChatTurn:
-        """Begin the turn that answers a message.
-
-        Args:
-            text: of the user.
-            seed: as in `spec.generate`.
-
-        Returns:
-            The turn: iterate over it for the answer's text, then `close` it. One turn at a time.
+        """Begin the turn that answers a message: iterate over it for the text, then `close` it. One at a time.
 
         Raises:
             PromptError: the template refuses the message, or the context has no room for an answer.
@@ -138,14 +126,12 @@ class Conversation:
 
 
 class ChatTurn(Iterator[str]):
-    """One answer: its text, piece by piece, as rounds are committed.
+    """One answer to `question`: its text, piece by piece, as rounds are committed.
 
     Attributes:
-        question: the message that is answered.
         prompt: the tokens of the conversation up to the answer.
         kept: how many of them were in the cache before.
         tokens: of the answer, so far.
-        text: of the answer, so far.
         finished: whether the answer came to its own end.
     """
 

@@ -1,19 +1,20 @@
-"""What both kinds of requests share: rows for the engine, answers to their end or in a stream, and usage."""
+"""What both endpoints share: rows for the engine, and their answers, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
+from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.request_log import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.schemas import GenerationFields
@@ -27,15 +28,33 @@ class ClientLeftError(Exception):
     """Nobody waits for the answer any more."""
 
 
-@dataclass
-class Times:
-    """When each answer's tokens came, for metrics: seconds since the request's beginning."""
+@dataclass(frozen=True)
+class Form:
+    """How an endpoint writes answers.
 
-    first: dict[int, float] = field(default_factory=dict)
-    last: dict[int, float] = field(default_factory=dict)
+    Attributes:
+        head: what the answer, and each event of a stream, begins with.
+        opening: choices of events before the first piece.
+        chunk: makes the choice of an event.
+        whole: makes the choice of an answer, by its index.
+    """
+
+    head: Body
+    opening: Sequence[Body]
+    chunk: Callable[[NewPiece], Body]
+    whole: Callable[[int, Choice], Body]
 
 
-def row_requests(
+def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]], /, **texts: Any) -> None:
+    """Count the tokens of prompts, and write their text to the log where that is asked for."""
+    note(http.scope, prompt_tokens=sum(map(len, prompts)))
+    if served.log_text:
+        note(http.scope, **texts)
+    for prompt in prompts:
+        served.metrics.prompt_tokens.observe(len(prompt))
+
+
+async def row_requests(
     served: Served,
     request: GenerationFields,
     prompts: Sequence[tuple[int, ...]],
@@ -43,7 +62,7 @@ def row_requests(
     logprobs: int | None,
     where: str,
 ) -> list[RowRequest]:
-    """A row for each answer: `n` of each prompt.
+    """Make a row for each answer: `n` of each prompt.
 
     Args:
         served: the model.
@@ -54,38 +73,37 @@ def row_requests(
         where: the field that holds the prompts.
 
     Raises:
-        ApiError: a field is out of the bounds of this model or server.
-        UnsupportedOptionError: a response format cannot be honoured.
+        ApiError: a field is out of the bounds of this model or server, or a response format cannot be honoured.
     """
-    answers = len(prompts) * (request.n or 1)
-    if answers > served.limits.answers:
-        most = served.limits.answers
+    answers, most = len(prompts) * (request.n or 1), served.limits.answers
+    if answers > most:
         raise ApiError(400, f"{answers} answers (prompts times n) are more than {most}, the most of a request", "n")
-    rows = []
-    for prompt in prompts:
-        longest = _longest(served, prompt, asked, where)
-        for index in range(request.n or 1):
-            sampling = _sampling(served, request, index)
-            rows.append(RowRequest(prompt, longest, sampling, _end_tokens(served, request), logprobs))
-    return rows
+
+    def rows() -> list[RowRequest]:
+        longest = [_longest(served, prompt, asked, where) for prompt in prompts]
+        return [
+            RowRequest(prompt, length, _sampling(served, request, index), _end_tokens(served, request), logprobs)
+            for prompt, length in zip(prompts, longest, strict=True)
+            for index in range(request.n or 1)
+        ]
+
+    return await served.read(rows, with_grammar=request.response_format is not None)
 
 
 def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: str) -> int:
     """The most new tokens after a prompt."""
-    wrong = next((token for token in prompt if token >= served.vocabulary), None)
-    if wrong is not None:
-        raise ApiError(400, f"{where}: token id {wrong} is outside the vocabulary 0..{served.vocabulary - 1}", where)
+    served.check_tokens(prompt, where)
     if not prompt:
         raise ApiError(400, f"{where} is empty, and this model has no token to begin a text with; say something", where)
-    most = served.limits.new_tokens
+    most, context = served.limits.new_tokens, served.engine.longest
     if asked is not None and most is not None and asked > most:
         raise ApiError(400, f"max_tokens: {asked} is more than {most}, the most that this server writes", "max_tokens")
-    room = served.context - len(prompt)
+    room = context - len(prompt)
     if room < (asked or 1):
         found = f"{where} has {len(prompt)} tokens" + (f" and max_tokens is {asked}" if asked else "")
         raise ApiError(
             400,
-            f"{found}, which is beyond the context of {served.context} tokens; shorten {where}"
+            f"{found}, which is beyond the context of {context} tokens; shorten {where}"
             + (f", or ask for at most {room} tokens" if asked and room > 0 else ""),
             where if room < 1 or not asked else "max_tokens",
             "context_length_exceeded",
@@ -96,10 +114,7 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
 def _sampling(served: Served, request: GenerationFields, index: int) -> SamplingParams:
     """How the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    wrong = next((token for token in bias if token >= served.vocabulary), None)
-    if wrong is not None:
-        last = served.vocabulary - 1
-        raise ApiError(400, f"logit_bias: token id {wrong} is outside the vocabulary 0..{last}", "logit_bias")
+    served.check_tokens(list(bias), "logit_bias")
     seed = request.seed
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -118,72 +133,62 @@ def _sampling(served: Served, request: GenerationFields, index: int) -> Sampling
 
 
 def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
-    further = frozenset(request.stop_token_ids or ())
-    wrong = next((token for token in further if token >= served.vocabulary), None)
-    if wrong is not None:
-        last = served.vocabulary - 1
-        raise ApiError(400, f"stop_token_ids: token id {wrong} is outside the vocabulary 0..{last}", "stop_token_ids")
-    return further if request.ignore_eos else further | served.end_tokens
+    further = request.stop_token_ids or []
+    served.check_tokens(further, "stop_token_ids")
+    return frozenset(further) if request.ignore_eos else frozenset(further) | served.end_tokens
 
 
-def stop_strings(request: GenerationFields) -> list[str]:
-    """The strings that end an answer."""
-    if request.stop is None:
-        return []
-    return [request.stop] if isinstance(request.stop, str) else request.stop
-
-
-async def begun(served: Served, request: GenerationFields, rows: Sequence[RowRequest]) -> Answering:
-    """Hand rows to the engine.
+async def answer(
+    served: Served, http: Request, request: GenerationFields, rows: Sequence[RowRequest], prompt_tokens: int, form: Form
+) -> Response:
+    """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece.
 
     Raises:
-        ApiError: it does not take them.
+        ApiError: the engine does not take the rows, or one failed.
+        ClientLeftError: nobody waits any more.
     """
-    answering = Answering(served.engine, served.tokenizer, rows, stop_strings(request), served.limits.request_seconds)
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    answering = Answering(served.engine, served.tokenizer, rows, stops, served.limits.request_seconds)
     try:
         await served.read(answering.submit)
     except BaseException:
         answering.cancel()
         raise
-    return answering
-
-
-async def finished(served: Served, http: Request, answering: Answering) -> None:
-    """Wait for the end of every answer.
-
-    Raises:
-        ApiError: one failed.
-        ClientLeftError: nobody waits any more.
-    """
+    if request.stream:
+        return _streamed(served, http, request, answering, prompt_tokens, form)
 
     async def work() -> None:
-        async for _ in watched(served, http, answering):
+        async for _ in _watched(served, http, answering):
             pass
 
     try:
-        await unless_gone(http, work())
+        await _unless_gone(http, work())
     finally:
         answering.cancel()
+    choices = [form.whole(index, choice) for index, choice in enumerate(answering.choices)]
+    return JSONResponse({**form.head, "choices": choices, "usage": usage(prompt_tokens, answering.counts)})
 
 
-async def watched(served: Served, http: Request, answering: Answering) -> AsyncIterator[NewPiece]:
+async def _watched(served: Served, http: Request, answering: Answering) -> AsyncIterator[NewPiece]:
     """The pieces of answers, counted on their way."""
-    times = Times()
+    metrics = served.metrics
+    # Seconds until the last tokens of each answer, since the request's beginning.
+    first, last = None, dict[int, float]()
     try:
         async for new in answering.pieces():
             if new.tokens:
-                if new.index in times.last:
-                    between = (new.seconds - times.last[new.index]) / new.tokens
+                if new.index in last:
+                    between = (new.seconds - last[new.index]) / new.tokens
                     for _ in range(new.tokens):
-                        served.metrics.between_tokens.observe(between)
+                        metrics.between_tokens.observe(between)
                 else:
-                    times.first[new.index] = new.seconds
-                    served.metrics.first_token.observe(new.seconds)
-                times.last[new.index] = new.seconds
+                    first = new.seconds if first is None else first
+                    metrics.first_token.observe(new.seconds)
+                last[new.index] = new.seconds
             if new.piece.finish_reason is not None:
-                served.metrics.ended(new.piece.finish_reason)
-                served.metrics.whole_answer.observe(new.seconds)
-                served.metrics.answer_tokens.observe(answering.choices[new.index].counts.tokens)
+                metrics.ended(new.piece.finish_reason)
+                metrics.whole_answer.observe(new.seconds)
+                metrics.answer_tokens.observe(answering.choices[new.index].counts.tokens)
             yield new
     finally:
         counts = answering.counts
@@ -192,19 +197,15 @@ async def watched(served: Served, http: Request, answering: Answering) -> AsyncI
             completion_tokens=counts.tokens,
             drafted=counts.drafted,
             accepted=counts.accepted,
-            first_token_seconds=round(min(times.first.values()), 4) if times.first else None,
+            first_token_seconds=None if first is None else round(first, 4),
             finish_reasons=[choice.finish_reason for choice in answering.choices],
         )
         if served.log_text:
             note(http.scope, answers=[choice.text for choice in answering.choices])
 
 
-async def unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
-    """Wait for work, unless the client leaves.
-
-    Raises:
-        ClientLeftError: it left; the work was cancelled.
-    """
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
+    """Wait for work, unless the client leaves: then the work is cancelled."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -222,55 +223,37 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def streamed(
-    served: Served,
-    http: Request,
-    request: GenerationFields,
-    answering: Answering,
-    prompt_tokens: int,
-    head: Body,
-    opening: Sequence[Body],
-    chunk: Callable[[NewPiece], Body],
+def _streamed(
+    served: Served, http: Request, request: GenerationFields, answering: Answering, prompt_tokens: int, form: Form
 ) -> StreamingResponse:
-    """Answers as server-sent events.
-
-    Args:
-        served: the model.
-        http: the request.
-        request: its body.
-        answering: begun.
-        prompt_tokens: of all prompts.
-        head: what every event says.
-        opening: choices of events before the first piece.
-        chunk: makes the choice of an event from a piece.
-    """
+    """Answers as server-sent events."""
     with_usage = request.stream_options is not None and request.stream_options.include_usage
 
     def event(choices: list[Body], **more: Any) -> str:
         unused = {"usage": None} if with_usage else {}
-        return _event({**head, "choices": choices, **unused, **more})
+        return _event({**form.head, "choices": choices, **unused, **more})
 
     async def events() -> AsyncIterator[str]:
         try:
-            for choice in opening:
+            for choice in form.opening:
                 yield event([choice])
-            async for new in watched(served, http, answering):
+            async for new in _watched(served, http, answering):
                 if new.piece.text or new.piece.scored or new.piece.finish_reason:
-                    yield event([chunk(new)])
+                    yield event([form.chunk(new)])
             if with_usage:
-                yield event([], usage=usage(prompt_tokens, answering))
+                yield event([], usage=usage(prompt_tokens, answering.counts))
         except ApiError as error:
             yield _event(error.body)
         yield "data: [DONE]\n\n"
 
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return _Stream(answering, events(), headers)
+    return _Stream(answering, events())
 
 
 class _Stream(StreamingResponse):
     """Events that are sent as they come. Whatever ends it, even before the first event, ends the answers."""
 
-    def __init__(self, answering: Answering, events: AsyncIterator[str], headers: Mapping[str, str]) -> None:
+    def __init__(self, answering: Answering, events: AsyncIterator[str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._answering = answering
 
@@ -286,16 +269,14 @@ def _event(content: Body) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-def usage(prompt_tokens: int, answering: Answering | None) -> Body:
-    """What a request took. Draft tokens are counted as OpenAI counts those of predicted outputs."""
-    counts = None if answering is None else answering.counts
-    tokens, drafted, accepted = (0, 0, 0) if counts is None else (counts.tokens, counts.drafted, counts.accepted)
+def usage(prompt_tokens: int, counts: Counts) -> Body:
+    """Say what a request took. Draft tokens are counted as OpenAI counts those of predicted outputs."""
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
+        "completion_tokens": counts.tokens,
+        "total_tokens": prompt_tokens + counts.tokens,
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "accepted_prediction_tokens": counts.accepted,
+            "rejected_prediction_tokens": counts.drafted - counts.accepted,
         },
     }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -14,12 +16,13 @@ from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, 
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.engine_stats import EngineStats
 from selfspec.serve.events import Event
-from selfspec.serve.own_thread import in_own_thread
 from selfspec.serve.read_request import read_row
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
 from selfspec.values import is_finite
+
+_Found = TypeVar("_Found")
 
 
 class Engine:
@@ -31,6 +34,9 @@ class Engine:
 
     `submit`, `stats` and the methods of tickets may be called from any thread. On a CPU, passes in other threads of the
     process slow the engine down for as long as these threads live: run them in threads that end.
+
+    Attributes:
+        spec: the wrapped model.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        self.spec = spec
         self._decoder = spec.row_decoder()
         self._vocabulary: int = spec.model.get_input_embeddings().weight.shape[0]
         sizes = in_own_thread(self._decoder.measured)
@@ -140,11 +147,7 @@ class Engine:
         self.stop(drain=error is None)
 
     def submit(self, request: RowRequest, on_event: Callable[[Event], object] | None = None) -> Ticket:
-        """Take a request; returns at once.
-
-        Args:
-            request: what is asked for.
-            on_event: see `Ticket`.
+        """Take a request and return at once; events go to the ticket or to `on_event`, see `Ticket`.
 
         Raises:
             PromptError, UnsupportedOptionError: the request cannot be honoured, by name.
@@ -226,3 +229,14 @@ class Engine:
             return EngineStoppedError("the engine was stopped before the row had ended")
 
         self._scheduler.end_all("error", error)
+
+
+def in_own_thread(work: Callable[[], _Found]) -> _Found:
+    """Do some work in a new thread, and wait for it.
+
+    OpenMP keeps a team of threads for each thread that has run a product, as long as that thread lives. Once all teams
+    together have more threads than there are cores, each of them sleeps between two products, and waking it takes
+    longer than a product of a small model. So while an engine runs, only its own thread should keep a team.
+    """
+    with ThreadPoolExecutor(1, "selfspec-passes") as thread:
+        return thread.submit(work).result()

@@ -31,16 +31,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a row.
-
-    Attributes:
-        reason: why it ended.
-        error: what went wrong; None where nothing did.
-        prompt_tokens: tokens of the prompt.
-        completion_tokens: tokens committed.
-        drafted: draft tokens that were proposed to it.
-        accepted: how many of them were committed.
-    """
+    """The last event of a row, with the counts of all of it; `error` is None where nothing went wrong."""
 
     reason: Reason
     error: SelfSpecError | None

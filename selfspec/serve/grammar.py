@@ -16,13 +16,7 @@ _ANY_WHITESPACE = False
 
 
 class Grammars:
-    """Compiles what answers have to fit; grammars that were compiled before are kept.
-
-    Args:
-        tokenizer: the model's.
-        vocabulary: number of its logits.
-        end_tokens: that may end an answer once its grammar is complete.
-    """
+    """Compiles what answers have to fit, and keeps it; end tokens may end an answer once its grammar is complete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
         self._tokenizer = tokenizer

@@ -15,12 +15,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """Counts of requests, and the engine's own.
-
-    Args:
-        model: the name that it is served by, the label of every metric.
-        stats: asks the engine, when the metrics are read.
-    """
+    """Counts of requests, and of the engine when they are read; each is labelled with the model's name."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -73,14 +68,14 @@ class _EngineCollector(Collector):
         """Read the engine's counts."""
         stats = self._stats()
         used = stats.cache_bytes / stats.cache_bound
-        gauges = {
+        gauges: dict[str, tuple[str, float]] = {
             "vllm:num_requests_running": ("Rows in the running batch.", stats.running + stats.prefilling),
             "vllm:num_requests_waiting": ("Requests that wait for room.", stats.waiting),
             "vllm:kv_cache_usage_perc": ("Share of the cache's bound that is used.", used),
             "selfspec:cache_bytes": ("Bytes of keys, values and states.", stats.cache_bytes),
             "selfspec:cache_bound_bytes": ("The most of them that there may be.", stats.cache_bound),
         }
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "vllm:prompt_tokens": ("Tokens of prompts that were read.", stats.prompt_tokens),
             "vllm:generation_tokens": ("Tokens that were committed.", stats.committed),
             "vllm:num_preemptions": ("Rows that gave their cache back and were read again.", stats.preemptions),
@@ -90,14 +85,11 @@ class _EngineCollector(Collector):
             "selfspec:rounds": ("Rounds of the running batch.", stats.rounds),
             "selfspec:plain_rounds": ("Rounds without a draft.", stats.plain_rounds),
         }
-        for name, (words, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, (words, value) in counters.items():
-            counter = CounterMetricFamily(name, words, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (words, value) in metrics.items():
+                metric = family(name, words, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
         labels = ["model_name", "reason"]
         ended = CounterMetricFamily("selfspec:rows_finished", "Rows, by why they ended.", labels=labels)
         for reason, count in stats.finished.items():

@@ -20,11 +20,6 @@ from selfspec.serve.row_request import RowRequest, SamplingParams
 def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group:
     """Check a request and make its row.
 
-    Args:
-        decoder: of the model.
-        request: what is asked for.
-        vocabulary: number of token ids.
-
     Raises:
         PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
         UnsupportedOptionError: an option cannot be honoured, by name.

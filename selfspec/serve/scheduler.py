@@ -24,15 +24,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Entry:
-    """A request on its way.
+    """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
-    Attributes:
-        number: of its arrival: the lower, the longer it has waited.
-        ticket: whom it belongs to.
-        row: its text, a group of one row.
-        prompt_tokens: of its prompt.
-        drafted: draft tokens that were proposed to it.
-        accepted: how many of them were committed.
+    Its number is that of its arrival: the lower, the longer it has waited.
     """
 
     number: int
@@ -54,13 +48,9 @@ class _Reading:
 class Scheduler:
     """Runs requests, the longest-waiting first. Used by one thread at a time, but for `stats`.
 
-    Where the running rows outgrow the cache, the one that came last gives its own back and waits again, before all that
-    came after it. It is read again later, prompt and committed tokens, and goes on where it was.
-
-    Args:
-        decoder: of the model.
-        budget: of the cache.
-        prefill_tokens: of prompts that are read before each round.
+    Before each round `prefill_tokens` of prompts are read. Where the running rows outgrow the cache, the one that came
+    last gives its own back and waits again, before all that came after it. It is read again later, prompt and committed
+    tokens, and goes on where it was.
     """
 
     def __init__(self, decoder: RowDecoder, budget: CacheBudget, prefill_tokens: int) -> None:

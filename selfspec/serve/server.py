@@ -14,20 +14,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.serve.client_limits import bounded_headers
 from selfspec.serve.request_log import LOGGER, JsonLines
 from selfspec.serve.served import Served
-from selfspec.serve.slow_headers import bounded_headers
 
 _LOGGERS = (LOGGER.name, "uvicorn.error")
 _HEADER_BYTES = 64 * 2**10
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind an address, before a model is loaded for it.
-
-    Args:
-        host: a name or an address.
-        port: 0: any that is free.
+    """Bind an address, before a model is loaded for it; port 0 is any that is free.
 
     Raises:
         UnsupportedOptionError: it cannot be had.
@@ -49,14 +45,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float, ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT; then take no more requests and finish those that run.
+    """Serve until SIGTERM or SIGINT; then take no more requests and finish those that run within `stop_seconds`.
 
-    Args:
-        app: of `create_app`.
-        served: what it serves.
-        bound: of `listen`; closed at the end.
-        stop_seconds: that running requests have then. A second SIGINT ends them at once.
-        ready: called when requests are taken.
+    A second SIGINT ends them at once. What `listen` bound is closed at the end. `ready` is called when requests are
+    taken.
     """
     config = uvicorn.Config(
         app,

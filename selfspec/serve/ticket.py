@@ -40,10 +40,7 @@ class Ticket:
         return self._finished
 
     def events(self, timeout: float | None = None) -> Iterator[Event]:
-        """Wait for the events, one by one, up to the last.
-
-        Args:
-            timeout: seconds to wait for each; None: any time.
+        """Wait for the events, one by one, up to the last; `timeout` seconds for each, None for any time.
 
         Raises:
             TimeoutError: nothing came in that time. The row goes on; iterate again, or cancel it.
@@ -61,10 +58,7 @@ class Ticket:
                 return
 
     def tokens(self, timeout: float | None = None) -> list[int]:
-        """Wait for the end, and return what was committed.
-
-        Args:
-            timeout: seconds in all; None: any time.
+        """Wait for the end, `timeout` seconds in all or any time, and return what was committed.
 
         Raises:
             TimeoutError: it did not end in that time.

@@ -76,4 +76,4 @@ def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: 
     assert drafted.stdout == invoke(*plain).stdout
     other = invoke("generate", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
     assert other.status == 2
-    assert "found for other weights" in other.stderr
+    assert "is of another base" in other.stderr

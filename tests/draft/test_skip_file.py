@@ -33,7 +33,7 @@ def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
 
 
 def test_another_model_is_refused(file: Path) -> None:
-    with pytest.raises(DraftConfigError, match="found for other weights"):
+    with pytest.raises(DraftConfigError, match="is of another base"):
         selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
 
 

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.draft.text_places import MOST_PLACES, NONE, SortedCorpus, TextMemory, places_in, sorted_ends
+from selfspec.draft.text_places import (
+    MOST_PLACES,
+    NONE,
+    Match,
+    OwnText,
+    SortedCorpus,
+    TextMemory,
+    following,
+    last_match,
+    places_in,
+    sorted_ends,
+)
 
 
 def _places(tokens: list[int], context: list[int], longest: int) -> list[list[int]]:
@@ -72,3 +83,44 @@ def test_a_memory_without_room_keeps_next_to_nothing(nbytes: int) -> None:
     memory = TextMemory(nbytes)
     memory.add([1, 2, 3])
     assert memory.tokens.nbytes <= nbytes
+
+
+def searched(tokens: list[int], shortest: int, longest: int) -> Match | None:
+    """The same by comparing with every earlier place."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                alike = 0
+                while alike < end and tokens[end - 1 - alike] == tokens[-1 - alike]:
+                    alike += 1
+                return Match(end, alike)
+    return None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+def test_finds_what_a_search_through_all_of_the_text_finds(pieces: list[list[int]], shortest: int, more: int) -> None:
+    own, text = OwnText(), list[int]()
+    for piece in pieces:
+        own.extend(piece)
+        text += piece
+        assert own.tokens.tolist() == text
+        assert last_match(own.tokens, shortest, shortest + more) == searched(text, shortest, shortest + more)
+
+
+def test_what_followed_a_match_goes_round_at_the_end_of_the_text() -> None:
+    text = np.array([5, 1, 2, 9, 1, 2], dtype=np.int32)
+    match = last_match(text, 1, 3)
+    assert match == Match(end=3, length=2)
+    assert following(text, match, 8) == [9, 1, 2, 9, 1, 2, 9, 1]
+
+
+def test_a_loop_is_continued() -> None:
+    text = np.array([1, 2, 3] * 3, dtype=np.int32)
+    match = last_match(text, 2, 5)
+    assert match is not None
+    assert following(text, match, 7) == [1, 2, 3, 1, 2, 3, 1]

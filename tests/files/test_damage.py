@@ -98,7 +98,7 @@ def _corpus(folder: Path) -> Path:
 
 def _read_corpus(file: Path) -> object:
     found = CorpusFile(file)
-    return found.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
+    return found.about.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
 
 
 def _candidates(folder: Path) -> Path:

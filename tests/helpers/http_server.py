@@ -19,9 +19,8 @@ import selfspec
 from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
 from selfspec.serve.app import create_app
-from selfspec.serve.served import Served, serve_model
-from selfspec.serve.server_limits import ServerLimits
-from selfspec.serve.slow_headers import bounded_headers
+from selfspec.serve.client_limits import ServerLimits, bounded_headers
+from selfspec.serve.served import Served
 
 NAME = "stories"
 
@@ -108,13 +107,18 @@ def asked(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int,
 
 @contextmanager
 def running(
-    limits: ServerLimits | None = None, api_key: str | None = None, template: str | None = PLAIN, **engine: Any
+    limits: ServerLimits | None = None,
+    api_key: str | None = None,
+    template: str | None = PLAIN,
+    log_text: bool = False,
+    **engine: Any,
 ) -> Iterator[Running]:
     """Serve the stories in float64, drafting by look-ups and an exit, in a thread."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     spec = selfspec.wrap(model, draft="lookup+exit:3", draft_length=3)
-    served = serve_model(spec, tokenizer, NAME, template=template, limits=limits, **engine)
+    engine_of = selfspec.Engine(spec, **engine)
+    served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text)
     app = create_app(served, api_key, stop_seconds=5)
     config = uvicorn.Config(
         app,

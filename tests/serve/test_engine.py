@@ -7,17 +7,20 @@ import threading
 from functools import partial
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.serving import Asked, alone, small
 from helpers.shrunken import shrunken
+from helpers.stories import checkpoint_folder
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.limits import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
-from selfspec.serve.engine import Engine
+from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.events import Committed, Event
 from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.served import Served
 from selfspec.serve.ticket import Ticket
 
 
@@ -219,3 +222,39 @@ def test_models_of_states_alone_are_served(name: str) -> None:
     assert Engine(spec, cache_bytes=one).longest == 1 << 20
     with pytest.raises(UnsupportedOptionError, match="no room for one token"):
         Engine(spec, cache_bytes=one - 1)
+
+
+def threads_of(model: PreTrainedModel) -> set[threading.Thread]:
+    """The threads in which the model will run from now on."""
+    seen: set[threading.Thread] = set()
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: seen.add(threading.current_thread()))
+    return seen
+
+
+def test_work_is_done_in_a_thread_that_ends() -> None:
+    thread = in_own_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    with pytest.raises(ZeroDivisionError):
+        in_own_thread(lambda: 1 // 0)
+
+
+def test_no_thread_that_lives_ran_the_model_before_the_engine_does() -> None:
+    model = small()
+    seen = threads_of(model)
+    Engine(selfspec.wrap(model))
+    assert seen
+    assert not any(thread.is_alive() for thread in seen)
+
+
+def test_prompts_are_scored_in_a_thread_that_ends() -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    served = Served(Engine(selfspec.wrap(model)), tokenizer, "stories")
+    seen = threads_of(model)
+    try:
+        asyncio.run(served.score([1, 2, 3], 1))
+    finally:
+        served.close()
+    assert seen
+    assert not any(thread.is_alive() for thread in seen)

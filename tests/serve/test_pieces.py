@@ -13,8 +13,8 @@ from helpers.tokenizers import KINDS
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.echo import prompt_text
 from selfspec.serve.events import Committed, Finished
-from selfspec.serve.prompt_text import prompt_text
 from selfspec.serve.stop_strings import StopStrings
 from selfspec.serve.token_texts import TokenTexts
 

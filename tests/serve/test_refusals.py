@@ -206,7 +206,7 @@ def test_unknown_places_and_methods(server: Running) -> None:
 
 
 def test_a_bound_on_new_tokens() -> None:
-    from selfspec.serve.server_limits import ServerLimits
+    from selfspec.serve.client_limits import ServerLimits
 
     with running(limits=ServerLimits(new_tokens=10, answers=2)) as server:
         reply = server.complete(max_tokens=11)

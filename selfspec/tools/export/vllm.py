@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.draft.prompt_lookup import PromptLookup
-from selfspec.draft.suffix_index import SuffixIndex
+from selfspec.draft.text_places import following, last_match
 
 
 class LookUps:
@@ -29,7 +29,7 @@ class LookUps:
 
     Attributes:
         shortest: tokens of the shortest match that counts.
-        longest: tokens up to which matches are indexed.
+        longest: tokens of a match that count.
     """
 
     shortest: int = PromptLookup.shortest
@@ -40,7 +40,6 @@ class LookUps:
         PromptLookup(self.shortest, self.longest)
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._context: int = vllm_config.model_config.max_model_len
-        self._texts: dict[int, _Text] = {}
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load nothing: vLLM asks every drafter to."""
@@ -63,49 +62,10 @@ class LookUps:
         Returns:
             Drafts, at most `num_speculative_tokens` each; none where nothing is found.
         """
-        # vLLM moves requests to other rows, and says no more of them than their text.
-        before, self._texts = self._texts, {}
         drafts: list[list[int]] = []
         for row, gained in enumerate(sampled_token_ids):
             tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
-            text = _taken(before, row, tokens) or _Text(SuffixIndex(self.shortest, self.longest))
-            self._texts[row] = text
-            text.follow(tokens)
             room = min(self._most, self._context - len(tokens) - 1)
-            drafts.append(text.draft(room) if gained and room > 0 else [])
+            match = last_match(tokens, self.shortest, self.longest) if gained and room > 0 else None
+            drafts.append([] if match is None else following(tokens, match, room))
         return drafts
-
-
-class _Text:
-    """A request's text as far as it was seen, and where its suffixes were."""
-
-    def __init__(self, index: SuffixIndex) -> None:
-        self._index = index
-        self._tokens: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-
-    @property
-    def length(self) -> int:
-        """Number of its tokens."""
-        return len(self._tokens)
-
-    def begins(self, tokens: NDArray[np.int32]) -> bool:
-        """Whether a text begins with this one."""
-        return len(self._tokens) <= len(tokens) and bool((tokens[: len(self._tokens)] == self._tokens).all())
-
-    def follow(self, tokens: NDArray[np.int32]) -> None:
-        """Take in what is new."""
-        self._index.extend(tokens[len(self._tokens) :].tolist())
-        self._tokens = tokens.copy()
-
-    def draft(self, length: int) -> list[int]:
-        """What followed where the text ended so before; nothing if it never did."""
-        match = self._index.find()
-        return [] if match is None else list(self._index.after(match, length))
-
-
-def _taken(texts: dict[int, _Text], row: int, tokens: NDArray[np.int32]) -> _Text | None:
-    """Take out the text that another one goes on from: the one of its row, if that does, or the longest."""
-    if row in texts and texts[row].begins(tokens):
-        return texts.pop(row)
-    fitting = [place for place, text in texts.items() if text.begins(tokens)]
-    return texts.pop(max(fitting, key=lambda place: texts[place].length)) if fitting else None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import selfspec
-from selfspec.draft.suffix_index import SuffixIndex
+from selfspec.draft.text_places import following, last_match
 from selfspec.tools.export.vllm import LookUps
 
 CONTEXT = 64
@@ -33,10 +33,9 @@ def _step(proposer: LookUps, texts: list[list[int]], gained: list[list[int]]) ->
 
 
 def _afresh(text: list[int], length: int = 4) -> list[int]:
-    index = SuffixIndex(2, 5)
-    index.extend(text)
-    match = index.find()
-    return [] if match is None else list(index.after(match, length))
+    tokens = np.array(text, dtype=np.int32)
+    match = last_match(tokens, 2, 5)
+    return [] if match is None else following(tokens, match, length)
 
 
 def test_it_copies_what_followed() -> None:

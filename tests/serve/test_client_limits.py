@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from helpers.http_server import Running, running
-from selfspec.serve.server_limits import ServerLimits
+from selfspec.serve.client_limits import ServerLimits
 
 BODY = b'{"model": "stories", "prompt": "Once upon", "max_tokens": 400, "temperature": 0, "ignore_eos": true%s}'
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.cache.tree import Tree
-from selfspec.draft.rank_chances import RankChances
+from selfspec.draft.growing import RankChances
 
 
 def test_ranks_are_counted_along_the_path() -> None:

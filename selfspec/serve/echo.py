@@ -1,13 +1,19 @@
-"""A prompt as `echo` gives it back: its text, and what each token wrote of it."""
+"""What `echo` gives back of a prompt: its text, what each token wrote of it, and how likely each was."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
+from selfspec.model.stock_passes import block_logits
+
+# The most places whose logits are in memory at once.
+_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -49,3 +55,19 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         pieces.append(text[at:until])
         at = until
     return tuple(pieces)
+
+
+@torch.no_grad()
+def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([list(prompt)], device=device)
+    found: list[TokenLogprobs] = []
+    following = ids[0, 1:].split(_AT_ONCE)
+    for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
+        scores = logits[: len(tokens)].float().log_softmax(-1)
+        own = scores.gather(1, tokens[:, None])[:, 0].tolist()
+        best = scores.topk(min(max(top, 1), scores.shape[1]))
+        for value, likeliest, values in zip(own, best.indices.tolist(), best.values.tolist(), strict=True):
+            found.append(TokenLogprobs(value, tuple(zip(likeliest, values, strict=True))[:top]))
+    return found
