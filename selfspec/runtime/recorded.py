@@ -39,9 +39,6 @@ class RecordedRunner(ModelRunner):
         slots = self._cache.slots(call.tokens.shape[1], call.first)
         if slots is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
-        if call.path.precision is not None:
-            # Programs read substitutes where they are; making the view renews those of weights that have changed.
-            self._view(call.path, call.head)
         kind = self._kind(call, slots)
         return self._programs.run(
             kind,
@@ -54,6 +51,7 @@ class RecordedRunner(ModelRunner):
         """Whether a pass streams weights, which no program does."""
         place = call.path, call.head
         if place not in self._streaming:
+            # Programs read substitutes where they are; making the view renews those of weights that have changed.
             self._streaming[place] = any(map(is_streamed, self._view(*place).module.modules()))
         return self._streaming[place]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import selfspec
+from helpers import tiny
 from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.shrunken import shrunken
 
@@ -44,6 +46,20 @@ TestAnyRoundsFalconH1 = pytest.mark.contract(FalconH1.TestCase)
 TestAnyRoundsLfm2 = Lfm2.TestCase
 TestAnyRoundsMamba2 = Mamba2.TestCase
 TestAnyRoundsQwen3Next = pytest.mark.contract(Qwen3Next.TestCase)
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])
+def test_prompts_beside_one_of_a_single_token_leave_their_own_states(architecture: str) -> None:
+    """Of the single token nothing is read before the first round, so no length is common to all rows."""
+    model, prompts = shrunken(architecture), tiny.prompt(7, 3, vocabulary=50)
+    lengths = (1, 4, 7)
+    mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    out = spec.generate(prompts, mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    for row, length in enumerate(lengths):
+        alone = prompts[row : row + 1, 7 - length :]
+        wanted = model.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=8, do_sample=False)
+        assert out.sequences[row, 7 - length :].tolist() == wanted[0].tolist()
 
 
 def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:
