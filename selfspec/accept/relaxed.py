@@ -40,10 +40,6 @@ class Typical(_Relaxed):
 
     A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost
     anything goes where the target is unsure. Greedy decoding has a p without entropy and stays exact.
-
-    Attributes:
-        epsilon: what is always likely enough.
-        delta: what is likely enough, as a share of exp(-H(p)).
     """
 
     epsilon: float = 0.3

@@ -41,20 +41,14 @@ class Rule(Protocol):
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
         """Place of the deepest accepted node, `[rows]`; 0: no node is.
 
-        Args:
-            mask: whether the draw of each node fell within its chance, `[rows, nodes]`.
-            tree: of the draft.
+        `mask` says whether the draw of each node fell within its chance, `[rows, nodes]`.
         """
         ...
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
         """Weights of the token after the accepted nodes, `[rows, vocab]`, not normalised.
 
-        p there, less what its rejected children took; at a leaf p itself, from which the bonus token is drawn.
-
-        Args:
-            draft: the draft.
-            p: the target's, `[rows, nodes + 1, vocab]`.
-            place: of the deepest accepted node, `[rows]`.
+        p there, less what its rejected children took; at a leaf p itself, from which the bonus token is drawn. p is the
+        target's, `[rows, nodes + 1, vocab]`, and the place that of the deepest accepted node, `[rows]`.
         """
         ...

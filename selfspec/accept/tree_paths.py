@@ -13,14 +13,10 @@ from selfspec.cache.tree import Tree
 
 
 def first_path(mask: Tensor, tree: Tree) -> Tensor:
-    """Place of the deepest node on the path that takes, at each place, the first child within its chance.
-
-    Args:
-        mask: whether the draw of each node fell within its chance, `[rows, nodes]`.
-        tree: of the draft.
+    """Find the deepest node on the path that takes, at each place, the first child that a mask accepts.
 
     Returns:
-        `[rows]`; 0: no node. In a chain that is the number of nodes before the first that is rejected.
+        Its place, `[rows]`; 0: no node. In a chain that is the number of nodes before the first that is rejected.
     """
     if tree.is_chain:
         return mask.long().cumprod(-1).sum(-1)

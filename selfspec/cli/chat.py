@@ -118,11 +118,7 @@ def chat(
 
 
 class _Session:
-    """Reads lines, says answers, and obeys commands.
-
-    Attributes:
-        turns: the figures of each answer.
-    """
+    """Reads lines, says answers, keeps their figures in `turns`, and obeys commands."""
 
     def __init__(self, conversation: Conversation, model: str, seed: int | None, quiet: bool) -> None:
         self._conversation = conversation

@@ -204,17 +204,9 @@ class DemoScreen:
         self._console.file.flush()
 
     def show_text(self, title: str, prompt: str, stream: TextStream, rounds: Iterable[Round], bar: str) -> list[float]:
-        """Print a text while it is decoded, with a bar after each target pass.
+        """Print a text while it is decoded, behind the last two lines of its prompt; return when each pass had ended.
 
-        Args:
-            title: line above the text.
-            prompt: of which the last two lines are shown.
-            stream: of the text.
-            rounds: of the first row.
-            bar: what ends a pass.
-
-        Returns:
-            When each pass had ended.
+        `bar` is written after each target pass.
         """
         self.say(title, style="bold")
         self._write(_INDENT + "\n".join(["", *prompt.splitlines()[-2:]])[1:])

@@ -37,13 +37,7 @@ class AcceptanceModel:
         return (self._PRIOR * shifted + self._accepted[bin_]) / (self._PRIOR + self._judged[bin_])
 
     def count(self, confidence: float, accepted: float, weight: float = 1.0) -> None:
-        """Take in a token that was judged.
-
-        Args:
-            confidence: of the draft in it.
-            accepted: whether it was, or the chance that it would be.
-            weight: in tokens.
-        """
+        """Take in a token that was judged: whether it was accepted, or the chance that it would be."""
         bin_ = self._bin(confidence)
         self._judged[bin_] += weight
         self._accepted[bin_] += weight * accepted

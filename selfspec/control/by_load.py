@@ -64,9 +64,6 @@ class _Comparison:
     Args:
         turns: plain rounds, and then rounds that may draft, of a pair of turns.
         pairs: the most of them.
-
-    Attributes:
-        thorough: whether it is more than a trial.
     """
 
     def __init__(self, turns: tuple[int, int], pairs: int) -> None:
@@ -91,11 +88,7 @@ class _Comparison:
 
 
 class _Load:
-    """One range of row counts: drafts and plain rounds in comparison.
-
-    Args:
-        better: whether drafts run; None: it is to be found out.
-    """
+    """One range of row counts: drafts and plain rounds in comparison; `better` is None where it is to be found out."""
 
     def __init__(self, better: bool | None) -> None:
         self.better = better
@@ -148,14 +141,7 @@ class LoadGate:
         return rows == 1 or self._load(rows).drafts()
 
     def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """Count a round.
-
-        Args:
-            rows: that it had.
-            drafted: whether it was one that might draft.
-            tokens: that all rows committed.
-            seconds: that it took.
-        """
+        """Count a round that might draft or not: tokens that all its rows committed, and seconds that it took."""
         if rows > 1:
             self._load(rows).count(drafted, tokens / rows, seconds)
 

@@ -16,14 +16,10 @@ from selfspec.errors import DraftConfigError
 
 @dataclass(frozen=True)
 class ConfidenceStop(Control):
-    """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold.
+    """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold in 0..1.
 
-    Under exact rules the token that fell under it stays in the draft. In a batch, drafting ends when no
-    unfinished row is confident.
-
-    Attributes:
-        threshold: in 0..1.
-        longest: the most tokens of a draft.
+    Under exact rules the token that fell under it stays in the draft. In a batch, drafting ends when no unfinished row
+    is confident. A draft has at most `longest` tokens.
     """
 
     threshold: float = 0.5

@@ -17,6 +17,7 @@ from selfspec.arguments import shown
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.control.loss_budget import LossBudget
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.rows_view import DraftController
 from selfspec.draft.tree_shape import Shape, largest_products
 from selfspec.draft.verdict import RowOutcome
 from selfspec.errors import DraftConfigError
@@ -42,18 +43,17 @@ class Evidence:
     chances: tuple[float, ...]
 
 
-class Controller:
+class Controller(DraftController):
     """Decides for one generation: here, that every draft takes all it may. Others override what they decide otherwise.
 
-    Attributes:
-        most: the largest budget that it gives; the cache keeps slots for its nodes. A depth of 0: decoding is plain.
-        judges_prompt: whether it learns from the draft's acceptance on the prompt.
-        rows_apart: whether nothing that it decides depends on the rows beside a row, so that drafts need not either.
+    Costs of a round are estimated; None: those of a draft are not known.
 
-    Args:
-        most: see the attribute.
-        rows_apart: see the attribute.
-        costs: of a round, estimated; None: those of a draft are not known.
+    Attributes:
+        most: the largest budget that it gives; the cache keeps slots for its nodes. A depth of 0: decoding is
+            plain.
+        judges_prompt: whether it learns from the draft's acceptance on the prompt.
+        rows_apart: whether nothing that it decides depends on the rows beside a row, so that drafts need not
+            either.
     """
 
     judges_prompt = False
@@ -66,65 +66,29 @@ class Controller:
         self._gains: dict[int, LossBudget] = {}
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        """Choose what the draft of the next round may take.
+        """Choose what the draft of the next round may take, by the tokens still wanted, at least 1.
 
         One token of every round is the target's own, so a depth of more than `remaining` - 1 is never of use.
-
-        Args:
-            remaining: tokens still wanted, at least 1.
-            unfinished: whether each running row is unfinished.
+        `unfinished` says which running rows are.
         """
         return self.most.within(remaining - 1)
 
     def tries(self, match: int) -> bool:
-        """Whether a source may draft in this round.
-
-        Args:
-            match: tokens that a look-up matched; 0: the model drafts.
-        """
         return True
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`.
-
-        By the tokens that rounds with such drafts have lately committed for what they cost.
-        """
         return self._gain(match).promises_more(map(self._gain, behind))
 
     def round_cost(self, steps: int, nodes: int) -> float:
-        """The cost of a round, in plain steps.
-
-        Args:
-            steps: draft steps it takes.
-            nodes: draft tokens that it verifies.
-        """
         return 1.0
 
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
-        """Choose the shape of the model's draft where it may have branches.
-
-        Args:
-            chances: that the sibling of each rank is accepted where its place is reached, the likeliest first.
-            budget: of the round.
-        """
         return largest_products(chances, budget.nodes, budget.depth)
 
     def look_up_length(self, share: float) -> int:
-        """The most tokens worth looking up in this round; 0: none.
-
-        Args:
-            share: the share of the slowest rows that have a match.
-        """
         return self.most.depth
 
     def goes_on(self, scores: Tensor) -> bool:
-        """Whether to draft another token after the last one, which is kept in any case.
-
-        Dropping a token because of its score would bias the output; ending the draft after it does not.
-
-        Args:
-            scores: that token was drawn from their softmax, `[rows, 1, vocab]`; of a tree the first one of its level.
-        """
         return True
 
     def keeps_lockstep(self) -> bool:
@@ -139,26 +103,13 @@ class Controller:
         return
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
-        """Learn from a round.
-
-        Args:
-            draft: of the round.
-            rows: the outcome for each running row; None for a row that was finished.
-        """
+        """Learn from a round's draft, and the outcome for each running row; None for a row that was finished."""
         outcomes = [row for row in rows if row is not None]
         if draft.length and outcomes:
             tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
             self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.tree)))
 
     def price(self, steps: int, nodes: int) -> float:
-        """Return what a round is held to cost where drafts of different sources are compared, in plain steps.
-
-        Unlike `round_cost` it is an estimate that no length is chosen by, and the same in batches of any size.
-
-        Args:
-            steps: draft steps that it takes.
-            nodes: draft tokens that it verifies.
-        """
         return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)
 
     def _gain(self, match: int) -> LossBudget:
@@ -177,18 +128,10 @@ class Control(ABC):
 
     @abstractmethod
     def begin(self, costs: CostsByRows) -> Controller:
-        """Make the controller of one generation.
-
-        Args:
-            costs: measured or estimated for model and draft.
-        """
+        """Make the controller of one generation, by costs measured or estimated for model and draft."""
 
     def begin_by_load(self, costs: CostsByRows) -> Controller:
-        """Make the controller of a batch whose rows come and go, and are never kept in lockstep.
-
-        Args:
-            costs: as in `begin`.
-        """
+        """Make the controller of a batch whose rows come and go, and are never kept in lockstep."""
         return self.begin(costs)
 
 

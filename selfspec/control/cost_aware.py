@@ -79,13 +79,7 @@ class CostAware(Control):
 
 
 class CostAwareController(Controller):
-    """Decides for `CostAware`.
-
-    Args:
-        most: the largest budget that it gives.
-        costs: of a round.
-        progress: makes what says how far a round advances the rows.
-    """
+    """Decides for `CostAware`; `progress` makes what says how far a round advances the rows."""
 
     judges_prompt = True
 

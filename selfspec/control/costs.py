@@ -95,22 +95,13 @@ class Costs:
         )
 
     def of_round(self, steps: int, drafted: int) -> float:
-        """The cost of a round.
-
-        Args:
-            steps: draft steps it takes.
-            drafted: tokens its target pass verifies besides the last committed one.
-        """
+        """Return the cost of a round of so many draft steps, whose target pass verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 
 @dataclass(frozen=True)
 class RaggedCosts:
-    """The costs of batches whose rows are at different places anyhow, with drafts or without.
-
-    Attributes:
-        costs: of batches that may be in step.
-    """
+    """The costs of batches whose rows are at different places anyhow, with drafts or without."""
 
     costs: CostsByRows
 

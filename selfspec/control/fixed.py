@@ -40,10 +40,6 @@ class FixedLength(Control):
 def control_of(draft_length: int | None, nodes: int | None) -> Control:
     """Return the control of a draft length, of trees of that many nodes, of both, or by default of neither.
 
-    Args:
-        draft_length: tokens to draft each round, of a tree levels; None: as many as pay.
-        nodes: the most tokens of a draft, siblings included; None: drafts are chains.
-
     Raises:
         DraftConfigError: one is out of range, or there are fewer nodes than levels.
     """

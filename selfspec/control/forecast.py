@@ -15,12 +15,7 @@ _LONG_DRAFT = 128
 
 @dataclass(frozen=True)
 class Forecast:
-    """The best predicted speed-up of a draft.
-
-    Attributes:
-        draft_length: gamma of the highest speed-up.
-        speedup: against plain decoding.
-    """
+    """The best predicted speed-up of a draft, against plain decoding, and its draft length."""
 
     draft_length: int
     speedup: float
@@ -43,11 +38,7 @@ def forecast(alpha: float, costs: Costs, longest: int = 8) -> Forecast:
 
 
 class Prospects:
-    """The best speed-up that the costs of a batch allow.
-
-    Args:
-        costs: of the batch.
-        longest: the most tokens of a draft.
+    """The best speed-up that the costs of a batch allow for drafts of at most `longest` tokens.
 
     Attributes:
         of_model: plain steps that the shortest round loses if nothing is accepted; 0 where a good draft would pay.

@@ -33,11 +33,9 @@ class LossBudget(Gain):
         self._asked = 0
 
     def opens(self, at_once: float, at_risk: float) -> bool:
-        """Whether this round may draft. Ask once a round.
+        """Whether this round may draft, if the source may lose `at_once` plain steps from the start. Ask once a round.
 
-        Args:
-            at_once: plain steps that the source may lose from the start.
-            at_risk: plain steps that a round of an unpromising draft may lose, saved up first; 0 for a promising one.
+        `at_risk` is what a round of an unpromising draft may lose, saved up first; 0 for a promising one.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:
@@ -64,10 +62,9 @@ class Progress:
     """How far drafts advance rows that come and go: each by what it gains."""
 
     def after(self, tokens: Sequence[int | None]) -> float:
-        """Count a round with a draft; returns the tokens by which rows have advanced, on average.
+        """Count a round with a draft; return the tokens by which rows have advanced, on average.
 
-        Args:
-            tokens: that each row gained; None for a finished row. At least one row is unfinished.
+        `tokens` is what each row gained; None for a finished row. At least one row is unfinished.
         """
         gained = [count for count in tokens if count is not None]
         return sum(gained) / len(gained)
@@ -87,11 +84,7 @@ class BatchProgress(Progress):
         self._rounds = 0
 
     def after(self, tokens: Sequence[int | None]) -> float:
-        """Count a round with a draft; returns the tokens by which the batch has advanced.
-
-        Args:
-            tokens: that each row gained; None for a finished row. At least one row is unfinished.
-        """
+        """Count a round as `Progress.after` does; return the tokens by which the batch has advanced."""
         if len(tokens) != len(self._gained):
             self._gained, self._rounds = [0] * len(tokens), 0
         going = [index for index, count in enumerate(tokens) if count is not None]

@@ -76,12 +76,9 @@ class _Content:
 
 @dataclass(frozen=True)
 class Profile(DraftPolicy):
-    """What to draft with in one setting: one draft for greedy decoding, and one for sampling.
+    """What to draft with in the setting where it was measured: one draft for greedy decoding, and one for sampling.
 
     Attributes:
-        setting: where it was measured, and so where it is of use.
-        greedy: for greedy decoding.
-        sampled: for sampling.
         report: all that was measured, for people and other programs; nothing of it is needed.
         source: where it was read from, for messages.
     """

@@ -18,19 +18,14 @@ from selfspec.version import __version__
 
 @dataclass(frozen=True)
 class Setting:
-    """Where costs and acceptance were measured; elsewhere they are others.
+    """Where costs and acceptance were measured: weights, device, versions; elsewhere they are others.
 
     Attributes:
-        model: class of the model.
-        fingerprint: of its weights.
+        fingerprint: of the weights.
         device: the device's own name.
-        dtype: what is computed in.
         threads: of the CPU; 0 on other devices, where they hardly matter.
         packed: whether weights are laid out for oneDNN.
         kernels: whether the CPU kernels run.
-        selfspec: version.
-        torch: version.
-        transformers: version.
     """
 
     model: str

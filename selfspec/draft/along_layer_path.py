@@ -67,12 +67,7 @@ class LayerPathDrafter(Drafter):
 
 
 class LayerPathProposer(GrowingProposer):
-    """Runs the path of a `LayerPathDrafter`.
-
-    Args:
-        drafter: its configuration.
-        depth: layers of the network.
-    """
+    """Runs the path of a `LayerPathDrafter` in a network of `depth` layers."""
 
     def __init__(self, drafter: LayerPathDrafter, depth: int) -> None:
         super().__init__(drafter.chances)

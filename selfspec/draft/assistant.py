@@ -159,12 +159,7 @@ class Assistant(Drafter):
 
 
 class AssistantProposer(GrowingProposer):
-    """Grows drafts with an assistant.
-
-    Args:
-        state: its passes and its cache.
-        context: tokens that it can read; None: any number.
-    """
+    """Grows drafts with an assistant, which can read `context` tokens; None: any number."""
 
     def __init__(self, state: AssistantState, context: int | None) -> None:
         super().__init__()

@@ -48,15 +48,7 @@ class AssistantState:
         return self._weights + self._cache.most_bytes
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        """Read what is committed, and begin a draft; return the logits after each row's last token.
-
-        Args:
-            view: of the target's rows.
-            tree: of the draft.
-
-        Returns:
-            `[rows, 1, vocab]`.
-        """
+        """Read what is committed, and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
         self._keep_committed(view)
         self._drop(view.running)
         self._cache.reserve(max(map(view.text_length, self._rows)))

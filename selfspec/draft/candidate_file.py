@@ -20,15 +20,7 @@ _REWRITE = "write it again: SelfSpeculative.save_memory"
 
 @dataclass(frozen=True)
 class AboutCandidates:
-    """What a file of candidates says of itself.
-
-    Attributes:
-        format: of the file.
-        vocabulary: which tokens its ids are.
-        candidates: kept for each context.
-        longest: tokens of the longest context.
-        most_bytes: of the table.
-    """
+    """What a file of candidates says of itself: whose ids its tokens are, and the size of the table."""
 
     format: Literal[2]
     vocabulary: Vocabulary

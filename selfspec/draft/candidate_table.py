@@ -39,11 +39,8 @@ class CandidateTable:
     With contexts of one token it is the matrix of Token Recycling. It takes no more than its bytes: contexts lie at the
     place of their hash, and a newer one takes the place of an older one. Several generations may share it.
 
-    Args:
-        kept: candidates kept for each context, at least 1.
-        longest: tokens of the longest context, at least 1.
-        nbytes: the most that it takes.
-        under: what is known where this table knows less; it is not changed. None: nothing.
+    `kept` candidates are kept for each context of up to `longest` tokens. Where the table knows less than the one under
+    it, that one counts; it is not changed.
     """
 
     def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
@@ -74,11 +71,7 @@ class CandidateTable:
         return int(np.count_nonzero(self._keys)) * (8 + 4 * self.kept)
 
     def find(self, contexts: NDArray[np.int64]) -> Found:
-        """Return what is known after some contexts, of each by as many of its last tokens as are known.
-
-        Args:
-            contexts: the last tokens of each place, `[..., longest]`.
-        """
+        """Return what is known after contexts, `[..., longest]`, of each by as many of its last tokens as are known."""
         keys = _keys(contexts.reshape(-1, self.longest))
         lengths, places = np.arange(self.longest), self._places(keys)
         known = self._keys[lengths, places] == keys
@@ -94,9 +87,7 @@ class CandidateTable:
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
         """Replace the candidates after some contexts; of one that comes twice the last ones count.
 
-        Args:
-            contexts: the last tokens of each place, `[n, longest]`.
-            candidates: the likeliest first, `[n, kept]` or fewer.
+        Contexts are `[n, longest]`, candidates `[n, kept]` or fewer, the likeliest first.
         """
         keys = _keys(contexts)
         lengths, places = np.arange(self.longest), self._places(keys)
@@ -121,11 +112,9 @@ class CandidateTable:
                 self._put_first(length, keys[chosen], followers[chosen])
 
     def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-        """Return the token of each node, `[rows, nodes]`.
+        """Return the token of each node, `[rows, nodes]`, after contexts `[rows, longest]`.
 
-        Args:
-            contexts: the last tokens of each row, `[rows, longest]`.
-            tree: siblings are the likeliest candidates of their place, in order.
+        Siblings of the tree are the likeliest candidates of their place, in order.
         """
         tokens = np.empty((len(contexts), len(tree)), dtype=np.int64)
         ends, known = {-1: contexts}, {}

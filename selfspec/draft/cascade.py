@@ -19,11 +19,7 @@ from selfspec.values import shown
 
 
 class Gain:
-    """What drafts of one source have lately committed for what they cost.
-
-    Attributes:
-        rounds: with such drafts.
-    """
+    """What drafts of one source have lately committed for what they cost."""
 
     _TRIALS = 4
     _MEMORY = 0.9  # weight of a round relative to the next
@@ -109,11 +105,7 @@ class Cascade(JoinedDrafter):
 
 
 class JoinedProposer(Proposer):
-    """Asks others.
-
-    Args:
-        sources: in the order in which they are asked.
-    """
+    """Asks others, in order."""
 
     def __init__(self, sources: Sequence[Proposer]) -> None:
         self.sources = sources
@@ -140,11 +132,7 @@ class JoinedProposer(Proposer):
 
 
 class CascadeProposer(JoinedProposer):
-    """Proposes what one of the sources does.
-
-    Args:
-        sources: in the order in which they are asked.
-    """
+    """Proposes what one of the sources does."""
 
     def __init__(self, sources: Sequence[Proposer]) -> None:
         super().__init__(sources)

@@ -75,15 +75,7 @@ def _is_within(numbers: Tensor, least: int, most: int) -> bool:
 
 
 def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
-    """Write a corpus: the whole file or none of it.
-
-    Args:
-        file: what to write; replaced if it is there.
-        texts: token ids of each.
-        vocabulary: which tokens these are.
-
-    Returns:
-        How many tokens it holds.
+    """Write a corpus of texts, token ids each, and return how many tokens it holds: the whole file or none of it.
 
     Raises:
         DraftConfigError: the texts hold no tokens.

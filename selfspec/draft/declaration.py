@@ -14,7 +14,6 @@ class Declaration:
     """How a drafter is written, and what it does.
 
     Attributes:
-        name: by which it is called.
         argument: what follows the name, such as `:FILE`; in brackets what may be left out.
         help: what it does, in one line.
         example: how it is written, with an argument that makes sense.

@@ -64,11 +64,7 @@ class Proposer(ABC):
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose tokens for each row, a tree of the same shape for all, or none if the controller advises against it.
 
-        Leaves the cursors of the cache where they were.
-
-        Args:
-            rows: before the round.
-            budget: the most that the draft may take, a depth of at least 1.
+        Leaves the cursors of the cache where they were. The budget has a depth of at least 1.
         """
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft | None:
@@ -87,13 +83,9 @@ class Proposer(ABC):
         return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
 
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
-        """Learn from a round, before it is committed.
+        """Learn from a round, before it is committed: its draft, by whatever source, and the verdict on it.
 
-        Args:
-            rows: before the round is committed.
-            draft: of the round, by whatever source.
-            logits: the target's own, `[rows, nodes + 1, vocab]`.
-            verdict: on the draft.
+        `logits` are the target's own, `[rows, nodes + 1, vocab]`.
         """
 
     @property

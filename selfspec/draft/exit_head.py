@@ -48,12 +48,8 @@ class _Config:
 class ExitAdapter(nn.Module):
     """Norm and gated MLP on a residual branch; new, it changes nothing, so that training begins at the plain exit.
 
-    It looks at one position at a time, so it needs no keys and values, unlike an attention adapter
-    (Kangaroo, Liu et al., 2024): nothing of it has to be computed for the prompt or rolled back.
-
-    Args:
-        hidden: width of the model.
-        rank: width of the MLP.
+    It looks at one position at a time, so it needs no keys and values, unlike an attention adapter (Kangaroo, Liu et
+    al., 2024): nothing of it has to be computed for the prompt or rolled back. `rank` is the width of the MLP.
     """
 
     def __init__(self, hidden: int, rank: int) -> None:
@@ -101,11 +97,7 @@ class ExitHead(LayerPathDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, layer: int | None = None) -> ExitHead:
-        """Read a side-car that `selfspec train exit` wrote: JSON and safetensors, nothing is unpickled.
-
-        Args:
-            folder: holds `exit_head.json` and `exit_head.safetensors`.
-            layer: which of its exits; None: the one its training found the best.
+        """Read an exit of a side-car that `selfspec train exit` wrote; None: the one its training found the best.
 
         Raises:
             ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.

@@ -22,9 +22,7 @@ CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
 class RankChances:
     """How often the first, second, ... child of a place is accepted where the place is reached.
 
-    Args:
-        rates: what they are held to be at first, of each rank.
-        weight: how many places that counts for.
+    At first they are held to be `rates`, which counts for `weight` places.
 
     Attributes:
         counts: how often each rank was accepted, and how often its place was reached, `[2, ranks]`.
@@ -52,8 +50,7 @@ class RankChances:
 class GrowingProposer(Proposer):
     """Drafts with a model: a chain, or a tree where the control allows more nodes than levels.
 
-    Args:
-        chances: how often siblings of each rank are held to be accepted before any were.
+    `chances` is how often siblings of each rank are held to be accepted before any were.
     """
 
     def __init__(self, chances: Sequence[float] = CHANCES) -> None:

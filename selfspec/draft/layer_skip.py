@@ -34,12 +34,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 class LayerSkip(LayerPathDrafter):
     """Self-speculation with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
 
-    Everything before the first skipped sublayer is exact, so verification resumes there.
-
-    Attributes:
-        attention: layers whose attention is left out.
-        mlp: layers whose MLP is left out.
-        layers: layers left out whole.
+    Everything before the first skipped sublayer is exact, so verification resumes there. `attention` and `mlp` are
+    layers whose attention or MLP is left out, `layers` those left out whole.
     """
 
     attention: tuple[int, ...]

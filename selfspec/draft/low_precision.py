@@ -100,11 +100,10 @@ class LowPrecision(LayerPathDrafter):
 
     @classmethod
     def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
-        """With substitutes from a file that `save` or `selfspec quantize` wrote; bits, layers and head are the file's.
+        """Draft with substitutes that `save` or `selfspec quantize` wrote; bits, layers and head are the file's.
 
-        Args:
-            file: safetensors; nothing is unpickled. The weights are read when a model is wrapped.
-            exit: the layer before which the draft leaves the network; None: it runs to the end.
+        The weights are read when a model is wrapped. The draft leaves the network before layer `exit`; None: it runs to
+        the end.
 
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.

@@ -23,9 +23,6 @@ class MergingProposer(FreeProposer):
 
     Rows share the shape of a tree. So where rows are apart each has a chain, of what is offered to it alone.
 
-    Args:
-        rows: before the first round.
-
     Attributes:
         proposed: its last draft, whether or not the round took it.
         offered: what that was made of, by running row.

@@ -30,21 +30,14 @@ class Offer:
 
     @classmethod
     def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
-        """The draft of one row, down to the depth that is meant for it; its tokens are held to be right.
-
-        Args:
-            draft: of all rows.
-            tokens: of this row, one for each node.
-            length: the depth.
-        """
+        """Make the offer of one row's part of a draft, down to a depth; its tokens are held to be right."""
         paths = (path for path in draft.tree.paths if len(path) <= length)
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[Path, float]:
         """Return for each path the chance that all its tokens are accepted.
 
-        Args:
-            trust: accepted tokens of such offers, divided by the sum of their shares.
+        `trust` is the accepted tokens of such offers, divided by the sum of their shares.
         """
         reach: dict[Path, float] = {(): 1.0}
         for path, share in self.shares.items():
@@ -61,11 +54,9 @@ class Trust:
         self._promised: dict[Hashable, float] = {}
 
     def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
-        """Return for each path that is offered the chance that all its tokens are accepted, by the surest source.
+        """Return for each path offered to a row the chance that all its tokens are accepted, by the surest source.
 
-        Args:
-            offers: to one row, one of each source.
-            place: where in a draft they would be; trust is learnt for each place by itself.
+        Trust is learnt for each place in a draft by itself.
         """
         reach: dict[Path, float] = {}
         for source, offer in enumerate(offers):
@@ -88,13 +79,9 @@ class Trust:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the draft of one row.
+    """What became of the draft of one row: the tokens of its nodes, and the path that was accepted.
 
-    Attributes:
-        tree: of the draft.
-        tokens: of each node.
-        path: the nodes that were accepted.
-        first: the number of the first node that counts; those before are of another source.
+    Nodes before number `first` do not count: they are of another source.
     """
 
     tree: Tree
@@ -112,12 +99,7 @@ class Outcome:
 
 
 def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
-    """Return the likeliest token after the text, the likeliest after that, and so on.
-
-    Args:
-        reach: the chance of each path, as `Trust.reach` gives them.
-        depth: the most tokens.
-    """
+    """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth`."""
     best: dict[Path, Path] = {}
     for path, chance in reach.items():
         before = path[:-1]
@@ -131,12 +113,7 @@ def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
 
 @dataclass(frozen=True)
 class Merged:
-    """Nodes of what was offered to some rows, the same for all.
-
-    Attributes:
-        parents: of each node.
-        tokens: of each node, by row; `None` where a row has no such node.
-    """
+    """Nodes of what was offered to rows, the same for all: parents and, by row, tokens; `None` where it has none."""
 
     parents: tuple[int, ...]
     tokens: list[list[int | None]]
@@ -210,12 +187,9 @@ def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, bra
 
 
 def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
-    """Return how likely each token of some continuations is where those before it stand, by how often it comes.
+    """Return how likely each token of weighted continuations is where those before it stand, by how often it comes.
 
     What was never seen has the share of the tokens that were (Witten and Bell, 1991, method C).
-
-    Args:
-        continuations: each with its weight.
     """
     counts: dict[Path, float] = {(): 0.0}
     kinds: dict[Path, int] = {}

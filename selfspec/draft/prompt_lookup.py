@@ -26,8 +26,8 @@ class PromptLookup(Drafter):
 
     Attributes:
         shortest: tokens of the shortest match that counts, at least 1.
-        longest: tokens of a match that count, at most 64; among places the one with the longest match is
-            taken, and the latest of these.
+        longest: tokens of a match that count, at most 64; among places the one with the longest match is taken, and
+            the latest of these.
     """
 
     shortest: int = 2

@@ -79,9 +79,6 @@ class Recycling(Drafter):
     def from_file(cls, file: str | Path) -> Recycling:
         """Begin with a table that `SelfSpeculative.save_memory` wrote. The file stays as it is.
 
-        Args:
-            file: safetensors; nothing is unpickled.
-
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
         """
@@ -126,11 +123,7 @@ class Recycling(Drafter):
 class RecyclingMemory(DraftMemory):
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
 
-    Args:
-        candidates: kept for each context.
-        longest: tokens of the longest context.
-        nbytes: the most that the table takes.
-        saved: the file that all of it is read from; None: nothing is known at first.
+    The table is that of a `Recycling`, read from the file `saved` if there is one.
 
     Attributes:
         table: candidates of each context.
@@ -169,13 +162,7 @@ class RecyclingMemory(DraftMemory):
 
 
 class RecyclingProposer(FreeProposer):
-    """Drafts from the wrapper's table, or where rows are apart from tables of their own over it.
-
-    Args:
-        config: of the drafter.
-        memory: what it keeps as long as the wrapper.
-        rows: before the first round.
-    """
+    """Drafts from the wrapper's table, or where rows are apart from tables of their own over it."""
 
     matches = (_CANDIDATES,)
 
@@ -280,10 +267,7 @@ class RecyclingProposer(FreeProposer):
 def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
     """Return the last tokens at the last committed token and at each node, `[rows, nodes + 1, longest]`.
 
-    Args:
-        contexts: the last tokens of each row, `[rows, longest]`.
-        tokens: of each node, `[rows, nodes]`.
-        tree: which node follows which.
+    `contexts` are the last tokens of each row, `[rows, longest]`, `tokens` those of each node, `[rows, nodes]`.
     """
     ends = np.empty((len(contexts), len(tree) + 1, contexts.shape[1]), dtype=np.int64)
     ends[:, 0] = contexts

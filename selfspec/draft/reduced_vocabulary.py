@@ -31,15 +31,10 @@ from selfspec.values import checked_path, shown
 )
 @dataclass(frozen=True, eq=False)
 class ReducedVocabulary(LayerPathDrafter):
-    """Another path drafter, whose draft steps read only the rows of the head that belong to some tokens.
+    """Another path drafter, whose draft steps read only the rows of the head that belong to some distinct tokens.
 
-    Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then
-    the draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
-
-    Attributes:
-        draft_with: drafts along a path of the model.
-        tokens: ids that can be drafted, distinct.
-        source: the file they were read from, for messages.
+    Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then the
+    draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
     """
 
     draft_with: LayerPathDrafter

@@ -11,13 +11,7 @@ from selfspec.draft.rows_view import RowsView
 
 
 def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -> Draft:
-    """Draft a chain for each running row, as long as it is; none where all are empty.
-
-    Args:
-        rows: before the round.
-        tokens: of each running row.
-        match_length: see `Draft`.
-    """
+    """Draft a chain of these tokens for each running row, as long as it is; none where all are empty."""
     longest = max(map(len, tokens))
     if not longest:
         return rows.no_draft()
@@ -36,14 +30,10 @@ def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
 
 
 def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Draft:
-    """Return a draft of chains with those of another source in the rows that it has nothing for.
+    """Return a draft of `chains` with those of another source in the rows that it has nothing for.
 
-    What the other source ran is no longer what is verified, so verification starts from tokens.
-
-    Args:
-        rows: before the round.
-        found: chains, as `chains` gives them.
-        propose: drafts chains by the other source, for all rows; asked only where some unfinished row needs it.
+    The other source is asked, for all rows, only where some unfinished row needs it. What it ran is no longer what is
+    verified, so verification starts from tokens.
     """
     taken = lengths_of(rows, found)
     if all(length or row not in rows.unfinished for row, length in zip(rows.running, taken, strict=True)):

@@ -18,52 +18,57 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A child of each of some nodes, in each row.
-
-    Attributes:
-        token: `[rows, nodes]`.
-        q: the distribution that it is scored with, `[rows, nodes, vocab]`.
-    """
+    """A child of each of some nodes, `[rows, nodes]`, and the q that it is scored with, `[rows, nodes, vocab]`."""
 
     token: Tensor
     q: Tensor
 
 
 class DraftController(Protocol):
-    """What a drafter may ask the controller of a generation: see `selfspec.control.controller.Controller`."""
+    """What a drafter may ask the controller of a generation.
 
-    @property
-    def most(self) -> Budget:
-        """The largest budget of a round."""
-        ...
+    Attributes:
+        most: the largest budget of a round.
+    """
+
+    most: Budget
 
     def tries(self, match: int) -> bool:
-        """Whether a source whose drafts have this match length may draft in this round. Ask once a round for each."""
-        ...
+        """Whether a source may draft in this round: a look-up that matched so many tokens, or the model (0).
+
+        Ask once a round for each.
+        """
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        """Whether a draft found without a model promises more than the sources behind it."""
-        ...
+        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`.
+
+        By the tokens that rounds with such drafts have lately committed for what they cost.
+        """
 
     def round_cost(self, steps: int, nodes: int) -> float:
-        """The cost of a round of so many draft steps and draft tokens, in plain steps."""
-        ...
+        """Return the cost of a round of so many draft steps and draft tokens, in plain steps."""
 
     def price(self, steps: int, nodes: int) -> float:
-        """What such a round is held to cost where drafts of different sources are compared."""
-        ...
+        """Return what a round is held to cost where drafts of different sources are compared, in plain steps.
+
+        Unlike `round_cost` it is an estimate that no length is chosen by, and the same in batches of any size.
+        """
 
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
-        """The shape of a draft where it may have branches."""
-        ...
+        """Choose the shape of the model's draft where it may have branches.
+
+        `chances` are that the sibling of each rank is accepted where its place is reached, the likeliest first.
+        """
 
     def look_up_length(self, share: float) -> int:
-        """The most tokens worth looking up where this share of the slowest rows has a match."""
-        ...
+        """Return the most tokens worth looking up where this share of the slowest rows has a match; 0: none."""
 
     def goes_on(self, scores: Tensor) -> bool:
-        """Whether to draft another token after one drawn from the softmax of `scores`, `[rows, 1, vocab]`."""
-        ...
+        """Whether to draft another token after the last one, which is kept in any case.
+
+        That one was drawn from the softmax of `scores`, `[rows, 1, vocab]`, and is the first of its level in a tree.
+        Dropping a token because of its score would bias the output; ending the draft after it does not.
+        """
 
 
 class RowsView(Protocol):
@@ -160,19 +165,15 @@ class RowsView(Protocol):
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         """Return what draft tokens are drawn by, `[rows, places, vocab]`: logits as processors and warpers leave them.
 
-        Args:
-            logits: of the draft, `[rows, places, vocab]`.
-            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
+        `drafted` are the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
         """
         ...
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
-        """Draw a child of each of some nodes at one depth.
+        """Draw a child of each of some nodes at one depth from their scores, `[rows, nodes, vocab]`.
 
-        Args:
-            scores: of the children, `[rows, nodes, vocab]`.
-            node: number of the first of these nodes, -1 for the last committed token.
-            place: of the first draw: the number of tokens that were drawn for this draft before.
+        `node` is the number of the first of these nodes, -1 for the last committed token; `place` of the first draw,
+        the number of tokens that were drawn for this draft before.
         """
         ...
 

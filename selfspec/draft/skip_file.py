@@ -35,13 +35,7 @@ class _Content:
 @drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found", mark=("#E69F00", "s"))
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
-    """A `LayerSkip` for one checkpoint and no other.
-
-    Attributes:
-        skip: the skip set.
-        base: fingerprint of the weights it was found for.
-        source: the file it was read from, by which it is named.
-    """
+    """A `LayerSkip` for the one checkpoint whose fingerprint is `base`, named by the file it was read from."""
 
     skip: LayerSkip
     base: str

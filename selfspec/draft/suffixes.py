@@ -88,13 +88,7 @@ class Suffixes(Drafter):
 
 
 class SuffixProposer(MergingProposer):
-    """Counts what followed in each row's text, in earlier texts and in a corpus.
-
-    Args:
-        rows: before the first round.
-        memory: earlier texts of the wrapper.
-        corpus: None: there is none.
-    """
+    """Counts what followed in each row's text, in earlier texts of the wrapper and in a corpus, if there is one."""
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
         super().__init__(rows)
@@ -143,11 +137,9 @@ class SuffixProposer(MergingProposer):
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a context was found in a text.
+    """Where a context was found in a text, as `places_in` gives it.
 
     Attributes:
-        tokens: the text.
-        places: as `places_in` gives them.
         goes_round: whether the text goes on at the place itself where it ends.
     """
 

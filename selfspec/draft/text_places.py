@@ -21,16 +21,11 @@ MOST_PLACES = 64
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-    """Find where a context occurs in a text, followed by something.
-
-    Args:
-        tokens: the text; it may be the one that ends with the context.
-        context: the last tokens of a text, none of them `NONE`.
-        longest: tokens of the longest match to look for.
+    """Find where a context, of which no token is `NONE`, occurs in a text that may end with it, followed by something.
 
     Returns:
-        Places of what followed, by the number of tokens alike before it, from one on; none of a length that no place
-        has.
+        Places of what followed, by the number of tokens alike before it, from one to `longest`; none of a length
+            that no place has.
     """
     found: list[NDArray[np.int64]] = []
     ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
@@ -98,9 +93,6 @@ class TextMemory(DraftMemory):
 
     Attributes:
         tokens: of the texts, with `NONE` after each; another array once there is one more.
-
-    Args:
-        nbytes: the most that it takes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -116,12 +108,7 @@ class TextMemory(DraftMemory):
 
 
 class SortedCorpus:
-    """A text of which all places are sorted by what comes before them, so that a context is found by halving.
-
-    Args:
-        tokens: texts one after another with `NONE` between them.
-        ends: as `sorted_ends` gives them.
-    """
+    """Texts with `NONE` between them, whose places `sorted_ends` sorted, so that a context is found by halving."""
 
     def __init__(self, tokens: Tokens, ends: Tokens) -> None:
         self.tokens = tokens
@@ -147,16 +134,10 @@ class SortedCorpus:
 
 
 def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
-    """Sort the places after each token of a text by the tokens before them, the nearest first.
+    """Sort the places after each token of a text by the tokens before them, the nearest first; `[tokens]`.
 
-    By doubling (Manber and Myers, 1993): once sorted by some tokens, ranks sort by twice as many.
-
-    Args:
-        tokens: the text.
-        longest: tokens that count at least; places that are alike in these are in order of the text.
-
-    Returns:
-        `[tokens]`, the number of the token that follows.
+    By doubling (Manber and Myers, 1993): once sorted by some tokens, ranks sort by twice as many. Places that are alike
+    in at least `longest` tokens are in order of the text.
     """
     ranks, known = tokens.astype(np.int64) - NONE + 1, 1
     while True:

@@ -67,12 +67,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a tree is grown.
-
-    Attributes:
-        levels: the draft steps.
-        draws: the draw that gave the token of each node, `[nodes]`; None: draws come in the order of nodes.
-    """
+    """How a tree is grown: the draft steps, and the draw that gave each node, `[nodes]`; None: in their order."""
 
     levels: tuple[Level, ...]
     draws: Tensor | None

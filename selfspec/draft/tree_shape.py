@@ -15,24 +15,16 @@ _SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree of candidates.
-
-    Attributes:
-        tree: siblings are the likeliest candidates of their place, in order.
-        expected: draft tokens that it commits in expectation.
-    """
+    """A tree of candidates, siblings likeliest first, and the draft tokens that it commits in expectation."""
 
     tree: Tree
     expected: float
 
 
 def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
-    """Return the tree that commits most for the cost of its pass.
+    """Return the tree of at most `most` that commits most for the cost of its pass, in plain steps by its nodes.
 
-    Args:
-        chances: that the candidate of each rank is accepted where its place is reached, the likeliest first.
-        cost: of a round by the nodes of its tree, in plain steps.
-        most: the largest tree.
+    `chances` are that the candidate of each rank is accepted where its place is reached, the likeliest first.
     """
     shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
     return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
@@ -49,11 +41,6 @@ def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shap
 
     These are the nodes with the largest products of chances along their paths (Sequoia, Chen et al., 2024, arXiv
     2402.12374). It has fewer nodes where `depth` has no room for more.
-
-    Args:
-        chances: as in `best_shape`.
-        nodes: of the tree.
-        depth: of its deepest node at most.
     """
     parents: list[int] = []
     expected = 0.0

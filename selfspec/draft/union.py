@@ -68,12 +68,7 @@ class Union(JoinedDrafter):
 
 
 class FreeUnionProposer(MergingProposer, JoinedProposer):
-    """Merges what several sources without a model offer.
-
-    Args:
-        rows: before the first round.
-        sources: in the order in which they are asked.
-    """
+    """Merges what several sources without a model offer."""
 
     def __init__(self, rows: RowsView, sources: Sequence[Proposer]) -> None:
         MergingProposer.__init__(self, rows)
@@ -89,12 +84,7 @@ class FreeUnionProposer(MergingProposer, JoinedProposer):
 
 
 class UnionProposer(JoinedProposer):
-    """Puts what sources without a model offer beside what one with a model drew.
-
-    Args:
-        free: the sources without a model.
-        drawn: that with one.
-    """
+    """Puts what sources without a model offer beside what one with a model drew."""
 
     def __init__(self, free: FreeUnionProposer, drawn: Proposer) -> None:
         super().__init__([free, drawn])

@@ -167,11 +167,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model with the loader of `transformers`, which renames, casts, joins and splits what the files hold.
 
-    Args:
-        name: of the checkpoint.
-        config: of the checkpoint.
-        dtype: see `DtypeName`.
-        tensors: what the files hold, by the files' names; None: they are read.
+    What they hold may be given as tensors, by the files' names; else they are read.
 
     Raises:
         CheckpointError: the loader refuses, or weights are missing or of another shape.
@@ -210,12 +206,7 @@ def _causal_kind(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTr
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse a model that a checkpoint does not fill.
-
-    Args:
-        name: of the checkpoint, for messages.
-        model: as `transformers` loaded it.
-        report: its `output_loading_info`.
+    """Refuse a model that a checkpoint does not fill, by the `output_loading_info` of `transformers`.
 
     Raises:
         CheckpointError: weights are missing or of another shape.

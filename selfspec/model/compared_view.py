@@ -14,18 +14,11 @@ from selfspec.model.view import hidden_states, replaced, view_with_layers
 
 
 def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
-    """A view of a stock model whose last layer gives, as further rows after its own, the states at an exit.
+    """Make a view of a stock model whose last layer gives, as further rows after its own, the states at an exit.
 
-    Norm and head read each token by itself, so one pass over both gives the logits of both.
-
-    Args:
-        model: the stock causal LM. It is neither changed nor copied.
-        adapter: where its layers are.
-        exit_layer: the first layer that the exit leaves out, at least 1.
-        head: of the exit; None: the model's own norm and head.
-
-    Returns:
-        Called like the model. Logits `[2 * batch, tokens, vocab]`: of the target, then of the exit.
+    Norm and head read each token by itself, so one pass over both gives the logits of both: called like the model, the
+    view gives `[2 * batch, tokens, vocab]`, those of the target first. The exit leaves out `exit_layer`, at least 1,
+    and what follows; without a head it has the model's own.
     """
     layers = adapter.decoder_layers(model)
     at_exit: list[Tensor] = []

@@ -25,13 +25,8 @@ def compensated_weights(
 ) -> Iterator[tuple[str, RoundedWeight]]:
     """Round weights to 4 bits so that errors make up for each other on what the layers are given in texts.
 
-    Weights whose layer no text comes to, and experts, have fitted scales alone.
-
-    Args:
-        model: the stock model, in evaluation mode.
-        weights: of linear layers, or of experts.
-        precision: 4 bits.
-        texts: token ids, each `[rows, tokens]`, without padding.
+    Texts are token ids, `[rows, tokens]` each, without padding. Weights whose layer no text comes to, and experts, have
+    fitted scales alone.
     """
     for some in _at_once(weights):
         moments = _input_moments(model, [name for name, weight in some if weight.ndim == 2], texts)

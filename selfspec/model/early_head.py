@@ -31,11 +31,8 @@ class DraftHead:
     def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None) -> None:
         """Put it into a view of a model, whose modules on the way to layers and head are views of the view's own.
 
-        Args:
-            view: what runs the draft path.
-            model: what it is a view of.
-            layer: the view's layer whose input is the last state of the path, and which passes it through; None: the
-                path runs to the end, and has no adapter.
+        `layer` is the view's layer whose input is the last state of the path, and which passes it through; None: the
+        path runs to the end, and has no adapter.
 
         Raises:
             UnsupportedModelError: rows cannot be left out of this model's head.
@@ -56,15 +53,7 @@ class DraftHead:
         return adapted
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Logits over the whole vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
-
-        Args:
-            logits: `[batch, tokens, kept]`.
-            vocabulary: number of all tokens.
-
-        Returns:
-            `[batch, tokens, vocabulary]`.
-        """
+        """Spread logits, `[batch, tokens, kept]` to `[batch, tokens, vocabulary]`: -inf, and so q = 0, elsewhere."""
         if self.tokens is None:
             return logits
         spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)

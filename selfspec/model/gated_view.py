@@ -51,9 +51,7 @@ class Boundary:
 
     Attributes:
         given: what enters at `path.start`.
-        hidden: recorded input of the layer of `path.resume_point`.
-        attention: recorded output of that layer's attention, by the module's name, where `path.resume_point` is its
-            MLP.
+        hidden, attention: as in `ExactStates`, recorded at `path.resume_point`.
     """
 
     def __init__(self) -> None:
@@ -84,11 +82,7 @@ class Boundary:
 
 
 class GatedModel:
-    """A view of a stock model, which is neither changed nor copied, that runs one path.
-
-    Attributes:
-        module: the view; called like the model.
-    """
+    """A view of a stock model, neither changed nor copied, that runs one path: `module`, called like the model."""
 
     def __init__(
         self, model: nn.Module, adapter: Adapter, path: LayerPath, substitutes: Substitutes | None = None

@@ -19,10 +19,6 @@ _SECONDS = 10.0
 def check_on_hub(name: str, file: str) -> None:
     """Refuse a name of which neither the cache nor the hub has a file; one request, of ten seconds at most.
 
-    Args:
-        name: such as `org/model`; there is no folder of this name.
-        file: that every checkpoint has.
-
     Raises:
         CheckpointError: saying what to do about it.
     """

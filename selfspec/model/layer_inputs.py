@@ -15,14 +15,9 @@ from selfspec.model.view import hidden_states, replaced, view_with_layers
 
 
 def layer_inputs(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any]) -> list[Any]:
-    """All that the decoder layers of a model are given in a call: states, masks, rotary tables and the rest, in order.
+    """List what the decoder layers of a model are given in a call: states, masks, rotary tables and the rest, in order.
 
     Each layer passes its states through, so no weight of a layer is read, and no cache is written to.
-
-    Args:
-        model: the stock model. It is neither changed nor copied.
-        adapter: where its layers are.
-        inputs: of its `forward`.
     """
     given: list[Any] = []
     layers = [replaced(layer, partial(_note, given, adapter.layer_returns)) for layer in adapter.decoder_layers(model)]

@@ -11,10 +11,9 @@ from selfspec.errors import UnsupportedOptionError
 
 
 def boundaries(config: PreTrainedConfig) -> list[int]:
-    """Lengths beyond which passes rotate otherwise than up to them; few models have any.
+    """List the lengths beyond which passes rotate otherwise than up to them; few models have any.
 
-    Args:
-        config: of the model; of its text part, if it has several.
+    Here and below, the configuration is that of the text part, where a model has several.
     """
     # The other type that changes, `dynamic`, does so beyond the model's context only, where no request goes.
     longrope = [table for table in _tables(config) if table.get("rope_type") == "longrope"]
@@ -27,7 +26,7 @@ def check_rotary(
     """Refuse a request in which a pass would rotate otherwise than the passes before it.
 
     Args:
-        config: of the model; of its text part, if it has several.
+        config: of the model.
         prompts: length of each prompt.
         max_new_tokens: the most tokens each may grow by.
         known: the fewest tokens of a prompt that a cache holds already, and that are not read again.
@@ -56,24 +55,12 @@ def check_rotary(
 
 
 def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequence[int]) -> bool:
-    """Whether what a cache holds of the prompts was rotated by other tables than the passes that follow it.
-
-    Args:
-        config: of the model; of its text part, if it has several.
-        known: tokens of each prompt that the cache holds.
-        prompts: length of each prompt.
-    """
+    """Whether the `known` tokens of each prompt in a cache were rotated by other tables than later passes use."""
     return tables_change(config, min(known), max(prompts) - 1)
 
 
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
-    """Whether passes over a text, one after the other, would rotate otherwise than one over the whole.
-
-    Args:
-        config: as above.
-        first: tokens of the first pass.
-        total: tokens of the text.
-    """
+    """Whether passes over a text, the first of so many tokens, would rotate otherwise than one over the whole."""
     return any(first <= boundary < total for boundary in boundaries(config))
 
 

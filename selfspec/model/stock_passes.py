@@ -22,15 +22,11 @@ _NUMBERS_AT_ONCE = 2**28
 
 @torch.no_grad()
 def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Read a text, and yield the logits of each block, `[tokens, vocab]`.
+    """Read blocks of a text, `[1, tokens]` each, and yield the logits of each, `[tokens, vocab]`.
 
     Each pass reads a block and goes on from the cache of those before it. Where that is not what the model says of the
     whole text, passes read the whole: many layers with states begin anew with every pass over several tokens, and some
     rotary tables change with the length of a text.
-
-    Args:
-        model: the stock model. It is left as it is.
-        blocks: token ids, each `[1, tokens]`, at least one token in each.
     """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
@@ -46,14 +42,7 @@ def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[T
 
 
 def logits_after(model: PreTrainedModel, cache: Cache, tokens: Tensor, start: int) -> Tensor:
-    """Pass tokens that follow those in a cache, and return their logits, `[rows, tokens, vocab]`.
-
-    Args:
-        model: the stock model.
-        cache: extended by the tokens.
-        tokens: token ids, `[rows, tokens]`.
-        start: position of the first.
-    """
+    """Pass tokens, `[rows, tokens]`, that follow those in a cache; return their logits, `[rows, tokens, vocab]`."""
     # As `generate` does: some models count from 0 in every pass, unless they are told.
     logits: Tensor = model(tokens, **over_cache(model, cache), **_positions(model, tokens, start)).logits
     return logits

@@ -25,9 +25,7 @@ class AboutSubstitutes:
     """What a file of substitutes says of itself.
 
     Attributes:
-        format: of the file.
         base: fingerprint of the weights they were rounded from.
-        bits: of a weight, 8 or 4.
         group_size: weights that share a scale, in 4 bits.
         layers: numbers of the layers that have substitutes; None: all.
         head: whether the language-model head has one.
@@ -87,12 +85,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 
 
 def write_substitutes(file: str | Path, about: AboutSubstitutes, weights: Iterable[tuple[str, RoundedWeight]]) -> None:
-    """Write substitutes: the whole file or none of it.
-
-    Args:
-        file: what to write; replaced if it is there.
-        about: what they are.
-        weights: by the names of the parameters.
+    """Write substitutes, by the names of the parameters, and what they are: the whole file or none of it.
 
     Raises:
         StorageError: it cannot be written.

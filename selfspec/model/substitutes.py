@@ -28,12 +28,7 @@ KERNEL_DEVICES = ("cpu", "cuda")
 
 
 class SummedLinear(nn.Module):
-    """A linear layer in fewer bits that has a part of the inputs: what the parts give is summed over processes.
-
-    Args:
-        linear: of this process's part, without a bias.
-        part: what it was made of.
-    """
+    """A linear layer in fewer bits that has a part of the inputs: what the parts give is summed over processes."""
 
     bias: Tensor | None
 
@@ -62,13 +57,7 @@ _SAMPLED = 16
 
 @dataclass(frozen=True)
 class _Product:
-    """What a linear layer multiplies by, or every expert of a mixture.
-
-    Attributes:
-        name: of the weight in its module.
-        weight: `[out, in]`, or `[experts, out, in]`.
-        bias: `[out]`, or `[experts, out]`; None: there is none.
-    """
+    """What a linear layer multiplies by, `[out, in]` and `[out]`, or every expert of a mixture."""
 
     name: str
     weight: Tensor
@@ -104,13 +93,10 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Made:
-    """A substitute, and what it was made of. The weights themselves are not kept: they may be replaced, and freed.
+    """A substitute, if there is one, and what it was made of: places, versions and samples of the weights.
 
-    Attributes:
-        substitute: None: there is none.
-        places: of its products. A bias is read there, and follows by itself.
-        versions: of their weights.
-        samples: of their weights.
+    The weights themselves are not kept: they may be replaced, and freed. A bias is read at its place, and follows by
+    itself.
     """
 
     substitute: Substitute | None
@@ -159,13 +145,11 @@ class Substitutes:
     def load(self, file: SubstituteFile, precision: Precision, model: nn.Module) -> None:
         """Take substitutes from a file, all at once. What the file does not have is made when it is first used.
 
-        Args:
-            file: of the model's substitutes.
-            precision: that they should have.
-            model: as it is now; what changes later gets substitutes that are made anew.
+        They are of the model as it is now; what changes later gets substitutes that are made anew.
 
         Raises:
-            DraftConfigError: the file is of another precision or another base, is damaged, or has more than the model.
+            DraftConfigError: the file is of another precision or another base, is damaged, or has more than the
+                model.
         """
         file.check(precision, model)
         unknown = file.weights
@@ -192,13 +176,9 @@ class Substitutes:
             )
 
     def take(self, module: nn.Module, name: str, precision: Precision, weights: Sequence[Tensor]) -> None:
-        """Make the substitute of a module whose weights do not stay in memory.
+        """Make the substitute of a module whose weights, on the meta device, do not stay in memory.
 
-        Args:
-            module: its weights are on the meta device.
-            name: of the module in the model.
-            precision: of the substitute.
-            weights: their values, as the module keeps them, in the order of `substitutable_weights`.
+        Their values are as the module keeps them, in the order of `substitutable_weights`.
         """
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
@@ -206,12 +186,9 @@ class Substitutes:
             self._keep(module, name, precision, [round_weight(weight, precision) for weight in laid_out])
 
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
-        """Make a view of a part of the model whose linear layers are substitutes; the part itself if it has none.
+        """Make a view of a part of the model, of this name in it, whose linear layers are substitutes.
 
-        Args:
-            module: a part of the model, or of a view of it.
-            name: of the part in the model.
-            precision: of the substitutes.
+        It is the part itself if it has none.
         """
         substitute = self._substitute(module, name, precision)
         if substitute is not None:
@@ -268,12 +245,7 @@ def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> lis
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
     """Name the modules of a model that may have substitutes, and the weights of each, in the order in which they run.
 
-    Args:
-        model: its weights may be on the meta device.
-        adapter: where its layers are.
-
-    Returns:
-        By module and weight: the weight as it is rounded, `[..., out, in]`.
+    They may be on the meta device. Sizes are those of a weight as it is rounded, `[..., out, in]`.
     """
     depth = len(adapter.decoder_layers(model))
     path = LayerPath.full(depth).with_substitutes(Precision(8, 0), sublayers(depth), head=True)
@@ -285,13 +257,7 @@ def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str,
 
 
 def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:
-    """Bytes that the substitutes of all layers and of the head take. The weights may be on the meta device.
-
-    Args:
-        model: any causal LM of a supported architecture.
-        adapter: where its layers are.
-        precision: of the substitutes.
-    """
+    """Count bytes that the substitutes of all layers and of the head take. The weights may be on the meta device."""
     depth = len(adapter.decoder_layers(model))
     path = LayerPath.full(depth).with_substitutes(precision, sublayers(depth), head=True)
     shapes = [product.weight.shape for _, product in _of_path(model, adapter, path)]
@@ -326,12 +292,7 @@ def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a kind of module keeps its weights.
-
-    Attributes:
-        names: of each weight and its bias, in the order in which they are used.
-        transposed: whether the weights lie as `[in, out]`.
-    """
+    """How a kind of module keeps weights: the names of each and its bias, and whether they lie as `[in, out]`."""
 
     names: tuple[tuple[str, str], ...] = ()
     transposed: bool = False

@@ -23,12 +23,7 @@ from selfspec.kernels import native
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that hold parts of one model.
-
-    Attributes:
-        group: of `torch.distributed`.
-        device: of this process's part.
-    """
+    """The processes that hold parts of one model: a group of `torch.distributed`, and the device of this one's part."""
 
     group: Any
     device: torch.device
@@ -40,11 +35,7 @@ class Ranks:
         return int(shared.item())
 
     def check_alike(self, what: str, value: object) -> None:
-        """Refuse to go on with what differs between ranks. All ranks must call this.
-
-        Args:
-            what: for the message.
-            value: compared by its representation.
+        """Refuse to go on with what differs between ranks in its representation. All ranks must call this.
 
         Raises:
             UnsupportedOptionError: on every rank, if any has another value.

@@ -88,12 +88,7 @@ def is_streamed(module: nn.Module) -> bool:
 
 
 def runs_as_written(function: Callable[..., Any], home: str) -> bool:
-    """Whether a function is one that a module defines, or a kernel of torch's: kernel libraries put others there.
-
-    Args:
-        function: found in the module, or in a class of it.
-        home: name of the module.
-    """
+    """Whether a function is one that the module `home` defines, or torch's own: kernel libraries put others there."""
     # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
     space = getattr(function, "__globals__", {})
     return isinstance(function, BuiltinFunctionType) or space.get("__name__") == home

@@ -14,11 +14,9 @@ from selfspec.model.checkpoint import load_tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What binds a file of token ids to a model.
+    """What binds a file of token ids to a model: how many its head knows, and a digest of the tokens that these are.
 
-    Attributes:
-        size: number of ids that the model's head knows.
-        digest: SHA-256 of tokens and their ids; empty where no tokenizer says them.
+    The digest is empty where no tokenizer says them.
     """
 
     size: int

@@ -20,16 +20,11 @@ def share_read(
     head: DraftHead | None = None,
     price: Callable[[Tensor], float] = lambda weight: weight.nbytes,
 ) -> float:
-    """The draft cost ratio c by the weights that a step reads: those of the path by those of the full network.
+    """Estimate c by the weights that a draft step reads: those of the path by those of the full network.
 
-    Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both.
-
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        path: what a draft step runs.
-        head: what reads its last states; None: the model's own norm and head.
-        price: of reading a weight: by default its bytes.
+    Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both. `head`
+    reads the path's last states; None: the model's own norm and head. `price` is that of reading a weight: by default
+    its bytes.
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()

@@ -495,5 +495,5 @@ class Right(Stateless):
     text: tuple[int, ...]
 
     def propose(self, batch: Any, budget: Budget) -> Draft:
-        start = batch.sequences.length(0)
+        start = batch.text_length(0)
         return Draft.chain(torch.tensor([self.text[start : start + budget.depth]]), steps=budget.depth)

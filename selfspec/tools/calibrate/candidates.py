@@ -26,12 +26,7 @@ _MOST_MEASURED = 6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft worth confirming.
-
-    Attributes:
-        draft: proposes tokens.
-        nodes: the most tokens of its trees, siblings included; None: it drafts chains.
-    """
+    """A draft worth confirming, and the most tokens of its trees, siblings included; None: it drafts chains."""
 
     draft: Drafter
     nodes: int | None = None

@@ -20,15 +20,10 @@ _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
 def cut_model(
     model: PreTrainedModel, adapter: Adapter, layers: Sequence[int], behind: Iterable[Mapping[str, Tensor]] = ()
 ) -> PreTrainedModel:
-    """Return a model of some layers of another, with its embeddings, norm and head. It shares their weights.
+    """Make a model of some layers of another, in ascending order, with its embeddings, norm and head.
 
-    It is there to be saved: what a model computes when it is made, such as rotary tables, takes no memory.
-
-    Args:
-        model: stock, in memory.
-        adapter: where its layers are.
-        layers: their numbers, ascending.
-        behind: weights of further layers behind these, by their names within a layer.
+    It shares their weights, and is there to be saved: what a model computes when it is made, such as rotary tables,
+    takes no memory. Behind the layers may come others, of weights by their names within a layer.
 
     Raises:
         UnsupportedModelError: this architecture cannot be cut between these layers.
@@ -54,12 +49,7 @@ def cut_model(
 
 
 def cut_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
-    """Return the config of a model of some layers, each as long as its lists of layers say.
-
-    Args:
-        config: of the whole model; stays as it is.
-        layers: numbers of the layers, one for each layer of the new model.
-    """
+    """Return the config of a model of the layers with these numbers, each as long as its lists of layers say."""
     text = config.get_text_config(decoder=True)
     whole = config.to_dict()
     inner = whole if text is config else whole[_name_of(config, text)]

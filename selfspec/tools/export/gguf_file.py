@@ -93,15 +93,10 @@ def write_gguf(
     precision: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a model and its tokenizer.
+    """Write a model, cut or whole, and its tokenizer; without one the file takes and gives token ids alone.
 
-    Args:
-        model: whose rotary table is read.
-        cut: what is written: some layers of the model, or all.
-        tokenizer: None: none is written, and the file takes and gives token ids alone.
-        to: the file.
-        precision: of matrices: "f32", "f16", "bf16", "q8_0", or "auto" as the model has them. Vectors are float32.
-        progress: called with the tensors written so far and all.
+    Matrices are in "f32", "f16", "bf16", "q8_0", or "auto" as the model has them; vectors are float32. `progress` is
+    called with the tensors written so far and all.
 
     Raises:
         UnsupportedModelError: the tokenizer is of a kind that is not written.

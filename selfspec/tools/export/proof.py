@@ -23,13 +23,7 @@ _ROUGH = 0.1
 
 @torch.no_grad()
 def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter) -> float:
-    """Compare the logits of a checkpoint on random tokens with those of a draft along a path.
-
-    Args:
-        folder: of the checkpoint.
-        model: the draft's.
-        adapter: of the model.
-        drafter: whose steps the checkpoint is to be, its vocabulary apart.
+    """Compare the logits of a checkpoint on random tokens with those of a draft along a path, its vocabulary apart.
 
     Returns:
         The largest difference, in standard deviations of the logits.

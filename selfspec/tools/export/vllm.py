@@ -23,13 +23,6 @@ class LookUps:
     """Proposes what followed the last time that a request's text ended as it does now; see `PromptLookup`.
 
     For other match lengths derive a class in a module of yours, and name that.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-
-    Attributes:
-        shortest: tokens of the shortest match that counts.
-        longest: tokens of a match that count.
     """
 
     shortest: int = PromptLookup.shortest

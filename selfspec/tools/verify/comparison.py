@@ -52,12 +52,7 @@ class Divergence:
 
 @dataclass
 class Comparison:
-    """Texts compared with the model's own.
-
-    Attributes:
-        rule: which acceptance rule; None where nothing is accepted or rejected.
-        tokens: compared, of all texts.
-    """
+    """Texts compared with the model's own under a rule; None where nothing is accepted or rejected."""
 
     check: Check
     draft: str

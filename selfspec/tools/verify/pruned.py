@@ -23,17 +23,9 @@ from selfspec.runtime.runner import ModelRunner
 def draft_logits(
     model: PreTrainedModel, draft: LayerPathDrafter, ids: Tensor, block: int, adapter: Adapter | None = None
 ) -> Tensor:
-    """Logits of draft steps over the end of a text whose beginning the full model has read.
+    """Compute logits of draft steps over the end of texts, `[batch, length]`, whose beginning the full model has read.
 
-    Args:
-        model: any causal LM, in evaluation mode.
-        draft: what drafts.
-        ids: texts of one length, without padding, `[batch, length]`.
-        block: how many of the last tokens are read by the draft, one at a time.
-        adapter: where the model keeps its layers; None: the declared one of its architecture.
-
-    Returns:
-        `[batch, block, vocab]`.
+    The draft reads the last `block` tokens, one at a time. Returns `[batch, block, vocab]`.
 
     Raises:
         DraftConfigError: the draft does not fit the model.
@@ -58,17 +50,10 @@ def draft_logits(
 
 @torch.no_grad()
 def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, block: int) -> Tensor:
-    """The same by `transformers` alone: the full model reads the beginning, a pruned copy continues from its cache.
+    """Compute the same by `transformers` alone: the full model reads the beginning, a pruned copy goes on.
 
-    Args:
-        model: the full model.
-        pruned: a copy with as many layers, in which what the draft leaves out adds nothing: the weights and biases of
-            the linears that end these sublayers are 0.
-        ids: as in `draft_logits`.
-        block: as there.
-
-    Returns:
-        `[batch, block, vocab]`.
+    The copy has as many layers, and what the draft leaves out adds nothing: the weights and biases of the linears that
+    end these sublayers are 0.
 
     Raises:
         PromptError: the block is not in 1..length - 1.

@@ -74,12 +74,7 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found.
-
-    Attributes:
-        bound: what rounding explains.
-        drafts: by draft, plain decoding first.
-    """
+    """What a verification found: what rounding explains, and of each draft, plain decoding first."""
 
     model: str
     dtype: str
