@@ -77,6 +77,8 @@ class Prefill:
     @torch.no_grad()
     def read(self, most: int | None) -> int:
         """Read the next piece, of at most this many tokens of each row, and return how many were read. None: any."""
+        if not self.left:
+            return 0
         batch, start = self.batch, self._read
         width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
         counts = [min(max(count - start, 0), width) for count in self._counts]
