@@ -635,9 +635,9 @@ CATALOGUE = (
         ("test_text_stream.py", "test_pieces.py")),
     Mutation("a text is scored in pieces, each from an empty state", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_prompt_scores.py")),
+        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_echo.py")),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_prompt_scores.py")),
+        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_echo.py")),
 )
 # fmt: on
