@@ -49,6 +49,10 @@ class ExitHeadError(SelfSpecError, OSError):
     """An exit head is missing files, truncated or foreign, or was trained on another base."""
 
 
+class HeadError(SelfSpecError, OSError):
+    """A published draft head is missing files, damaged, of an unknown layout, or belongs to another base."""
+
+
 class BenchError(SelfSpecError, OSError):
     """Results of a benchmark are missing or unreadable, or what their plots need is not installed."""
 

@@ -170,6 +170,10 @@ class SharedCache(Cache):
         for layer in self._slotted:
             layer.hold()
 
+    def lengthen(self, other: SharedCache) -> None:
+        """Let rows come to hold as many tokens as those of another cache may, which are to join."""
+        self._cursors.limit = max(self._cursors.limit, other._cursors.limit)
+
     def join(self, other: SharedCache) -> None:
         """Add the rows of another cache of the same model behind these. The other is of no use afterwards.
 

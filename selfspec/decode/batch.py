@@ -21,6 +21,7 @@ from selfspec.decode.noise import Noise, Purpose
 from selfspec.draft import Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
+from selfspec.model.features import Features, Point
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
@@ -45,6 +46,8 @@ class Batch:
         memories: what drafters keep as long as the wrapper.
         programs: the wrapper's recorded passes; None: the stock modules run all.
         prefill_width: tokens of each prompt that one pass may read; None: all.
+        taps: points of the target whose states what drafts asks for.
+        features: these states, of the tokens that the target's last pass read.
         proposers: what may draft for the rows, by the `id` of its drafter; they follow rows that join and leave.
         sampling: turns logits into probabilities, in the same way for p and q.
         committed: the new tokens of each row, final.
@@ -63,6 +66,8 @@ class Batch:
     memories: dict[Hashable, object] = field(default_factory=dict)
     programs: GraphCache | None = None
     prefill_width: int | None = None
+    taps: tuple[Point, ...] = ()
+    features: Features = field(default_factory=dict)
     proposers: dict[int, Proposer] = field(default_factory=dict)
     sampling: BatchSampling = field(init=False)
     committed: list[list[int]] = field(init=False)

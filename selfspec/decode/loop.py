@@ -66,8 +66,9 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
     with clock.phase("accept"):  # ends with the one synchronisation of the round
         verdict = judge(batch, draft, logits, rule)
     with clock.phase("commit"):
-        if proposer is not None:
-            proposer.learn(batch, draft, logits, verdict)
+        # Those whose turn it is not learn, too.
+        for each in batch.proposers.values() or ([] if proposer is None else [proposer]):
+            each.learn(batch, draft, logits, verdict)
         committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())
         stats.count(len(draft.tree), draft.length, verdict)

@@ -174,8 +174,10 @@ class RowDecoder:
         )
         for each in self._drafting.values():
             if each.drafter is not None and id(each.drafter) not in batch.proposers:
+                batch.taps = tuple(dict.fromkeys([*batch.taps, *each.drafter.features(batch.runner.depth)]))
                 batch.proposers[id(each.drafter)] = each.drafter.begin(batch)
-        return Prefill(batch, torch.tensor([text[:-1]], dtype=torch.long), [len(text) - 1])
+        tokens = torch.tensor([text[:-1]], dtype=torch.long)
+        return Prefill(batch, tokens, [len(text) - 1], batch.proposers.values())
 
     def rest(self) -> None:
         """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""

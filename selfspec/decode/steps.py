@@ -48,12 +48,16 @@ def verify(batch: Batch, draft: Draft) -> Tensor:
     """
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
+        batch.features = {}
         return batch.runner.logits_of_embeddings(embeddings)
     batch.cache.open(draft.tree)
     target = LayerPath.full(batch.runner.depth)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    if draft.resume is None:
-        return batch.runner.logits(target, block).logits
+    # A pass that resumes has no states of earlier layers.
+    if draft.resume is None or batch.taps:
+        result = batch.runner.logits(target, block, taps=batch.taps)
+        batch.features = result.features
+        return result.logits
     unread = block[:, draft.resume.read :]
     tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), unread, draft.resume.read - 1)
     assert tail is not None

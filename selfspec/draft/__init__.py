@@ -7,6 +7,7 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.offer import Offer
@@ -25,6 +26,7 @@ __all__ = [
     "Cascade",
     "Draft",
     "Drafter",
+    "Eagle",
     "EarlyExit",
     "ExitHead",
     "FreeProposer",

@@ -118,6 +118,10 @@ class JoinedProposer(Proposer):
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
 
+    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
+        for source in self.sources:
+            source.read_prompt(rows, counts)
+
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         for source in self.sources:
             source.learn(rows, draft, logits, verdict)

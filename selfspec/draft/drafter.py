@@ -19,6 +19,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
+from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import Vocabulary
 
@@ -82,10 +83,18 @@ class Proposer(ABC):
         each = zip(found.tokens.tolist(), lengths_of(rows, found), strict=True)
         return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
 
+    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:  # noqa: B027 - most do not
+        """Learn from a pass over tokens of prompts, before they are committed.
+
+        Args:
+            rows: with the features of this pass.
+            counts: how many of these tokens each row has; what comes behind them is scrap.
+        """
+
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
         """Learn from a round, before it is committed: its draft, by whatever source, and the verdict on it.
 
-        `logits` are the target's own, `[rows, nodes + 1, vocab]`.
+        `logits` are the target's own, `[rows, nodes + 1, vocab]`; the rows' features are those of the same tokens.
         """
 
     @property
@@ -159,6 +168,10 @@ class Drafter(ABC):
         """
         for source in self.sources:
             source.check_model(model, adapter)
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        """Return the points of a network of `depth` layers whose states it drafts from."""
+        return tuple(dict.fromkeys(point for source in self.sources for point in source.features(depth)))
 
     def check_joining(self) -> None:
         """Refuse to draft for rows that join a running batch and leave it.

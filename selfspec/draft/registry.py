@@ -43,9 +43,9 @@ def kinds() -> Mapping[str, type[Drafter]]:
         DraftConfigError: a package declares a name that is taken, or what it names is no drafter.
     """
     found: dict[str, type[Drafter]] = {}
-    for module in sorted(each.name for each in pkgutil.iter_modules(selfspec.draft.__path__)):
-        for kind in vars(import_module(f"selfspec.draft.{module}")).values():
-            if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__.endswith(f".{module}"):
+    for module in sorted(each.name for each in pkgutil.walk_packages(selfspec.draft.__path__, "selfspec.draft.")):
+        for kind in vars(import_module(module)).values():
+            if isinstance(kind, type) and issubclass(kind, Drafter) and kind.__module__ == module:
                 found |= {each.name: kind for each in vars(kind).get("declared", ())}
     order = ("layers", "nothing", "model")
     found = dict(sorted(found.items(), key=lambda each: (each[1].declared[0].written, order.index(each[1].runs))))

@@ -12,6 +12,7 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
+from selfspec.model.features import Features
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
@@ -175,6 +176,11 @@ class RowsView(Protocol):
         `node` is the number of the first of these nodes, -1 for the last committed token; `place` of the first draw,
         the number of tokens that were drawn for this draft before.
         """
+        ...
+
+    @property
+    def features(self) -> Features:
+        """States of the tokens that the target's last pass read, at the points that drafters asked for."""
         ...
 
     @property

@@ -20,6 +20,7 @@ from selfspec.cache.shared_cache import CacheReader
 from selfspec.compat import cache_name
 from selfspec.kernels.rounded import Precision
 from selfspec.model.adapter import Adapter
+from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers
@@ -94,6 +95,17 @@ class GatedModel:
             layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)
+        self._tap: FeatureTap | None = None
+
+    def tap(self, adapter: Adapter, base: str, points: tuple[Point, ...]) -> None:
+        """Keep states of later passes; arguments as in `FeatureTap`."""
+        if points:
+            self._tap = FeatureTap(self.module, adapter, base, points)
+            self.module = self._tap.module
+
+    def features(self) -> Features:
+        """Take the states that the last pass left at the points that are tapped."""
+        return {} if self._tap is None else self._tap.take()
 
     def enter(self, states: ExactStates | None) -> None:
         """Set what enters at `path.start` in the next pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.shared_cache import Slots
 from selfspec.model.early_head import DraftHead
+from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.held_weights import HeldWeights
@@ -82,10 +83,12 @@ class PassResult:
     Attributes:
         logits: `[rows, width, vocab]`; None where the pass ends before the head.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
+        features: states at the points that are tapped; not in a row, since no recorded pass has any.
     """
 
     logits: Tensor | None
     states: ExactStates | None
+    features: Features = field(default_factory=dict)
 
     def flat(self) -> tuple[Tensor, ...]:
         """All of them, logits first."""
@@ -176,4 +179,4 @@ def run_view(view: GatedModel, base: str | None, entering: ExactStates | None, i
     view.enter(entering)
     module: nn.Module = view.module if base is None else view.module.get_submodule(base)
     output = module(**inputs)
-    return PassResult(output.logits if base is None else None, view.leave())
+    return PassResult(output.logits if base is None else None, view.leave(), view.features())

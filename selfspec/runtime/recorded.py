@@ -37,7 +37,9 @@ class RecordedRunner(ModelRunner):
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         slots = self._cache.slots(call.tokens.shape[1], call.first)
-        if slots is None or is_watched(call.tokens.device) or self._streams(call):
+        # No recording has taps, or reads embeddings.
+        stock = bool(call.taps) or call.tokens.is_floating_point()
+        if slots is None or stock or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
         kind = self._kind(call, slots)
         return self._programs.run(

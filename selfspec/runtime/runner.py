@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from selfspec.compat import cache_argument
 from selfspec.model.adapter import Adapter, takes
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
+from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
@@ -36,10 +37,12 @@ class Pass:
     Attributes:
         logits: `[batch, tokens, vocab]`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
+        features: of its tokens, at the points that were asked for.
     """
 
     logits: Tensor
     states: ExactStates | None
+    features: Features = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class PassCall:
         entering: what enters at `path.start`.
         head: reads the last states of a path that leaves early; None: the model's own norm and head.
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
+        taps: points whose states are kept, of a path that runs there.
     """
 
     path: LayerPath
@@ -61,6 +65,7 @@ class PassCall:
     entering: ExactStates | None = None
     head: DraftHead | None = None
     base: str | None = None
+    taps: tuple[Point, ...] = ()
 
 
 class ModelRunner:
@@ -95,7 +100,12 @@ class ModelRunner:
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._takes_positions = takes(model, "position_ids")
         self._cache_name = cache_argument(model)
-        self._gated: dict[tuple[LayerPath, DraftHead | None], GatedModel] = {}
+        self._gated: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], GatedModel] = {}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The stock model whose passes it runs."""
+        return self._stock_model
 
     def over(self, cache: SharedCache) -> ModelRunner:
         """Return a runner of the same model, with the same views, over another cache for it."""
@@ -110,13 +120,14 @@ class ModelRunner:
         entering: ExactStates | None = None,
         head: DraftHead | None = None,
         first: int = -1,
+        taps: tuple[Point, ...] = (),
     ) -> Pass:
         """Run `path` over tokens of the open block, with the language-model head. Arguments as in `PassCall`.
 
         Raises:
             UnsupportedModelError: the block is a tree, and this model reads chains alone.
         """
-        return self._spread(self._run(PassCall(path, tokens, first, entering, head)), head)
+        return self._spread(self._run(PassCall(path, tokens, first, entering, head, taps=taps)), head)
 
     def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
         """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
@@ -152,29 +163,34 @@ class ModelRunner:
             target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
         return (draft if head is None else head.alone(draft)), target
 
-    def prefill(self, tokens: Tensor, counts: Sequence[int]) -> None:
+    def prefill(self, tokens: Tensor, counts: Sequence[int], taps: tuple[Point, ...] = ()) -> Features:
         """Read tokens of prompts for what they leave in the cache: keys, values and states.
 
         Args:
             tokens: `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
             counts: how many of them each row has; what comes behind them is scrap.
+            taps: points whose states are kept.
+
+        Returns:
+            These states, of all tokens.
         """
         with for_new_lengths(self.device):
             if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-                self._run_stock(PassCall(LayerPath.full(self.depth), tokens, base=self._base))
-                return
+                call = PassCall(LayerPath.full(self.depth), tokens, base=self._base, taps=taps)
+                return self._run_stock(call).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
-            base = self._model.get_submodule(self._base)
-            base(**self._inputs(tokens))
+            tap = FeatureTap(self._model, self._adapter, self._base, taps)
+            tap.module.get_submodule(self._base)(**self._inputs(tokens))
         self._cache.record(tokens.shape[1])
+        return tap.take()
 
     def _spread(self, result: PassResult, head: DraftHead | None) -> Pass:
         """What a pass gave, with logits of the whole vocabulary."""
         assert result.logits is not None
         if head is None:
-            return Pass(result.logits, result.states)
+            return Pass(result.logits, result.states, result.features)
         # Only a head of plain weights can be exchanged for one that draws on some of them.
-        return Pass(head.spread(result.logits, self.vocabulary), result.states)
+        return Pass(head.spread(result.logits, self.vocabulary), result.states, result.features)
 
     def _run(self, call: PassCall) -> PassResult:
         if self._cache.tree is not None and not self._cache.tree.is_chain:
@@ -184,18 +200,20 @@ class ModelRunner:
 
     def _run_stock(self, call: PassCall) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        view = self._view(call.path, call.head)
+        view = self._view(call.path, call.head, call.taps)
         return run_view(view, call.base, call.entering, self._inputs(call.tokens, call.first))
 
     # What another runner replaces.
     _run_in_block = _run_stock
 
-    def _view(self, path: LayerPath, head: DraftHead | None) -> GatedModel:
-        if (path, head) not in self._gated:
-            self._gated[path, head] = self._gated_view(self._model, path, head)
-        return self._gated[path, head]
+    def _view(self, path: LayerPath, head: DraftHead | None, taps: tuple[Point, ...] = ()) -> GatedModel:
+        if (path, head, taps) not in self._gated:
+            self._gated[path, head, taps] = self._gated_view(self._model, path, head, taps)
+        return self._gated[path, head, taps]
 
-    def _gated_view(self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None) -> GatedModel:
+    def _gated_view(
+        self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None, taps: tuple[Point, ...] = ()
+    ) -> GatedModel:
         gated = GatedModel(model, self._adapter, path, self.substitutes)
         name = plain_head(self._stock_model) if path.head_substituted else None
         # Heads of other kinds run exactly.
@@ -206,6 +224,7 @@ class ModelRunner:
             end = path.exit_point
             layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
             head.install(gated.module, model, layer)
+        gated.tap(self._adapter, self._base, taps)
         return gated
 
     def _inputs(self, tokens: Tensor, first: int = -1) -> dict[str, object]:

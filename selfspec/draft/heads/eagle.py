@@ -1,0 +1,256 @@
+"""EAGLE heads, from folders as SafeAILab and the speculators library write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.draft.declaration import drafter
+from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, Eagle3Layer
+from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.growing_head import HeadDrafter, share_of
+from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.own_layers import causal_lm, layer_config
+from selfspec.errors import HeadError
+from selfspec.model.adapter import Adapter
+from selfspec.model.features import Point
+from selfspec.model.registry import find_adapter
+from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import vocabulary_size
+
+_FEWEST_LAYERS = 6
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a folder says of its head, in whichever layout.
+
+    Attributes:
+        layers: the configuration of its layers, as `transformers` takes it.
+        points: whose inputs it reads, by number of layer; empty: the usual three.
+        target: width of the target; None: its own.
+        normed_residual: see `Eagle3Layer`.
+        norm: over the states that it reads: each by itself, or all together; None: none.
+        recycled: which state it goes on from.
+        base: the name of the model that it was trained for, for messages; empty: it names none.
+    """
+
+    layers: Mapping[str, Any]
+    points: tuple[int, ...]
+    target: int | None
+    normed_residual: bool
+    norm: Literal["each", "all"] | None
+    recycled: Literal["last", "normed"]
+    base: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> EagleConfig:
+        """Read a config.json.
+
+        Raises:
+            ValueError: it is of another kind of head.
+        """
+        kind = config.get("speculators_model_type")
+        if kind not in (None, "eagle3"):
+            raise ValueError(f"speculators_model_type {kind!r}")
+        own = config.get("eagle_config") or {}
+        layers = config.get("transformer_layer_config") if kind else config
+        points = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids") or ()
+        if not isinstance(layers, dict) or not all(type(each) is int and each >= 0 for each in points):
+            raise ValueError("its layers are described by no object, or named by no numbers")
+        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        merged = {**own, **config}
+        norm: Literal["each", "all"] | None = (
+            "each" if merged.get("fc_norm") else "all" if merged.get("norm_before_fc") else None
+        )
+        return cls(
+            layers,
+            tuple(points),
+            config.get("target_hidden_size"),
+            bool(merged.get("norm_before_residual")),
+            norm,
+            "normed" if merged.get("norm_output") else "last",
+            str(verifier.get("name_or_path") or ""),
+        )
+
+
+@drafter(
+    "eagle",
+    argument=":FOLDER",
+    help="a published EAGLE head (1, 2 or 3) that was trained for this model",
+    mark=("#0B6E4F", "*"),
+)
+@dataclass(frozen=True)
+class Eagle(HeadDrafter):
+    """Drafts with an EAGLE head: one layer over states of the target, fed with its own states for further tokens.
+
+    EAGLE 1 and 2 (Li et al., 2024, arXiv 2401.15077 and 2406.16858) read the target's last states, EAGLE-3 (2025, arXiv
+    2503.01840) those of three layers, and may draft from a vocabulary of fewer tokens.
+
+    Attributes:
+        source: the folder.
+    """
+
+    source: str
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _config: EagleConfig = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        try:
+            config = EagleConfig.of(folder.config())
+        except ValueError as error:
+            raise HeadError(f"{self.source} holds no EAGLE head ({error}); see docs/heads.md") from error
+        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
+        if "fc.weight" not in shapes:
+            raise HeadError(f"{self.source} holds no EAGLE head: it has no weight fc.weight; see docs/heads.md")
+        object.__setattr__(self, "_shapes", shapes)
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def _is_third(self) -> bool:
+        return "layers.0.hidden_norm.weight" in self._shapes
+
+    def points(self, depth: int) -> tuple[Point, ...]:
+        if not self._is_third:
+            return ("normed",)
+        chosen = self._config.points or (2, depth // 2, depth - 3)
+        # What enters the layer after the last is what leaves the last.
+        return tuple("last" if point == depth else point for point in chosen)
+
+    def check(self, depth: int) -> None:
+        if not self._is_third:
+            return
+        if not self._config.points and depth < _FEWEST_LAYERS:
+            raise HeadError(f"{self.source} reads the usual three layers, and this model has {depth}, too few")
+        beyond = [point for point in self._config.points if point > depth]
+        if beyond:
+            raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_on_one_process(model, "a draft head")
+        hidden = model.get_input_embeddings().weight.shape[-1]
+        count = len(self.points(len(adapter.decoder_layers(model))))
+        own, read = self._shapes["fc.weight"]
+        wanted = count * hidden if self._is_third else 2 * hidden
+        if read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
+            named = f", {self._config.base}" if self._config.base else ""
+            raise HeadError(
+                f"{self.source} was trained for another model{named}: its fc reads {read} numbers, and this model of "
+                f"width {hidden} gives {wanted}"
+            )
+        size = vocabulary_size(model)
+        head = self._shapes.get("lm_head.weight", (size,))[0]
+        if "d2t" in self._shapes and self._shapes["d2t"] != (head,):
+            raise HeadError(f"{self.source} maps {self._shapes['d2t'][0]} tokens, and its head has {head}")
+        if "d2t" not in self._shapes and head > size:
+            raise HeadError(f"{self.source} drafts {head} tokens, and this model knows {size}: it is for another one")
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        sizes = [_product(shape) for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")]
+        output = 0 if "lm_head.weight" in self._shapes else model.get_output_embeddings().weight.numel()
+        return share_of((sum(sizes) + output) * model.dtype.itemsize, model, adapter)
+
+    @torch.no_grad()
+    def head(self, model: PreTrainedModel) -> Head:
+        weights = {_name(name): weight for name, weight in HeadFolder(Path(self.source).expanduser()).tensors().items()}
+        own = layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
+        own.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
+        layers = causal_lm(own, model.config._attn_implementation)
+        inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
+        fusion = self._fusion(own)
+        if self._is_third:
+            inside.layers[0] = Eagle3Layer(inside.layers[0], own, self._config.normed_residual)
+        else:
+            inside.layers[0].input_layernorm = nn.Identity()
+            inside.norm = nn.Identity()
+        embed: Any = model.get_input_embeddings()
+        given = weights.get("embed_tokens.weight")
+        if given is not None and not _is_equal(given, embed.weight):
+            embed = nn.Embedding.from_pretrained(given)
+        inside.embed_tokens = nn.Identity()
+        output = weights.get("lm_head.weight") if self._is_third else None
+        if output is not None:
+            layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
+            fill(layers.lm_head, {"weight": output}, self.source)
+        else:
+            layers.lm_head = model.get_output_embeddings()
+        fill(inside, weights, self.source)
+        fill(fusion, weights, self.source)
+        modules = [fusion, inside, *([layers.lm_head] if output is not None else []), embed]
+        for module in modules[: None if embed is not model.get_input_embeddings() else -1]:
+            module.to(device=model.device, dtype=model.dtype)
+        layers.set_input_embeddings(embed)
+        shared = {id(each) for each in model.parameters()}
+        nbytes = sum(
+            each.nbytes for module in (fusion, layers) for each in module.parameters() if id(each) not in shared
+        )
+        tokens = self._tokens(weights.get("d2t"), vocabulary_size(model))
+        return Head(
+            fusion,
+            layers,
+            find_adapter(layers),
+            self._config.recycled if self._is_third else "last",
+            embed,
+            None if tokens is None else tokens.to(model.device),
+            nbytes,
+        )
+
+    def _layers(self) -> int:
+        return 1 + max(int(name.split(".")[1]) for name in self._shapes if name.startswith("layers."))
+
+    def _fusion(self, own: Any) -> Fusion:
+        width, read = self._shapes["fc.weight"]
+        with torch.device("meta"):
+            if not self._is_third:
+                return Eagle1Fusion(width, "fc.bias" in self._shapes)
+            norm = None
+            if self._config.norm is not None:
+                norm = partial(nn.RMSNorm, eps=own.rms_norm_eps)
+            count = len(self._config.points) or 3
+            return Eagle3Fusion(read // count, count, width, norm, self._config.norm == "each")
+
+    def _tokens(self, differences: Tensor | None, vocabulary: int) -> Tensor | None:
+        """Return the ids of the target that the head drafts: its own ids, each and its difference."""
+        if differences is None:
+            return None
+        tokens = torch.arange(len(differences)) + differences.cpu().long()
+        low, high = tokens.aminmax()
+        if len(tokens.unique()) < len(tokens) or low < 0 or high >= vocabulary:
+            raise HeadError(f"d2t of {self.source} maps two tokens to one, or a token to none of this model")
+        return tokens
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Eagle:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"eagle:{self.source}"
+
+
+def _name(name: str) -> str:
+    """Return the name of a weight in either layout."""
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    return name
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _is_equal(given: Tensor, own: Tensor) -> bool:
+    same = given.shape == own.shape and not own.is_meta
+    return same and torch.equal(given.to(own.dtype), own.detach().cpu())

@@ -1,0 +1,142 @@
+"""The folder of a published head: its configuration and its weights. Nothing is unpickled but tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from selfspec.errors import CheckpointError, HeadError
+from selfspec.files.json_text import parse_json
+from selfspec.model.checkpoint import weight_files
+from selfspec.values import checked_path
+
+_CONFIG = "config.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """A folder with a head.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def at(cls, folder: str | Path) -> HeadFolder:
+        """Return the folder of that name.
+
+        Raises:
+            HeadError: there is none.
+        """
+        path = checked_path("folder", folder, HeadError).expanduser()
+        if not path.is_dir():
+            raise HeadError(f"there is no folder {str(folder)!r}; download the head and give its folder")
+        return cls(path)
+
+    def config(self) -> dict[str, Any]:
+        """Read its config.json.
+
+        Raises:
+            HeadError: it is missing or holds no object.
+        """
+        file = self.path / _CONFIG
+        try:
+            content = parse_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise HeadError(f"{file} cannot be read ({error}); copy it from the original again") from error
+        if not isinstance(content, dict):
+            raise HeadError(f"{file} holds no JSON object; copy it from the original again")
+        return content
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Read the names and shapes of its weights; of safetensors the headers alone.
+
+        Raises:
+            HeadError: files are missing or damaged.
+        """
+        files = self._safetensors()
+        if files is None:
+            return {name: tuple(weight.shape) for name, weight in self.tensors().items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            with self._opened(file) as weights:
+                found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read its weights.
+
+        Raises:
+            HeadError: files are missing or damaged, hold more than tensors, or NaN.
+        """
+        files = self._safetensors()
+        found: dict[str, Tensor] = {}
+        if files is None:
+            file = self._pickle()
+            try:
+                content = torch.load(file, map_location="cpu", weights_only=True)
+            except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
+                said = " ".join(str(error).split())[:200]
+                raise HeadError(
+                    f"{file} is damaged, or holds more than tensors and would run code ({said}); convert it to "
+                    "safetensors where you trust it"
+                ) from error
+            if not isinstance(content, Mapping) or not all(isinstance(each, Tensor) for each in content.values()):
+                raise HeadError(f"{file} holds no table of tensors; copy it from the original again")
+            found = {str(name): weight for name, weight in content.items()}
+        for file in files or ():
+            with self._opened(file) as weights:
+                found |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+        wrong = [name for name, each in found.items() if each.is_floating_point() and not each.isfinite().all()]
+        if wrong:
+            raise HeadError(f"the weight {wrong[0]} in {self.path} is NaN or infinite; copy the head again")
+        return found
+
+    def _safetensors(self) -> list[Path] | None:
+        """The safetensors files; None: there is a pickle in their place."""
+        if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
+            return None
+        from transformers import PreTrainedConfig
+
+        try:
+            return weight_files(self.path, PreTrainedConfig())
+        except CheckpointError as error:
+            raise HeadError(str(error)) from error
+
+    def _pickle(self) -> Path:
+        return next(file for pattern in _PICKLES for file in sorted(self.path.glob(pattern)))
+
+    def _opened(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise HeadError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Put weights into a module whose own are on the meta device; each must be there and fit.
+
+    Raises:
+        HeadError: naming the first that does not.
+    """
+    wanted = dict(module.named_parameters())
+    for name, parameter in wanted.items():
+        if name not in weights:
+            raise HeadError(f"{source} lacks the weight {name}; its config.json belongs to other weights")
+        if weights[name].shape != parameter.shape:
+            raise HeadError(
+                f"the weight {name} of {source} is {list(weights[name].shape)}, and its config.json says "
+                f"{list(parameter.shape)}"
+            )
+    module.load_state_dict({name: weights[name] for name in wanted}, strict=False, assign=True)
+    module.requires_grad_(False).eval()

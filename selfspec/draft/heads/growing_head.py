@@ -1,0 +1,125 @@
+"""Drafting with a head that reads its own states again for each further token: EAGLE, MTP and their like."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import MODEL, Drafter
+from selfspec.draft.growing import GrowingProposer
+from selfspec.draft.heads.head import Head
+from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import grow
+from selfspec.draft.verdict import Verdict
+from selfspec.errors import UnsupportedOptionError
+from selfspec.model.adapter import Adapter
+from selfspec.model.features import Point
+from selfspec.model.weights_read import bytes_read
+from selfspec.runtime.recorded import runner_for
+
+
+class HeadDrafter(Drafter):
+    """A head that was trained on states of one target, and drafts for that one alone."""
+
+    runs = "model"
+
+    @abstractmethod
+    def points(self, depth: int) -> tuple[Point, ...]:
+        """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
+
+    @abstractmethod
+    def head(self, model: PreTrainedModel) -> Head:
+        """Make the head over a target, in its dtype and on its device.
+
+        Raises:
+            HeadError: files cannot be read.
+        """
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return tuple(dict.fromkeys(self.points(depth)))
+
+    def begin(self, rows: RowsView) -> HeadProposer:
+        if not rows.are_text:
+            raise UnsupportedOptionError(
+                "a draft head reads token ids, and these prompts have embeddings, a soft prompt or a past of other "
+                "tokens; pass the whole text as input_ids, or draft with the model's own layers"
+            )
+        model = rows.runner.model
+        # The model may be moved between calls.
+        place = (self, model.device, model.dtype)
+        if place not in rows.memories:
+            rows.memories[place] = self.head(model)
+        head = rows.memories[place]
+        assert isinstance(head, Head)
+        cache = head.adapter.shared_cache(
+            head.layers,
+            rows.size,
+            limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running),
+            slack=rows.controller.most.nodes,
+            device=rows.last_tokens.device,
+        )
+        runner = runner_for(head.layers, head.adapter, cache, None)
+        points = self.points(rows.runner.depth)
+        return HeadProposer(PairState(head, runner, cache, points, rows.running, rows.runner.vocabulary))
+
+
+class HeadProposer(GrowingProposer):
+    """Grows drafts with a head.
+
+    Args:
+        state: its passes and its cache.
+    """
+
+    def __init__(self, state: PairState) -> None:
+        super().__init__()
+        self._state = state
+
+    @property
+    def nbytes(self) -> int:
+        return self._state.nbytes
+
+    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
+        self._state.add(rows, [range(count) for count in counts])
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
+        self._state.read_if_many(rows)
+        found = [verdict.rows.get(row) for row in rows.running]
+        self._state.add(
+            rows,
+            [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found],
+        )
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        reach = [self._state.reaches(place) for place in range(len(rows.running))]
+        if not any(reach) or not rows.controller.tries(MODEL):
+            return rows.no_draft()
+        if not all(reach):
+            budget = Budget.chain(budget.depth)
+        tree = self.tree(rows, budget)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            return self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
+
+        draft = grow(rows, tree, read)
+        if all(reach):
+            return draft
+        # Of a prompt of one token no state is known before the first round.
+        return replace(draft, row_lengths=tuple(draft.length if known else 0 for known in reach))
+
+    def join(self, other: HeadProposer) -> None:
+        self._state.join(other._state)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._state.select(rows)
+
+
+def share_of(nbytes: int, model: PreTrainedModel, adapter: Adapter) -> float:
+    """Return the draft cost ratio c of a head that reads so many bytes in each step."""
+    return nbytes / bytes_read(model, adapter)

@@ -1,0 +1,58 @@
+"""The layers of a head as a causal LM of `transformers` that is called with embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from selfspec.errors import HeadError
+
+
+def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
+    """Return the configuration of a head's layers.
+
+    Raises:
+        HeadError: its type is not known, or a value in it is none that the type takes.
+    """
+    kind = given.get("model_type")
+    fits = len(given.get("layer_types") or ()) == given.get("num_hidden_layers")
+    kept = {name: value for name, value in given.items() if name != "layer_types" or fits}
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise HeadError(f"the config.json of {source} names layers of the type {kind!r}, which is not known")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
+            # The embeddings and the head are others, and these here take no room.
+            {**kept, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        )
+    # Field validation raises other types.
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise HeadError(f"the config.json of {source} cannot be used ({said})") from error
+    config.tie_word_embeddings = False
+    return config
+
+
+def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """Make a causal LM on the meta device; its rotary tables are real.
+
+    Args:
+        config: of its layers.
+        attention: the kernel; None: the default.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    _make_tables(model, config)
+    return model.eval()
+
+
+def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Replace modules that hold nothing but tables, which no file has, by ones with values."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if not list(child.parameters()) and any(buffer.is_meta for buffer in child.buffers()):
+                kind: Any = type(child)
+                setattr(module, name, kind(config=config))

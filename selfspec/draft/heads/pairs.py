@@ -1,0 +1,216 @@
+"""A head's side of a generation: passes over a cache of its own, which follows what is committed.
+
+Slot p of it belongs to a pair: the state of token p, and token p + 1. Of committed tokens the state is the target's; of
+drafted ones it is what the head itself made, and the next draft begins by writing these slots again with the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
+from selfspec.draft.heads.head import Head
+from selfspec.draft.rows_view import RowsView
+from selfspec.model.features import Point
+from selfspec.model.layer_path import LayerPath
+from selfspec.runtime.runner import ModelRunner
+
+# States that wait for a draft, of a row, before they are read without one.
+_MOST_WAITING = 256
+
+
+@dataclass
+class _Waiting:
+    """The states of a row that are not in the cache yet.
+
+    Attributes:
+        states: `[tokens, hidden]`; the first may have been read, as the last pair before a draft.
+        start: number of the token that slot 0 belongs to; None: nothing was read yet.
+    """
+
+    states: Tensor
+    start: int | None = None
+
+
+class PairState:
+    """Reads pairs of the target's states and committed tokens, and of drafted ones behind them.
+
+    Args:
+        head: what drafts.
+        runner: of its layers.
+        cache: its own.
+        points: whose states it reads of the target, in the order of `Fusion.state`.
+        rows: numbers of the rows of the batch.
+        vocabulary: number of logits that the target gives.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        runner: ModelRunner,
+        cache: SharedCache,
+        points: Sequence[Point],
+        rows: Sequence[int],
+        vocabulary: int,
+    ) -> None:
+        self._head = head
+        self._runner = runner
+        self._cache = cache
+        self._points = points
+        self._vocabulary = vocabulary
+        self._path = LayerPath.full(runner.depth)
+        self._rows = list(rows)
+        self._waiting: list[_Waiting | None] = [None] * len(rows)
+        self._tree = Tree.chain(0)
+        # The head's states of the nodes that are read, the last committed token's first, `[rows, nodes, hidden]`.
+        self._states: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights, keys and values."""
+        return self._head.nbytes + self._cache.most_bytes
+
+    def add(self, view: RowsView, places: Sequence[Sequence[int]]) -> None:
+        """Take over the target's states of tokens that are committed.
+
+        Args:
+            view: with the features of the target's last pass.
+            places: of these tokens in that pass, in each running row.
+        """
+        self._drop(view.running)
+        states = self._head.fusion.state([view.features[point] for point in self._points])
+        for number, chosen in enumerate(places):
+            if chosen:
+                self._add(number, states[number, list(chosen)])
+
+    def _add(self, number: int, states: Tensor) -> None:
+        waiting = self._waiting[number]
+        if waiting is None:
+            self._waiting[number] = _Waiting(states)
+        else:
+            waiting.states = torch.cat([waiting.states, states])
+
+    def read_if_many(self, view: RowsView) -> None:
+        """Read pairs before the next draft where many wait for it."""
+        if max(self._counts) > _MOST_WAITING:
+            self._catch_up(view, _MOST_WAITING)
+
+    def reaches(self, number: int) -> bool:
+        """Whether a running row, by its place in tensors, has a state to draft from."""
+        return self._counts[number] > 0
+
+    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
+        """Read what is committed, and begin a draft; return the logits after each row's last token.
+
+        Args:
+            view: of the target's rows.
+            tree: of the draft.
+
+        Returns:
+            `[rows, 1, vocab]`.
+        """
+        self._drop(view.running)
+        self._catch_up(view, self._cache.slack)
+        counts = self._counts
+        logits, states = self._logits(*self._next_pairs(view, max(counts)), first=-1)
+        unread = [max(count - 1, 0) for count in counts]
+        self._settle(unread)
+        self._cache.open(tree)
+        last = torch.tensor(unread, device=logits.device)[:, None, None]
+        self._tree, self._states = tree, states.gather(1, last.expand(-1, 1, states.shape[-1]))
+        return logits.gather(1, last.expand(-1, 1, logits.shape[-1]))
+
+    def after(self, tokens: Tensor, first: int) -> Tensor:
+        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
+        assert self._states is not None
+        parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
+        logits, states = self._logits(tokens, self._states[:, parents], first)
+        self._states = torch.cat([self._states, states], 1)
+        return logits
+
+    def join(self, other: PairState) -> None:
+        """Add the rows of another one of the same head behind these."""
+        for each in (self, other):
+            each._close()
+        longest = max(self._cache.room, other._cache.room)
+        self._cache.lengthen(other._cache)
+        self._cache.hold(len(self._rows) + len(other._rows), longest)
+        self._cache.join(other._cache)
+        self._waiting += other._waiting
+        self._rows = list(range(len(self._waiting)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, numbered anew in the order given."""
+        self._close()
+        self._cache.narrow(rows)
+        self._waiting = [self._waiting[row] for row in rows]
+        self._rows = list(range(len(rows)))
+
+    @property
+    def _counts(self) -> list[int]:
+        """How many states of each row wait."""
+        return [0 if each is None else len(each.states) for each in self._waiting]
+
+    def _drop(self, running: Sequence[int]) -> None:
+        """Drop the rows that passes of the target run no more."""
+        if self._rows == list(running):
+            return
+        self._close()
+        kept = [self._rows.index(row) for row in running]
+        self._cache.narrow(kept)
+        self._waiting = [self._waiting[row] for row in kept]
+        self._rows = list(running)
+
+    def _close(self) -> None:
+        """End a draft: of its slots the first alone, which was read with the target's state, is worth keeping."""
+        if self._states is not None:
+            self._states = None
+            self._settle([int(count > 1) for count in self._counts])
+
+    def _settle(self, counts: Sequence[int]) -> None:
+        """Move each row's cursor over pairs that are read, and let go of their states."""
+        self._cache.commit(counts)
+        for waiting, count in zip(self._waiting, counts, strict=True):
+            if waiting is not None and count:
+                waiting.states = waiting.states[count:]
+
+    def _catch_up(self, view: RowsView, most: int) -> None:
+        """Read all pairs but the last `most` and one of each row."""
+        self._close()
+        for row, waiting in zip(self._rows, self._waiting, strict=True):
+            if waiting is not None and waiting.start is None:
+                # What the states before it were is not known: of a past that the caller gave.
+                waiting.start = view.text_length(row) - 1 - len(waiting.states)
+        self._cache.shift([0 if each is None else each.start or 0 for each in self._waiting])
+        counts = self._counts
+        self._cache.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
+        unread = [max(count - 1, 0) for count in counts]
+        if max(unread) > most:
+            tokens, states = self._next_pairs(view, max(unread))
+            self._runner.prefill(self._head.fusion.inputs(self._head.embed(tokens), states), unread)
+            self._settle(unread)
+
+    def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and states of each row's next pairs, filled up: `[rows, width]` and `[rows, width, hidden]`."""
+        known = next(each.states for each in self._waiting if each is not None)
+        states = known.new_zeros(len(self._rows), max(width, 1), known.shape[-1])
+        tokens = torch.zeros(states.shape[:2], dtype=torch.long)
+        for number, waiting in enumerate(self._waiting):
+            if waiting is None or waiting.start is None:
+                continue
+            count = min(len(waiting.states), width)
+            states[number, :count] = waiting.states[:count]
+            after = waiting.start + self._cache.seq_lens[number] + 1
+            tokens[number, :count] = torch.tensor(view.text(self._rows[number], after)[:count])
+        return tokens.to(states.device), states
+
+    def _logits(self, tokens: Tensor, states: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Run the head over pairs; return logits of the target's vocabulary, and the states to go on from."""
+        inputs = self._head.fusion.inputs(self._head.embed(tokens), states)
+        result = self._runner.logits(self._path, inputs, first=first, taps=(self._head.recycled,))
+        return self._head.spread(result.logits, self._vocabulary), result.features[self._head.recycled]

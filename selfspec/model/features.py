@@ -1,0 +1,70 @@
+"""Features: states of a model at named points, kept from a pass that runs anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from selfspec.model.adapter import Adapter
+from selfspec.model.view import hidden_states, replaced, view_with, view_with_layers
+
+Point = int | Literal["last", "normed"]
+"""Where states are kept: at the input of a layer, by number; after the last layer; after the model's final norm."""
+
+Features = Mapping[Point, Tensor]
+"""States of the tokens of a pass, `[rows, tokens, hidden]` each."""
+
+
+class FeatureTap:
+    """A view of a model, which is neither changed nor copied, that keeps states of each pass.
+
+    Args:
+        model: a causal LM, or a view of one.
+        adapter: where its layers are.
+        base: the attribute path to the part of it that holds all but the head.
+        points: what is kept.
+
+    Attributes:
+        module: the view; called like the model, and so is its `base`.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter, base: str, points: Sequence[Point]) -> None:
+        # The views refer to what is kept and not to this object, so that nothing here is a reference cycle.
+        self._kept: dict[Point, Tensor] = {}
+        layers: list[nn.Module] = adapter.decoder_layers(model)
+        for point in points:
+            if isinstance(point, int):
+                layers[point] = replaced(layers[point], partial(_input_kept, self._kept, point, layers[point]))
+        if "last" in points:
+            layers[-1] = replaced(layers[-1], partial(_output_kept, self._kept, "last", layers[-1]))
+        self.module = view_with_layers(model, adapter.path(model), layers)
+        if "normed" in points:
+            whole = self.module.get_submodule(base)
+            kept = replaced(whole, partial(_output_kept, self._kept, "normed", whole))
+            self.module = _with_submodule(self.module, base.split("."), kept)
+
+    def take(self) -> Features:
+        """Take what the last pass left."""
+        taken = dict(self._kept)
+        self._kept.clear()
+        return taken
+
+
+def _input_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kept[point] = hidden_states(args, kwargs)
+    return module(*args, **kwargs)
+
+
+def _output_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = module(*args, **kwargs)
+    # A layer gives a tensor or a tuple of them, a model what has its states as the first field.
+    kept[point] = output if isinstance(output, Tensor) else output[0]
+    return output
+
+
+def _with_submodule(module: nn.Module, names: Sequence[str], other: nn.Module) -> nn.Module:
+    inside = other if len(names) == 1 else _with_submodule(module.get_submodule(names[0]), names[1:], other)
+    return view_with(module, {names[0]: inside})

@@ -1,0 +1,154 @@
+"""Draft heads computed a second time: over whole texts, without a cache, by plain products.
+
+Of each token but the last of a text the state is the target's, and of tokens drafted behind it the head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import PreTrainedModel
+
+from selfspec.draft import Draft, RowsView
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What was drafted for a row.
+
+    Attributes:
+        text: before the draft.
+        draft: of all rows.
+        row: its place in tensors.
+    """
+
+    text: list[int]
+    draft: Draft
+    row: int
+
+
+def recorded_drafts(patch: Any, proposer: type[Any]) -> list[Drafted]:
+    """Have every draft of a kind of proposer noted down."""
+    found: list[Drafted] = []
+    propose = proposer.propose
+
+    def noted(self: Any, rows: RowsView, budget: Any) -> Draft:
+        draft: Draft = propose(self, rows, budget)
+        for place, row in enumerate(rows.running):
+            if row in rows.unfinished and draft.length and (draft.row_lengths or (1,) * 99)[place]:
+                found.append(Drafted(rows.text(row), draft, place))
+        return draft
+
+    patch.setattr(proposer, "propose", noted)
+    return found
+
+
+def assert_drafts_are(found: Sequence[Drafted], logits: Callable[[list[int], list[int]], Tensor]) -> None:
+    """Every node has the token that its place gives it: the likeliest, or of siblings the next likeliest.
+
+    Args:
+        found: greedy drafts.
+        logits: of the head after a text and the draft tokens behind it, `[vocab]`.
+    """
+    assert found
+    for each in found:
+        tree, tokens = each.draft.tree, each.draft.tokens[each.row].tolist()
+        for node in range(-1, len(tree)):
+            children = tree.children[node + 1]
+            if children:
+                before = [tokens[step] for step in tree.paths[node]] if node >= 0 else []
+                expected = logits(each.text, before).topk(len(children)).indices.tolist()
+                assert [tokens[child] for child in children] == expected
+
+
+def norm(states: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return states * (states.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def attention(weights: Weights, prefix: str, inputs: Tensor, heads: int = 4, groups: int = 2) -> Tensor:
+    """Causal attention of a llama over `[tokens, width]`, the first at position 0."""
+    query, key, value = (linear(inputs, weights[f"{prefix}.{name}_proj.weight"]) for name in "qkv")
+    count, size = len(inputs), query.shape[-1] // heads
+    angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+    cos, sin = (torch.cat([table, table], -1)[:, None].to(inputs) for table in (angles.cos(), angles.sin()))
+
+    def rotated(states: Tensor) -> Tensor:
+        states = states.view(count, -1, size)
+        first, second = states.chunk(2, -1)
+        return states * cos + torch.cat([-second, first], -1) * sin
+
+    query, key, value = rotated(query), rotated(key), value.view(count, -1, size)
+    key, value = (each.repeat_interleave(heads // groups, 1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(count, -1)
+    return linear(mixed, weights[f"{prefix}.o_proj.weight"])
+
+
+def mlp(weights: Weights, prefix: str, states: Tensor) -> Tensor:
+    gate, up = (linear(states, weights[f"{prefix}.{name}_proj.weight"]) for name in ("gate", "up"))
+    return linear(silu(gate) * up, weights[f"{prefix}.down_proj.weight"])
+
+
+@torch.no_grad()
+def eagle3(
+    model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
+) -> Callable[[list[int], list[int]], Tensor]:
+    """EAGLE-3: what it gives after a text and draft tokens, `[vocab]`."""
+    first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        known = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        parts = [known[point][0] for point in points]
+        if config.get("fc_norm"):
+            parts = [norm(part, weights[f"fc_norm.{place}.weight"]) for place, part in enumerate(parts)]
+        joined = torch.cat(parts, -1)
+        if config.get("norm_before_fc"):
+            joined = norm(joined, weights["input_norm.weight"])
+        states = linear(joined, weights["fc.weight"])
+        for count in range(len(drafted) + 1):
+            tokens = torch.tensor([*text[1:], *drafted[:count]])
+            embedded = model.get_input_embeddings()(tokens)
+            normed = norm(states, weights[f"{first}.hidden_norm.weight"])
+            inputs = torch.cat([norm(embedded, weights[f"{first}.input_layernorm.weight"]), normed], -1)
+            residual = normed if config.get("norm_before_residual") else states
+            residual = residual + attention(weights, f"{first}.self_attn", inputs)
+            inside = norm(residual, weights[f"{first}.post_attention_layernorm.weight"])
+            output = residual + mlp(weights, f"{first}.mlp", inside)
+            normed_output = norm(output, weights["norm.weight"])
+            again = normed_output if config.get("norm_output") else output
+            states = torch.cat([states, again[-1:]])
+        small = linear(normed_output[-1], weights["lm_head.weight"])
+        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=small.dtype)
+        whole[torch.arange(len(small)) + weights["d2t"]] = small
+        return whole
+
+    return logits
+
+
+def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list[int]], Tensor]:
+    """EAGLE 1 and 2: what it gives after a text and draft tokens, `[vocab]`."""
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        for count in range(len(drafted) + 1):
+            tokens = torch.tensor([*text[1:], *drafted[:count]])
+            both = torch.cat([model.get_input_embeddings()(tokens), states], -1)
+            residual = linear(both, weights["fc.weight"], weights.get("fc.bias"))
+            residual = residual + attention(weights, "layers.0.self_attn", residual)
+            inside = norm(residual, weights["layers.0.post_attention_layernorm.weight"])
+            output = residual + mlp(weights, "layers.0.mlp", inside)
+            states = torch.cat([states, output[-1:]])
+        found: Tensor = model.get_output_embeddings()(output[-1])
+        return found
+
+    return logits
