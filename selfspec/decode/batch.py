@@ -196,7 +196,7 @@ class Batch:
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
     def shortened(self, runs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Cut the run of tokens of each row where the row ends at the latest: see `Stopping.shortened`."""
+        """Cut each row's run of tokens at its end token and at its longest: see `Stopping.shortened`."""
         parts = self._by_group(runs)
         found = [g.stopping.shortened(g.sequences, part) for g, part in zip(self.groups, parts, strict=True)]
         return [run for part in found for run in part]
@@ -256,7 +256,7 @@ class Batch:
         self._number()
 
     def keep(self, groups: Sequence[int]) -> None:
-        """Keep only some groups, at least one, each of one row, in the order given; none before its own number."""
+        """Keep only some groups of one row each, at least one, in the order given: a row may move to the front alone."""
         self.cache.keep(groups)
         self.noise = self.noise.narrowed(groups)
         self.last_tokens = self.last_tokens[list(groups)]

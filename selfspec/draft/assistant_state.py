@@ -19,7 +19,7 @@ class AssistantState:
     """Reads each row's committed text, and draft tokens after it, into the cache of another model.
 
     The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the nodes
-    that were committed, and what was committed besides is read, a number of tokens of its own in each row.
+    that were committed, and other committed tokens are read, in each row as many as it has.
 
     Args:
         runner: of the assistant.

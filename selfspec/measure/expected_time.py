@@ -26,8 +26,8 @@ class Work:
     """Work of a model, in tokens.
 
     Attributes:
-        steps: tokens that are passed one after the other.
-        read: tokens that are passed many at a time.
+        steps: tokens that take a pass each.
+        read: tokens that share passes with many others.
     """
 
     steps: float = 0.0

@@ -93,7 +93,7 @@ def plan_memory(
         budget: in bytes.
         bandwidth: of this machine.
         bits: that substitutes may have; none: nothing drafts.
-        beside: bits of substitutes that are wanted of all layers, where all stay; None: of none then.
+        beside: bits of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
 
     Raises:
         UnsupportedOptionError: nothing fits; the message says how much is needed.

@@ -423,7 +423,7 @@ CATALOGUE = (
     Mutation("a row that was cut goes on from the target's token after what was cut off", "judge_together",
         "accepted.finite & (accepted.count < limit)", "accepted.finite", (_IN_STEP,)),
     Mutation("a row that ends is not cut: ends come too often", "judge_together", "run[:limit]",
-        "run if set(run) & batch.stopping.eos else run[:limit]",
+        "run if set(run) & batch.groups[0].stopping.eos else run[:limit]",
         ("test_lockstep.py::test_samples_follow_the_exact_joint",)),
     Mutation("a row in doubt that has no token stalls the others", "lockstep_limit",
         "(len(run) for run in runs if run)", "(len(run) for run in runs)",

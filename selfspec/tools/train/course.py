@@ -190,7 +190,7 @@ def _state(checkpoint: Path) -> TrainerState | None:
 
 @contextmanager
 def _interrupts(stop: threading.Event) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM ask for an end; the next one acts as it always does."""
+    """Let the first SIGINT or SIGTERM end training after the step; the next one ends the process as usual."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
