@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from selfspec.measure import embedded as demo
     from selfspec.model.adapter import Adapter
     from selfspec.serve.engine import Engine
-    from selfspec.tools.lab.inline import ablate
+    from selfspec.tools.calibrate.calibration import calibrate
+    from selfspec.tools.lab.inline import ablate, bench
 
 __all__ = [
     "Adapter",
@@ -33,7 +34,9 @@ __all__ = [
     "SelfSpeculative",
     "__version__",
     "ablate",
+    "bench",
     "build_kernels",
+    "calibrate",
     "demo",
     "drafts",
     "errors",
@@ -45,7 +48,8 @@ __all__ = [
 
 # Imported when first asked for: torch and transformers take seconds, and `selfspec --help` needs neither.
 _HOMES = {
-    "tools.lab.inline": ["ablate"],
+    "tools.lab.inline": ["ablate", "bench"],
+    "tools.calibrate.calibration": ["calibrate"],
     "model.adapter": ["Adapter"],
     "control.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],

@@ -15,7 +15,7 @@ from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
 _SHOWN = 8
-_DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or a draft."
+_DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or any draft."
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
 _FIGURES = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
 
@@ -90,8 +90,8 @@ def ablate(
 ) -> Ablated:
     """Study drafts of all kinds on models and texts, and write tables and pictures.
 
-    Acceptance is estimated for every draft by teacher forcing, many drafts at once; a sample is confirmed by real
-    generation. Repeat an interrupted command to resume it.
+    Acceptance of exits and skip sets is estimated by teacher forcing, many at once, and a sample confirmed by real
+    generation; that of other drafts is counted in generations. Repeat an interrupted command to resume it.
     """
     declared = given({**asdict(lists), **asdict(estimates)})
     if study is None and not declared:

@@ -128,16 +128,17 @@ class Arms:
         from selfspec.control.fixed import control_of
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.runtime.named import RuntimeName
+        from selfspec.runtime.named import RuntimeName, usual_runtime
         from selfspec.tools.lab.arms import ASSISTANT, ArmSpec
+        from selfspec.tools.lab.drafts import content
 
         depth = model.prepare()
-        on_cuda = find_device(model.device).type == "cuda"
+        device = find_device(model.device)
         third = max(depth // 3, 1)
         kinds: set[str] = {"lookup", "early-exit", "assistant", "draft"} if self.arm is None else {*self.arm}
-        if self.arm is None and on_cuda:
+        if self.arm is None and device.type == "cuda":
             kinds.add("static")
-        runtime = RuntimeName(self.runtime or (RuntimeName.GRAPHS if on_cuda else RuntimeName.TRACED))
+        runtime = usual_runtime(device) if self.runtime is None else RuntimeName(self.runtime)
         own = ArmSpec("plain", packed=model.packed, runtime=runtime)
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
         named = {draft.strip(): read_draft(draft) for draft in drafts}
@@ -156,14 +157,16 @@ class Arms:
         if "early-exit" in kinds:
             drafting += [replace(own, kind="draft", draft=spec.draft, length=spec.length) for spec in early]
         if "draft" in kinds:
+            like = replace(own, kind="draft", length=self.draft_length)
+            rules = [replace(like, accept=rule, lossless=find_rule(rule).lossless) for rule in self.accept or ()]
             drafting += [
-                replace(own, kind="draft", draft=draft, length=self.draft_length, nodes=nodes, accept=rule)
-                for draft, nodes, rule in product(named, (None, *(self.nodes or ())), self.accept or (None,))
+                replace(each, draft=draft, nodes=nodes)
+                for draft, nodes, each in product(named, (None, *(self.nodes or ())), rules or [like])
             ]
+        contents = {name: content(draft) for name, draft in named.items() if isinstance(draft, Drafter)}
+        drafting = [replace(spec, content=contents.get(spec.draft or "", "")) for spec in drafting]
         for spec in drafting:
             control_of(spec.length, spec.nodes)
-        for rule in self.accept or ():
-            find_rule(rule)
         return list(dict.fromkeys([ArmSpec("generate"), *stock, own, *drafting]))
 
 
@@ -350,6 +353,7 @@ def _measure(
         repeats=measured.repeats,
         warm_up=measured.warm_up,
         parts=parts,
+        tokenizer=checkpoint.tokenizer,
     )
     prompted = with_prompts(grid, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:

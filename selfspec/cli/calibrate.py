@@ -51,9 +51,9 @@ def calibrate(
         list[str] | None,
         typer.Option(
             metavar="DRAFT",
-            help="A path to consider in place of exits: `exit:4`, `head:FOLDER` or `skip:layers=7-9`; may be repeated. "
-            "Always considered are 8 and 4 bits, look-ups, alone and before a path, trees along the best, and plain "
-            "decoding.",
+            help="What to consider in place of exits: `head:FOLDER`, `skip:layers=7-9`, `module:Class`, ...; may be "
+            "repeated. Always considered are 8 and 4 bits, look-ups alone and before a path, trees along the best, "
+            "and plain decoding.",
         ),
     ] = None,
     corpus: Annotated[
@@ -79,7 +79,7 @@ def calibrate(
     the model accepts each exit on its own text. The best candidates then generate in turns with plain decoding. The
     profile holds for these weights, this device, dtype, number of threads and these versions.
     """
-    # Those that are no path of the model are refused once its depth is known.
+    # Those that are no draft are refused once the depth is known.
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
     from selfspec.control import profile_place

@@ -74,7 +74,7 @@ def parse_draft(text: str) -> Drafter | None:
     if text.strip() == PLAIN:
         return None
     try:
-        return _joined(_parts(text.strip()))
+        return _joined(parts_of(text.strip()))
     except ValueError as error:
         # Errors of selfspec say themselves what is wrong.
         if isinstance(error, SelfSpecError):
@@ -87,8 +87,8 @@ def draft_name(drafter: Drafter | None) -> str:
     return PLAIN if drafter is None else drafter.spelling or repr(drafter)
 
 
-def _parts(text: str) -> list[str]:
-    """Split a name where a `+` comes before the name of a kind."""
+def parts_of(text: str) -> list[str]:
+    """Split a name where a `+` comes before the name of a kind: `lookup`, `exit:4` of `lookup+exit:4`."""
     known = "|".join(re.escape(name) for name in kinds())
     of_a_class = r"[A-Za-z_][\w.]*:[A-Z]\w*"
     return [part.strip() for part in re.split(rf"\+(?=\s*(?:{known}|{of_a_class})(?:[:+\s]|$))", text)]

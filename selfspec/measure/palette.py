@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.draft.registry import AUTO, declarations
+from selfspec.draft.registry import AUTO, declarations, parts_of
 
 # The qualitative palette of Okabe and Ito (2008), and two of Tol (2021) that go with it.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -61,7 +61,7 @@ def mark_of(draft: str | None) -> Mark:
     if draft is None:
         return Mark(BLACK, "o")
     declared = {each.name: each.mark for each in declarations() if each.written == "alone"} | {AUTO: (OLIVE, "*")}
-    parts = [part for part in draft.split("+") if not part.startswith("vocab")]
+    parts = [part for part in parts_of(draft) if not part.startswith("vocab")]
     # The last part of a cascade says its colour.
     for part in reversed(parts):
         name = part.removeprefix("union:").partition(":")[0]

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.decode.prompt import checked_ids
 from selfspec.errors import PromptError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.own_text import own_text
 from selfspec.measure.stock import end_tokens, until_end
 from selfspec.model.checkpoint import Checkpoint
+from selfspec.values import shown
 
 BUILT_IN = "demo"
 """The default workload: beginnings of four Python files."""
@@ -149,6 +151,42 @@ class PromptWriter:
             answer = until_end(ids[0, len(prompt) :].tolist(), end_tokens(model))
             self._answers[key] = self._checkpoint.tokenizer.decode(answer, skip_special_tokens=True)
         return self._answers[key]
+
+
+def read_given(
+    model: PreTrainedModel,
+    prompts: Tensor | Sequence[str] | Sequence[Tensor],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> list[Tensor]:
+    """Return prompts that a caller gives, whole, `[1, tokens]` each on the model's device.
+
+    Args:
+        model: that reads them.
+        prompts: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`.
+        tokenizer: for prompts that are texts.
+
+    Raises:
+        PromptError: naming what cannot be.
+    """
+    if isinstance(prompts, Tensor):
+        if prompts.ndim != 2 or not prompts.numel():
+            raise PromptError(f"prompts have shape {list(prompts.shape)}, not [texts, tokens]")
+        return [checked_ids(model, each).to(model.device) for each in prompts.split(1)]
+    if isinstance(prompts, str) or not prompts:
+        raise PromptError("prompts must be several texts, or token ids, [texts, tokens]")
+    if tokenizer is not None and not callable(tokenizer):
+        raise PromptError(f"tokenizer={shown(tokenizer)} is none; pass the model's own, as AutoTokenizer loads it")
+    found: list[Tensor] = []
+    for prompt in prompts:
+        if isinstance(prompt, Tensor):
+            if prompt.ndim != 2 or len(prompt) != 1:
+                raise PromptError(f"each prompt must be of shape [1, tokens], got {list(prompt.shape)}")
+            found.append(checked_ids(model, prompt).to(model.device))
+        elif tokenizer is None:
+            raise PromptError("prompts that are texts need tokenizer=...; or pass token ids, [texts, tokens]")
+        else:
+            found += read_given(model, tokenizer(prompt, return_tensors="pt").input_ids.long())
+    return found
 
 
 def check_context(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> None:

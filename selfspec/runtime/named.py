@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import torch
+
 from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
 from selfspec.runtime.runtime import AnyLength, Eager, Runtime
@@ -24,6 +26,11 @@ _MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
     RuntimeName.COMPILED: Compiled,
     RuntimeName.GRAPHS: CudaGraphs,
 }
+
+
+def usual_runtime(device: torch.device) -> RuntimeName:
+    """Return the runtime that benchmarks take where nobody names one."""
+    return RuntimeName.GRAPHS if device.type == "cuda" else RuntimeName.TRACED
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:

@@ -295,4 +295,10 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
         assert arm["mean_accepted_length"]["value"] >= 1
         assert arm["decoding_tokens_per_second"] is None
     assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png"}
+    import pandas
+
+    rows = pandas.read_parquet(tmp_path / "texts.parquet")
+    assert set(rows["draft"]) == {"int8", "lookup"}
+    assert rows["prompt"].str.len().min() > 0
+    assert rows["text"].str.len().min() > 0
     assert "tokens a pass" in invoke(*words).stdout

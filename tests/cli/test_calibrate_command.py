@@ -95,7 +95,7 @@ def test_an_interrupt_writes_nothing(
     ("words", "named"),
     [
         (("--draft", "exit:9"), "out of range"),
-        (("--draft", "lookup"), "no path of the model"),
+        (("--draft", "none"), "name drafts alone"),
         (("--draft", "auto"), "auto"),
         (("--temperature", "0"), "above 0"),
         (("--prompt-file", "missing.txt"), "missing.txt cannot be read"),

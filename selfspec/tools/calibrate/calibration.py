@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
 from selfspec.control.profile import Chosen, Profile
 from selfspec.control.setting import Setting
-from selfspec.draft import Suffixes
+from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name
-from selfspec.errors import PromptError, UnsupportedModelError
+from selfspec.draft.registry import PLAIN, draft_name, parse_draft
+from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.own_text import continued
+from selfspec.measure.prompts import read_given
 from selfspec.measure.stock import bare
 from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
@@ -33,7 +35,7 @@ from selfspec.tools.calibrate.candidates import (
     considered,
     costs_of,
     fitting,
-    path_of,
+    paths_of,
     predicted,
     to_confirm,
     to_measure,
@@ -70,10 +72,12 @@ class _Kind:
 
 def calibrate(
     model: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    drafters: Sequence[LayerPathDrafter] | None = None,
+    prompts: Tensor | Sequence[str] | Sequence[Tensor],
+    drafts: Sequence[str | Drafter] | None = None,
     measurements: Measurements | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    accept: str | Rule | None = None,
     corpus: str | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
@@ -86,9 +90,12 @@ def calibrate(
 
     Args:
         model: the stock model; it is left as it is.
-        prompts: token ids, each `[1, prompt]`, on the model's device; what is measured holds for texts like these.
-        drafters: drafts along a path of the model to consider in place of exits.
+        prompts: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`; what is measured holds for texts like
+            these.
+        drafts: drafts to consider in place of exits, by name or as drafters that have one.
         measurements: how much is measured; None: the defaults.
+        tokenizer: for prompts that are texts.
+        accept: acceptance rule of the candidates; None: selfspec's default.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: shows progress, stage by stage.
@@ -101,15 +108,23 @@ def calibrate(
     """
     asked, progress = measurements or Measurements(), watch or Unwatched()
     found = adapter or find_adapter(model)
-    named = considered(len(found.decoder_layers(model)), drafters)
+    prompts = read_given(model, prompts, tokenizer)
+    drafters = None if drafts is None else [_drafter(each) for each in drafts]
+    every = considered(len(found.decoder_layers(model)), drafters)
     # A model may refuse what it was not asked for: one that is quantised has no use for fewer bits.
     for drafter in drafters or ():
         drafter.check_model(model, found)
-    named = fitting(named, model, found)
+    every = fitting(every, model, found)
+    named = paths_of(every)
+    others = [
+        Candidate(each, step=each.cost(model, found))
+        for each in every.values()
+        if not isinstance(each, LayerPathDrafter)
+    ]
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
-    plain = wrap(bare(model), adapter=found, runtime=Traced(after=0))
+    plain = wrap(bare(model), adapter=found, accept=accept, runtime=Traced(after=0))
     grouped = _checked(plain, prompts, asked)
 
     temperatures = (0.0, asked.temperature)
@@ -128,24 +143,26 @@ def calibrate(
         base=plain,
         watch=progress,
     )
-    costs = measure(to_measure(model, found, named, rates), range(1, asked.longest_draft + 2), batch=asked.batch)
+    wanted = paths_of({each.name: each.draft for each in others})
+    measured = to_measure(model, found, named, rates, wanted)
+    costs = measure(measured, range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
     winners: list[Candidate | None] = []
     nodes = asked.nodes if _reads_trees(model, found) else 0
     for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
-        candidates = to_confirm(predictions, named, nodes, corpus)
+        candidates = to_confirm(predictions, named, nodes, corpus, others)
         confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, progress)
         best = fastest(confirmed)
         winners.append(None if best is None else candidates[best.name])
         chosen = _chosen(best, winners[-1], temperature, asked.longest_draft)
         figures = {name: each.to_dict() for name, each in acceptance.items()}
         kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
-    drafts = [winner.draft for winner in winners if winner is not None]
-    paths = {draft_name(path): path for path in map(path_of, drafts) if path is not None}
+    won = {winner.name: winner.draft for winner in winners if winner is not None}
+    paths = paths_of(won)
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows of several lengths cannot be run.
-    for rows in _BATCHES if drafts and found.ragged != "none" else ():
+    for rows in _BATCHES if won and found.ragged != "none" else ():
         if rows == asked.batch:
             continue
         try:
@@ -167,6 +184,13 @@ def calibrate(
         "sampled": asdict(sampled),
     }
     return Profile(setting, greedy.chosen, sampled.chosen, report)
+
+
+def _drafter(draft: str | Drafter) -> Drafter:
+    found = parse_draft(draft) if isinstance(draft, str) else draft
+    if found is None:
+        raise DraftConfigError("plain decoding is what all drafts are set beside; name drafts alone")
+    return found
 
 
 def fastest(confirmed: Sequence[Confirmed]) -> Confirmed | None:
@@ -211,17 +235,12 @@ def _in_batches(
             tried[str(rows)] = found
             # Where a gain is not sure, plain decoding is.
             most_rows = rows - 1 if found.speedup.low <= 1 else None
-    costs = BatchCosts(tuple(costs_of(winner.draft, each) for each in by_rows))
+    costs = BatchCosts(tuple(costs_of(winner, each) for each in by_rows))
     return replace(kind, in_batches=tried, chosen=replace(kind.chosen, costs=costs, most_rows=most_rows))
 
 
 def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measurements) -> list[dict[str, Any]]:
     """The prompts in batches, all of which the model can go on with."""
-    if not prompts:
-        raise PromptError("no prompt: give at least one, each of shape [1, prompt]")
-    for prompt in prompts:
-        if prompt.ndim != 2 or prompt.shape[0] != 1:
-            raise PromptError(f"each prompt must be of shape [1, prompt], got {list(prompt.shape)}")
     grouped = batches(prompts, asked.batch)
     for each in grouped:
         # Reads and refuses the request; a generation runs only as it is iterated over.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -26,10 +26,17 @@ _MOST_MEASURED = 6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft worth confirming, and the most tokens of its trees, siblings included; None: it drafts chains."""
+    """A draft worth confirming.
+
+    Attributes:
+        draft: proposes tokens.
+        nodes: the most tokens of its trees, siblings included; None: it drafts chains.
+        step: what its draft steps cost by its own account, in plain steps, where they run no path of the model.
+    """
 
     draft: Drafter
     nodes: int | None = None
+    step: float = 0.0
 
     @property
     def name(self) -> str:
@@ -41,28 +48,41 @@ class Candidate:
         return longest if self.nodes is None else min(longest, self.nodes)
 
 
-def considered(depth: int, drafters: Sequence[LayerPathDrafter] | None) -> dict[str, LayerPathDrafter]:
-    """Drafts along a path of the model, by name: those given, else what drafters declare; always 8 and 4 bits."""
+def considered(depth: int, drafters: Sequence[Drafter] | None) -> dict[str, Drafter]:
+    """Return the drafts to consider by name: those given, else what drafters declare; always 8 and 4 bits.
+
+    Raises:
+        DraftConfigError: one is no draft, does not fit the depth, is named twice, or has no name for a profile.
+    """
     bits = [LowPrecision(8), LowPrecision(4)]
-    usual: list[LayerPathDrafter]
     if drafters is None:
-        usual = [each for each in _declared(depth) if isinstance(each, LayerPathDrafter)]
+        usual: list[Drafter] = [each for each in _declared(depth) if isinstance(each, LayerPathDrafter)]
     else:
         # What needs no training is tried beside what was asked for.
         usual = [*drafters, *(each for each in bits if each not in drafters)]
-    named: dict[str, LayerPathDrafter] = {}
+    named: dict[str, Drafter] = {}
     for draft in usual:
-        if not isinstance(draft, LayerPathDrafter):
+        if not isinstance(draft, Drafter):
             raise DraftConfigError(
-                f"draft {shown(draft)} is no path of the model; look-ups and plain decoding are always considered, so "
-                "name the path alone: exit:E, head:FOLDER or skip:..."
+                f"draft {shown(draft)} is none to consider; plain decoding is what all are set beside, so name drafts "
+                "alone, such as exit:E or lookup+int8"
             )
-        name = draft_name(draft)
-        if name in named:
-            raise DraftConfigError(f"draft {name} is named more than once; name each draft once")
+        if draft.spelling is None:
+            raise DraftConfigError(
+                f"draft {shown(draft)} has no name that a profile could hold; put its class into a module "
+                "(docs/your_own_drafter.md)"
+            )
+        if draft.spelling in named:
+            raise DraftConfigError(f"draft {draft.spelling} is named more than once; name each draft once")
         draft.check(depth)
-        named[name] = draft
+        named[draft.spelling] = draft
     return named
+
+
+def paths_of(drafters: Mapping[str, Drafter]) -> dict[str, LayerPathDrafter]:
+    """Return the paths of the model that some drafts run, by name: they are measured, and may draft alone."""
+    paths = [path for path in map(path_of, drafters.values()) if path is not None]
+    return {draft_name(path): path for path in paths}
 
 
 def _declared(depth: int) -> Iterator[Drafter]:
@@ -71,11 +91,9 @@ def _declared(depth: int) -> Iterator[Drafter]:
         yield from kind.variants(depth)
 
 
-def fitting(
-    drafters: Mapping[str, LayerPathDrafter], model: PreTrainedModel, adapter: Adapter
-) -> dict[str, LayerPathDrafter]:
+def fitting(drafters: Mapping[str, Drafter], model: PreTrainedModel, adapter: Adapter) -> dict[str, Drafter]:
     """Those of some drafts that the model does not refuse: a model that is quantised has no use for fewer bits."""
-    fit: dict[str, LayerPathDrafter] = {}
+    fit: dict[str, Drafter] = {}
     for name, draft in drafters.items():
         with suppress(DraftConfigError):
             draft.check_model(model, adapter)
@@ -88,10 +106,11 @@ def to_measure(
     adapter: Adapter,
     drafters: Mapping[str, LayerPathDrafter],
     acceptances: Sequence[Mapping[str, float]],
+    wanted: Collection[str] = (),
 ) -> list[LayerPathDrafter]:
-    """The drafts whose costs are worth measuring: all, or where they are many, those with the best estimates.
+    """Return the paths whose costs are worth measuring: all, or where they are many, those with the best estimates.
 
-    The acceptance rates are by name, one mapping for each kind of decoding.
+    The acceptance rates are by name, one mapping for each kind of decoding; `wanted` are measured in any case.
     """
     if len(drafters) <= _MOST_MEASURED:
         return list(drafters.values())
@@ -101,7 +120,7 @@ def to_measure(
         return max(forecast(rates[name], costs[name]).speedup for rates in acceptances)
 
     best = sorted(drafters, key=promise, reverse=True)[:_MOST_MEASURED]
-    return [draft for name, draft in drafters.items() if name in best]
+    return [draft for name, draft in drafters.items() if name in best or name in wanted]
 
 
 def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) -> dict[str, Forecast]:
@@ -115,6 +134,7 @@ def to_confirm(
     drafters: Mapping[str, LayerPathDrafter],
     nodes: int = 0,
     corpus: str | None = None,
+    others: Sequence[Candidate] = (),
 ) -> dict[str, Candidate]:
     """What runs no model alone, the best paths alone and behind it; recycling, and trees along the very best, by name.
 
@@ -123,6 +143,7 @@ def to_confirm(
         drafters: by the same names.
         nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
         corpus: a file of `selfspec index`, for suffix trees; None: none.
+        others: that were asked for and are no path of the model.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -136,7 +157,7 @@ def to_confirm(
         candidates += [Candidate(Recycling(), budget) for budget in budgets]
         candidates += [Candidate(Union(*free), budget) for budget in budgets if corpus is not None]
         candidates += [Candidate(Union(*free, path), nodes) for path in worth[:1]]
-    return {each.name: each for each in candidates}
+    return {each.name: each for each in [*others, *candidates]}
 
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:
@@ -145,7 +166,7 @@ def path_of(draft: Drafter) -> LayerPathDrafter | None:
     return path if isinstance(path, LayerPathDrafter) else None
 
 
-def costs_of(draft: Drafter, measured: MeasuredCosts) -> Costs:
+def costs_of(candidate: Candidate, measured: MeasuredCosts) -> Costs:
     """What was measured of a candidate's rounds."""
-    path = path_of(draft)
-    return measured.of(PLAIN if path is None else draft_name(path))
+    path = path_of(candidate.draft)
+    return replace(measured.of(PLAIN), draft=candidate.step) if path is None else measured.of(draft_name(path))

@@ -113,7 +113,7 @@ def confirm(
 
 
 def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> CostAware:
-    return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate.draft, costs), candidate.nodes)
+    return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate, costs), candidate.nodes)
 
 
 def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import groupby, product
 
 from selfspec.environment import environment
 from selfspec.errors import StudyError
-from selfspec.tools.lab.drafts import named_drafts
-from selfspec.tools.lab.estimates import confirm, confirm_asked, estimate, estimate_asked
+from selfspec.tools.lab.drafts import is_judged_by_teacher_forcing, named_drafts
+from selfspec.tools.lab.estimates import confirm, confirm_asked, count, estimate, estimate_asked
 from selfspec.tools.lab.prices import Prices, costs_asked, find_costs
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.studied import StudiedModel, texts_asked, texts_of, write_texts
@@ -67,7 +67,7 @@ def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, progr
         same = names.setdefault(studied.base, name)
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
-        drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed)
+        drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed, studied.given)
         found += find_out(runs, study, studied, drafts, progress)
         # One model is in memory at a time.
         del studied
@@ -83,22 +83,27 @@ def find_out(
     """
     around = environment(studied.model.device)
     costs = costs_asked(studied, drafts, study.pricing)
+    drafters = {draft: studied.given.drafter(draft) for draft in drafts}
+    forced = {draft for draft, each in drafters.items() if is_judged_by_teacher_forcing(each, studied.adapter)}
     grid = [*product(studied.prompts, study.temperatures)]
     # Drafts that begin alike side by side, since they share that work.
-    ordered = sorted(drafts, key=lambda draft: (not draft.startswith("skip"), draft))
+    ordered = sorted(drafts, key=lambda draft: (draft not in forced, not draft.startswith("skip"), draft))
     texts = [texts_asked(studied, workload, temperature, study) for workload, temperature in grid]
     asked = [costs, *texts]
-    estimates = {each.key: [estimate_asked(draft, drafts[draft], each, study) for draft in ordered] for each in texts}
+    estimates = {
+        each.key: [estimate_asked(draft, drafts[draft], each, study, draft not in forced) for draft in ordered]
+        for each in texts
+    }
     confirmed = min(study.confirm, len(drafts))
     known = len(asked) + (len(ordered) + confirmed) * len(texts)
     progress(0, known)
-    runs.find_out([costs], lambda some: [find_costs(studied, each) for each in some], around)
+    runs.find_out([costs], lambda some: [find_costs(studied, drafts, each) for each in some], around)
     for number, each in enumerate(texts, 1):
         runs.find_out([each], lambda some: [write_texts(studied, one) for one in some], around)
         progress(1 + number, known)
     done = len(asked)
     for each in texts:
-        for part in _split(estimates[each.key]):
+        for part in _together(estimates[each.key]):
             runs.find_out(part, partial(_estimates, studied, runs[each]), around)
             done += len(part)
             progress(done, known)
@@ -113,8 +118,10 @@ def find_out(
 
 
 def _estimates(studied: StudiedModel, written: Run, asked: Sequence[Asked]) -> list[dict[str, object]]:
-    texts = texts_of(written, studied.model.device)
-    return estimate(studied, texts, written.asked.under["temperature"], asked)
+    texts, under = texts_of(written, studied.model.device), written.asked.under
+    if asked[0].under["by"] == "generation":
+        return [count(studied, texts, under["temperature"], under["new_tokens"], each) for each in asked]
+    return estimate(studied, texts, under["temperature"], asked)
 
 
 def _confirmations(studied: StudiedModel, written: Run, asked: Sequence[Asked]) -> list[dict[str, object]]:
@@ -137,5 +144,8 @@ def _confirmed(study: Study, texts: Asked, costs: Run, estimates: Iterable[Run])
         yield confirm_asked(judged[key].asked, best_length(promised[key]))
 
 
-def _split(asked: Sequence[Asked]) -> list[Sequence[Asked]]:
-    return [asked[start : start + _TOGETHER] for start in range(0, len(asked), _TOGETHER)]
+def _together(asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
+    """Return what is judged at once: some drafts by teacher forcing, and each of the others by itself."""
+    for by, group in groupby(asked, lambda each: each.under["by"]):
+        some, size = list(group), 1 if by == "generation" else _TOGETHER
+        yield from (some[start : start + size] for start in range(0, len(some), size))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.fixed import control_of
@@ -22,6 +21,7 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.compiled import no_compiler
 from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.drafts import Given
 
 ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
 """`model.generate`, alone and with each of its own speed-ups; and selfspec, without a draft and with one."""
@@ -49,6 +49,8 @@ class ArmSpec:
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         accept: acceptance rule, by name; None: selfspec's default.
         packed: whether it runs a model whose weights are packed.
+        lossless: whether its texts are distributed as the model's own.
+        content: of the draft, beyond its name.
     """
 
     kind: ArmKind
@@ -58,11 +60,8 @@ class ArmSpec:
     accept: str | None = None
     packed: bool = False
     runtime: RuntimeName = RuntimeName.TRACED
-
-    @property
-    def lossless(self) -> bool:
-        """Whether its texts are distributed as the model's own."""
-        return self.accept is None or find_rule(self.accept).lossless
+    lossless: bool = True
+    content: str = ""
 
     @property
     def name(self) -> str:
@@ -92,12 +91,14 @@ class ArmSpec:
 class OwnArm:
     """A wrapped model. Without a draft it is plain decoding."""
 
-    def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
+    def __init__(self, spec: ArmSpec, model: PreTrainedModel, given: Given) -> None:
         self.spec, runtime = spec, runtime_named(spec.runtime)
         # A profile has its own control.
         own_control = spec.length is None and spec.nodes is None
         control = None if own_control else control_of(spec.length, spec.nodes)
-        self.wrapped = wrap(bare(model), spec.draft, draft_length=control, accept=spec.accept, runtime=runtime)
+        draft = None if spec.draft is None else given.drafts.get(spec.draft, spec.draft)
+        rule = None if spec.accept is None else given.rules.get(spec.accept, spec.accept)
+        self.wrapped = wrap(bare(model), draft, draft_length=control, accept=rule, runtime=runtime)
 
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""
@@ -188,9 +189,9 @@ Arm = OwnArm | StockArm
 """One way to decode; `absence` says why it cannot in a cell."""
 
 
-def make_arm(spec: ArmSpec, model: PreTrainedModel) -> Arm:
+def make_arm(spec: ArmSpec, model: PreTrainedModel, given: Given | None = None) -> Arm:
     """The arm that a spec names, of a stock model; packed, if the spec says so."""
-    return OwnArm(spec, model) if spec.own else StockArm(spec, model)
+    return OwnArm(spec, model, given or Given()) if spec.own else StockArm(spec, model)
 
 
 class _FirstToken(StoppingCriteria):

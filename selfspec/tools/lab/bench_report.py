@@ -67,7 +67,7 @@ def overview(cells: Sequence[MeasuredCell]) -> str:
 
 
 def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
-    """Return a row for each text of each arm: its tokens, and what its call took and counted."""
+    """Return a row for each text of each arm: prompt and text, and what its call took and counted."""
     rows = []
     for measured in cells:
         cell = measured.cell
@@ -83,8 +83,18 @@ def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
                         "call_judged_by_depth": record.judged[repeat][call],
                         "call_accepted_by_depth": record.accepted[repeat][call],
                     }
+                    of_arm = {"arm": record.arm.name, "draft": record.arm.draft, "accept": record.arm.accept}
                     rows += [
-                        {**place, "arm": record.arm.name, **shared, "row": row, "new_tokens": len(text), "text": text}
+                        {
+                            **place,
+                            **of_arm,
+                            **shared,
+                            "row": row,
+                            "prompt": measured.asked[call][row] if measured.asked else None,
+                            "new_tokens": len(text),
+                            "text": record.said[repeat][call][row] if record.said else None,
+                            "token_ids": text,
+                        }
                         for row, text in enumerate(texts)
                     ]
     return rows

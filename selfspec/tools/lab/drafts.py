@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from inspect import getsource
 from itertools import islice
 from pathlib import Path
 from random import Random
 
 from transformers import PreTrainedModel
 
-from selfspec.draft import ExitHead, LayerSkip, SkipFile
+from selfspec.accept import Rule, find_rule, rule_name
+from selfspec.draft import Drafter, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.exit_head import CONFIG, WEIGHTS
-from selfspec.draft.reduced_vocabulary import ReducedVocabulary
-from selfspec.draft.registry import draft_name, parse_draft
+from selfspec.draft.exit_head import CONFIG
+from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
 from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
+_LONGEST_PATH = 256
 # Draws beyond those wanted, of which some come again, before a study takes it that there are no more.
 _PATIENCE = 1000
 
@@ -68,41 +72,81 @@ class Space:
             yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
 
 
-def named_drafts(names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int) -> dict[str, str]:
+@dataclass(frozen=True)
+class Given:
+    """Drafters and rules that a caller gives as objects, by what runs and reports call them; all others have names."""
+
+    drafts: Mapping[str, Drafter] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, drafts: Iterable[str | Drafter], rules: Iterable[str | Rule] = ()) -> Given:
+        """Keep those that are objects."""
+        named = {draft_name(each): each for each in drafts if isinstance(each, Drafter)}
+        return cls(named, {called(each): each for each in rules if isinstance(each, Rule)})
+
+    def drafter(self, name: str) -> Drafter:
+        """Return the drafter of a name.
+
+        Raises:
+            DraftConfigError: there is none.
+        """
+        found = self.drafts[name] if name in self.drafts else parse_draft(name)
+        if found is None:
+            raise DraftConfigError("plain decoding is what every draft is set beside; name a draft")
+        return found
+
+    def lossless(self, rule: str | None) -> bool:
+        """Whether texts by a rule are distributed as the model's own; None: by selfspec's default."""
+        return rule is None or (self.rules.get(rule) or find_rule(rule)).lossless
+
+
+def called(draft_or_rule: str | Drafter | Rule) -> str:
+    """Return the name of a draft or a rule, or how it represents itself where it has none."""
+    if isinstance(draft_or_rule, str):
+        return draft_or_rule.strip()
+    if isinstance(draft_or_rule, Drafter):
+        return draft_name(draft_or_rule)
+    return rule_name(draft_or_rule) or repr(draft_or_rule)
+
+
+def named_drafts(
+    names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int, given: Given | None = None
+) -> dict[str, str]:
     """Return the drafts of a study, in the order in which they are named, each with what its name does not say.
 
     Returns:
-        Digests of what lies on disk, by the name that `draft_of` reads; empty where nothing does.
+        Their contents, by the name that `Given.drafter` reads.
     """
     found: dict[str, str] = {}
+    known = given or Given()
     for name in names:
         try:
-            for each in _expanded(name, model, adapter, seed):
-                drafter = draft_of(each)
+            for each in [name] if name in known.drafts else _expanded(name, model, adapter, seed):
+                drafter = known.drafter(each)
                 drafter.check(len(adapter.decoder_layers(model)))
                 drafter.check_model(model, adapter)
-                found[each] = _content(drafter)
+                found[each] = content(drafter)
+        except DraftConfigError as error:
+            also = "; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
+            raise StudyError(f"drafts: {name}: {error}{also * ('not understood' in str(error))}") from error
         except SelfSpecError as error:
             raise StudyError(f"drafts: {name}: {error}") from error
     return found
 
 
 def draft_kind(name: str) -> str:
-    """Return the kind of a draft: `exit`, `skip`, `skip-file` or `head`, with `+vocab` behind if it is reduced."""
-    return name.partition(":")[0] + "+vocab" * ("+vocab:" in name)
+    """Return the kind of a draft, without arguments: `exit`, `lookup+int8`, `module:Class`."""
+    parts = [part.split(":") for part in parts_of(name)]
+    return "+".join(part[0] if part[0] in kinds() else ":".join(part[:2]) for part in parts)
 
 
-def draft_of(name: str) -> LayerPathDrafter:
-    """Return the drafter of a name."""
-    try:
-        drafter = parse_draft(name)
-    except SelfSpecError as error:
-        raise StudyError(
-            f"{error}; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
-        ) from error
-    if not isinstance(drafter, LayerPathDrafter):
-        raise StudyError(f"{name!r} drafts along no path of the model, so there is no layer to study")
-    return drafter
+def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter) -> bool:
+    """Whether many such drafts can be judged by one reading of a text: those of exact layers that keep no states."""
+    if adapter.recurrent or adapter.publishes is not None:
+        return False
+    exact = isinstance(drafter, LayerPathDrafter) and drafter.bits is None
+    return exact and type(drafter).begin is LayerPathDrafter.begin
 
 
 def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) -> Iterator[str]:
@@ -136,20 +180,31 @@ def skip_name(skipped: Iterable[Sublayer]) -> str:
 
 def skip_set(name: str) -> SkipSet:
     """Return the sublayers that a skip set of that name leaves out."""
-    drafter = draft_of(name)
+    drafter = parse_draft(name)
     skip = drafter.skip if isinstance(drafter, SkipFile) else drafter
     if not isinstance(skip, LayerSkip):
         raise StudyError(f"drafts: {name!r} is no skip set")
     return skip.path(2 + max([*skip.attention, *skip.mlp, *skip.layers])).skipped
 
 
-def _content(drafter: LayerPathDrafter) -> str:
-    match drafter:
-        case ExitHead(source=source):
-            return hashlib.sha256((Path(source) / WEIGHTS).read_bytes()).hexdigest()[:16]
-        case SkipFile(skip=skip):
-            return draft_name(skip)
-        case ReducedVocabulary(draft_with=draft_with, tokens=tokens):
-            return f"{_content(draft_with)} {hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
-        case _:
-            return ""
+def content(drafter: Drafter) -> str:
+    """Return a digest of what a draft is beyond its name: its fields, the files they name, and code of another package.
+
+    So what was measured of another content is not taken for its own.
+    """
+    parts = ["" if " at 0x" in repr(drafter) else repr(drafter), *_contents(drafter)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _contents(drafter: Drafter) -> Iterator[str]:
+    kind = type(drafter)
+    if not kind.__module__.startswith("selfspec."):
+        with suppress(OSError, TypeError):
+            yield getsource(sys.modules[kind.__module__])
+    for value in vars(drafter).values():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Drafter):
+                yield from _contents(each)
+            elif isinstance(each, str | Path) and len(str(each)) < _LONGEST_PATH and Path(each).exists():
+                files = [each] if Path(each).is_file() else sorted(Path(each).iterdir())
+                yield repr([(Path(file).name, (stat := Path(file).stat()).st_size, stat.st_mtime_ns) for file in files])

@@ -11,6 +11,9 @@ from selfspec.tools.lab.ablation import Finding
 from selfspec.tools.lab.drafts import skip_set
 from selfspec.tools.lab.table import Row
 
+# Of rounds; look-ups draft in fewer.
+_ALWAYS = 0.95
+
 
 @dataclass(frozen=True)
 class TextFindings:
@@ -18,7 +21,8 @@ class TextFindings:
 
     Attributes:
         tokens: the texts as shown, token by token.
-        right: by draft, for each text a digit for each token: 1 where the draft would have been right.
+        right: by draft that was judged by teacher forcing, for each text a digit for each token: 1 where the draft
+            would have been right.
     """
 
     title: str
@@ -30,6 +34,11 @@ class TextFindings:
     def best(self) -> list[Row]:
         """Every draft at its best draft length, as far as that is known; the most promising first."""
         return sorted((row for row in self.rows if row.get("best_length")), key=lambda row: -row["predicted_speedup"])
+
+    @property
+    def always_drafting(self) -> list[Row]:
+        """Return those of the best that draft in nearly every round: acceptance and c say what these are worth."""
+        return [row for row in self.best if row["drafting_share"] >= _ALWAYS and row["alpha"] is not None]
 
     @property
     def importance(self) -> dict[str, dict[int, float]]:
@@ -58,6 +67,11 @@ class TextFindings:
         both = ("measured_acceptance_rate", "acceptance_rate")
         return [row for row in self.rows if all(row.get(name) is not None for name in both)]
 
+    @property
+    def estimated_and_measured(self) -> list[Row]:
+        """Return the rows whose estimates do not come from generations themselves."""
+        return [row for row in self.confirmed if row["judged_by"] == "teacher forcing"]
+
     def promising(self, count: int) -> list[Row]:
         """Return the most promising drafts of each kind in turns, at their best draft lengths; cheapest first."""
         by_kind: dict[str, list[Row]] = {}
@@ -81,7 +95,7 @@ class TextFindings:
                 said = f"{_named(row)}, {of}: measured {speed:.2f} and predicted {_predicted(row)} times plain decoding"
         elif self.best[0]["predicted_speedup"] > 1:
             row = self.best[0]
-            said = f"{_named(row)} is predicted {_predicted(row)} times plain decoding (acceptance {row['alpha']:.2f})"
+            said = f"{_named(row)} is predicted {_predicted(row)} times plain decoding"
         else:
             row = self.best[0]
             said = f"no draft is predicted to beat plain decoding; {_named(row)} comes to {_predicted(row)}"
@@ -111,6 +125,6 @@ def findings(finding: Finding) -> list[TextFindings]:
         if here:
             how = f"temperature {temperature:g}" if temperature else "greedy"
             tokens = texts[here[0].asked.under["texts"]].found["tokens"]
-            right = {each.asked.place["draft"]: each.found["right"] for each in here}
+            right = {each.asked.place["draft"]: each.found["right"] for each in here if "right" in each.found}
             found.append(TextFindings(f"{model}, {workload}, {how}", list(rows), tokens, right))
     return found

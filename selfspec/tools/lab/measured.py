@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ class MeasuredCell:
     Attributes:
         environment: with what.
         load: cores that were free meanwhile; this process's own count as free.
+        asked: the prompts of each call, written down; empty where there was no tokenizer.
     """
 
     cell: Cell
@@ -40,6 +41,7 @@ class MeasuredCell:
     arms: tuple[Record, ...]
     environment: Mapping[str, str | bool | int | None]
     load: SpareCores
+    asked: list[list[str]] = field(default_factory=list)
 
     @classmethod
     def of(cls, run: Run) -> MeasuredCell:
@@ -58,15 +60,16 @@ class MeasuredCell:
             ) from None
 
     @classmethod
-    def asked(cls, cell: Cell, settings: Setup) -> Asked:
+    def question(cls, cell: Cell, settings: Setup) -> Asked:
         """Return what is to be found out of a cell."""
         return Asked(KIND, {"cell": asdict(cell), "settings": asdict(settings)}, {"title": cell.title})
 
     @property
     def run(self) -> Run:
         """The run to be kept."""
-        found = {"arms": [asdict(record) for record in self.arms], "load": asdict(self.load)}
-        return Run(self.asked(self.cell, self.settings), found, environment=self.environment)
+        arms = [asdict(record) for record in self.arms]
+        found = {"arms": arms, "load": asdict(self.load), "asked": self.asked}
+        return Run(self.question(self.cell, self.settings), found, environment=self.environment)
 
     @property
     def timed(self) -> bool:

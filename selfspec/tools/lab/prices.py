@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from selfspec.api import wrap
 from selfspec.control.costs import Costs
-from selfspec.draft import EarlyExit, LayerSkip
+from selfspec.draft import EarlyExit, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name
+from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
@@ -23,14 +23,14 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.weights_read import share_read
 from selfspec.runtime import Eager
-from selfspec.tools.lab.drafts import draft_kind, draft_of
+from selfspec.tools.lab.drafts import content
 from selfspec.tools.lab.runs import Asked, Run
 from selfspec.tools.lab.studied import StudiedModel
 from selfspec.tools.lab.study import Pricing
 
 _WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 15
 # Kinds of drafts whose cost follows from their sublayers.
-_BY_SUBLAYERS = ("exit", "skip", "skip-file")
+_BY_SUBLAYERS = (EarlyExit, LayerSkip, SkipFile)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Prices:
         low: the same by the lower ends of what was timed.
         high: by the upper ends.
         target: V and o of a draft that is verified from tokens on.
-        known: costs of drafts that have them for themselves, by name.
+        known: costs of paths that were timed for themselves, by name.
+        known_draft: c of these, with its interval.
         step_seconds: one step of plain decoding; None where nothing was measured.
     """
 
@@ -70,6 +71,7 @@ class Prices:
     high: SublayerPrices
     target: Costs
     known: Mapping[str, Costs] = field(default_factory=dict)
+    known_draft: Mapping[str, Estimate] = field(default_factory=dict)
     step_seconds: float | None = None
 
     @classmethod
@@ -82,16 +84,24 @@ class Prices:
         """Layers of the network."""
         return len(self.sublayers.attention)
 
-    def of_draft(self, name: str) -> Costs:
-        """Return the costs of a draft: as measured if it was, else put together from its sublayers."""
-        return self.known[name] if name in self.known else self.costs(draft_of(name).path(self.depth))
+    def of_draft(self, judged: Run) -> Costs:
+        """Return the costs of a judged draft: as timed if its path was, else put together from its sublayers.
 
-    def interval(self, name: str) -> Estimate:
-        """Return c of a draft with the interval that follows from those of what was timed."""
-        c = self.of_draft(name).draft
-        if name in self.known:
+        Drafts that run no layers of the model cost what they say themselves.
+        """
+        path = self._path(judged)
+        if path is None:
+            return replace(self.target, draft=judged.found["cost"])
+        return self.known[path] if path in self.known else self.costs(self._parsed(path))
+
+    def draft(self, judged: Run) -> Estimate:
+        """Return c of a judged draft with the interval that follows from those of what was timed."""
+        c, path = self.of_draft(judged).draft, self._path(judged)
+        if path is None:
             return Estimate(c, c, c)
-        ran = self._ran(draft_of(name).path(self.depth))
+        if path in self.known:
+            return self.known_draft[path]
+        ran = self._ran(self._parsed(path))
         ends = [prices.fixed + prices.of(ran) for prices in (self.low, self.high)]
         return Estimate(c, min(c, *ends), max(c, *ends), 0.9)
 
@@ -109,6 +119,18 @@ class Prices:
     def of_part(self, part: Part) -> float:
         """Return the mean price of a sublayer of one kind."""
         return float(np.mean(self.sublayers.attention if part == Part.ATTENTION else self.sublayers.mlp))
+
+    @staticmethod
+    def _path(judged: Run) -> str | None:
+        """Return the name of the path of the model that a draft runs; None: it runs none."""
+        draft: str = judged.asked.under["draft"]
+        path: str | None = judged.found.get("path", draft)
+        return path
+
+    def _parsed(self, name: str) -> LayerPath:
+        drafter = parse_draft(name)
+        assert isinstance(drafter, LayerPathDrafter)
+        return drafter.path(self.depth)
 
     def _ran(self, path: LayerPath) -> list[Sublayer]:
         return [each for each in sublayers(self.depth) if path.runs(each)]
@@ -158,8 +180,8 @@ def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
     return {draft_name(each): each for each in (*skips, *exits)}
 
 
-def costs_asked(studied: StudiedModel, drafts: Mapping[str, str], pricing: Pricing) -> Asked:
-    """Ask for what drafts cost: exits and skip sets by their sublayers, all else by itself."""
+def costs_asked(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing) -> Asked:
+    """Ask for what drafts cost: exits and skip sets by their sublayers, all other paths by themselves."""
     under = {
         "base": studied.base,
         "dtype": studied.dtype,
@@ -167,24 +189,35 @@ def costs_asked(studied: StudiedModel, drafts: Mapping[str, str], pricing: Prici
         "threads": torch.get_num_threads(),
         "pricing": pricing,
         "runtime": "eager",
-        "alone": {name: digest for name, digest in drafts.items() if draft_kind(name) not in _BY_SUBLAYERS},
+        "alone": {name: content(path) for name, path in _alone(studied, drafts).items()},
     }
     return Asked("costs", under, {"model": studied.name})
 
 
-def find_costs(studied: StudiedModel, asked: Asked) -> dict[str, Any]:
+def _alone(studied: StudiedModel, drafts: Iterable[str]) -> dict[str, LayerPathDrafter]:
+    """Return the paths that drafts run and that are not priced by their sublayers, by name."""
+    paths = [studied.given.drafter(name).last for name in drafts]
+    return {
+        draft_name(each): each
+        for each in paths
+        if isinstance(each, LayerPathDrafter) and not isinstance(each, _BY_SUBLAYERS)
+    }
+
+
+def find_costs(studied: StudiedModel, drafts: Iterable[str], asked: Asked) -> dict[str, Any]:
     """Find prices, and keep what was timed."""
     model, adapter, depth = studied.model, studied.adapter, studied.depth
-    alone = {name: draft_of(name) for name in asked.under["alone"]}
+    alone = _alone(studied, drafts)
     if asked.under["pricing"] == "weights":
         prices = prices_by_weights(model, adapter)
         known = {
             name: replace(prices.costs(each.path(depth)), draft=each.cost(model, adapter))
             for name, each in alone.items()
         }
-        return {"prices": asdict(replace(prices, known=known))}
+        read = {name: Estimate(each.draft, each.draft, each.draft) for name, each in known.items()}
+        return {"prices": asdict(replace(prices, known=known, known_draft=read))}
     paths = timed_paths(depth)
-    drafters = {**{draft_name(each): each for each in alone.values()}, **paths}
+    drafters = {**alone, **paths}
     measured = measure_costs(
         model,
         adapter,
@@ -196,6 +229,7 @@ def find_costs(studied: StudiedModel, asked: Asked) -> dict[str, Any]:
         # As drafts are confirmed.
         base=wrap(bare(model), adapter=adapter, runtime=Eager()),
     )
-    known = {name: measured.of(draft_name(drafter)) for name, drafter in alone.items()}
-    prices = replace(prices_by_measurement(measured, paths, depth), known=known)
+    known = {name: measured.of(name) for name in alone}
+    spread = {name: measured.draft[name] for name in alone}
+    prices = replace(prices_by_measurement(measured, paths, depth), known=known, known_draft=spread)
     return {"prices": asdict(prices), "measured": measured.to_dict()}

@@ -57,6 +57,7 @@ class Record:
         passes: target passes of each call, prefill not counted.
         cycle_share: share of each call's tokens in passages that repeat themselves.
         texts: new tokens of each row of each call.
+        said: these texts, written down; empty where there was no tokenizer.
         judged: of selfspec's arms, draft tokens that were judged in each call, by depth.
         accepted: as `judged`.
         counts: of selfspec's arms.
@@ -84,6 +85,7 @@ class Record:
     memory: PeakMemory | None = None
     costs: PassCosts | None = None
     nats: list[list[list[float]]] = field(default_factory=list)
+    said: list[list[list[str]]] = field(default_factory=list)
 
     @property
     def refused(self) -> bool:
@@ -102,6 +104,7 @@ class Record:
         memory: PeakMemory | None = None,
         costs: PassCosts | None = None,
         nats: Sequence[list[list[float]]] = (),
+        said: Sequence[list[list[str]]] = (),
     ) -> Record:
         """Keep what there is of an arm's calls."""
 
@@ -127,4 +130,5 @@ class Record:
             memory=memory,
             costs=costs,
             nats=list(nats),
+            said=list(said),
         )

@@ -22,7 +22,7 @@ from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced.passes import TeacherForcedText
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.lab.ablation import Progress, find_out, untold
-from selfspec.tools.lab.drafts import SkipSet, Space, skip_name, skip_set
+from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name, skip_set
 from selfspec.tools.lab.prices import Prices
 from selfspec.tools.lab.runs import Run, Runs
 from selfspec.tools.lab.similarity import sets_by_similarity
@@ -46,7 +46,9 @@ def evaluate(
 
 
 def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress) -> list[Run]:
-    found = find_out(runs, study, studied, dict.fromkeys(map(skip_name, sets), ""), progress)
+    found = find_out(
+        runs, study, studied, named_drafts(map(skip_name, sets), studied.model, studied.adapter, study.seed), progress
+    )
     for run in found:
         if run.error is not None:
             raise StudyError(f"{run.error}; this is kept: repeat the search in another place once it is mended")

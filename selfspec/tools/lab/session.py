@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.environment import environment
 from selfspec.measure.expected_time import Watch
@@ -18,6 +18,7 @@ from selfspec.measure.spare_cores import CoreWatch
 from selfspec.runtime.packed import pack
 from selfspec.tools.lab.arms import ArmSpec, make_arm
 from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.memory import measure_memory
 from selfspec.tools.lab.pass_costs import costs_of
@@ -44,6 +45,8 @@ class Session:
         warm_up: how often it decodes all prompts before.
         parts: what is measured. Of `memory`, which takes a separate process for each arm, one cell for each batch size
             and prompt length.
+        given: drafters and rules that are objects, which no other process has.
+        tokenizer: writes down what was asked and said; None: token ids alone are kept.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Session:
     repeats: int = 5
     warm_up: int = 3
     parts: frozenset[Part] = _TIMED
+    given: Given = field(default_factory=Given)
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[MeasuredCell]:
         """Measure what was not measured before.
@@ -67,11 +72,11 @@ class Session:
             # What it is compared with runs plain weights.
             own_model = copy.deepcopy(self.model)
             pack(own_model)
-        arms = [make_arm(spec, own_model if spec.packed else self.model) for spec in self.specs]
+        arms = [make_arm(spec, own_model if spec.packed else self.model, self.given) for spec in self.specs]
         setups = {cell: self._setup(prompts) for cell, prompts in cells.items()}
         found = {}
         for cell, setup in setups.items():
-            asked = MeasuredCell.asked(cell, setup)
+            asked = MeasuredCell.question(cell, setup)
             if asked in runs and {*self.specs} <= {record.arm for record in MeasuredCell.of(runs[asked]).arms}:
                 found[cell] = MeasuredCell.of(runs[asked])
         missing = [cell for cell in cells if cell not in found]
@@ -94,9 +99,11 @@ class Session:
                 if cell in weighed and self.place is not None and result.absence is None:
                     tick()
                     memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, self.model.dtype)
-                records.append(Record.of(result, memory, cost, self._nats(result, cell, prompts)))
-            around = environment(self.model.device)
-            found[cell] = MeasuredCell(cell, setups[cell], tuple(records), around, load)
+                nats = self._nats(result, cell, prompts)
+                said = [self._said(call.rows for call in calls) for calls in result.calls] if self.tokenizer else []
+                records.append(Record.of(result, memory, cost, nats, said))
+            around, texts = environment(self.model.device), self._said(call.rows for call in prompts)
+            found[cell] = MeasuredCell(cell, setups[cell], tuple(records), around, load, texts)
             runs.keep([found[cell].run])
         return [found[cell] for cell in cells]
 
@@ -107,6 +114,12 @@ class Session:
     @property
     def _times(self) -> int:
         return self.warm_up + self.repeats if self._timed else 1
+
+    def _said(self, calls: Iterable[Sequence[Sequence[int]]]) -> list[list[str]]:
+        """Write down the rows of each call."""
+        if self.tokenizer is None:
+            return []
+        return [[str(self.tokenizer.decode(row)) for row in rows] for rows in calls]
 
     def _nats(self, result: ArmRun, cell: Cell, prompts: Sequence[Prompts]) -> list[list[list[float]]]:
         if "quality" not in self.parts:

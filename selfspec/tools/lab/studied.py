@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, read_config
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.runs import Asked, Run
 from selfspec.tools.lab.study import Study
 
@@ -34,6 +35,7 @@ class StudiedModel:
     Attributes:
         prompts: token ids by workload, `[1, prompt]` each, on the model's device.
         tokenizer: for reports; None: they show token ids.
+        given: drafters and rules that are objects.
     """
 
     name: str
@@ -41,6 +43,7 @@ class StudiedModel:
     adapter: Adapter
     prompts: Mapping[str, Sequence[Tensor]]
     tokenizer: PreTrainedTokenizerBase | None = None
+    given: Given = field(default_factory=Given)
 
     @cached_property
     def base(self) -> str:

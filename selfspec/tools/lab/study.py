@@ -46,7 +46,8 @@ class Study:
 
     Attributes:
         models: checkpoint folders or hub names; "demo" is the embedded one.
-        drafts: names as of `--draft`, or `exits`, `layers`, `sublayers`, `random:SIZExCOUNT`, `heads:FOLDER`.
+        drafts: names as of `--draft`, of any drafter; `exits`, `layers`, `sublayers`, `random:SIZExCOUNT` or
+            `heads:FOLDER` stand for many.
         workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model writes on from.
         chat: whether prompts are written by the chat template.
         temperatures: 0 decodes greedily.
@@ -55,6 +56,7 @@ class Study:
         reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
         confirm: drafts of each model, workload and temperature that are confirmed by real generation: half of them
             those that promise most, half at random.
+        accept: acceptance rule of drafts that are judged by generation; teacher forcing judges token by token.
     """
 
     models: _Several[str]
@@ -70,6 +72,7 @@ class Study:
     reach: _Count = 2
     confirm: Annotated[int, Field(ge=0, lt=_LARGE)] = 6
     pricing: Pricing = "measured"
+    accept: str = "token"
     dtype: DtypeName = "float32"
     name: str = "study"
 

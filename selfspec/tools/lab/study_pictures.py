@@ -114,13 +114,16 @@ def _exits(found: Sequence[TextFindings]) -> Picture:
 
 
 def _pareto(found: Sequence[TextFindings]) -> Picture:
-    shown = [each for each in found if each.best]
+    shown = [each for each in found if each.always_drafting]
     legend = {
         row["kind"]: Mark(mark_of(row["kind"]).colour, mark_of(row["kind"]).marker, "")
         for each in shown
-        for row in each.best
+        for row in each.always_drafting
     }
-    note = f"{_MEANING}. Line: no draft is cheaper and better. Circle: the highest predicted speed-up, where above 1"
+    note = (
+        f"{_MEANING}. Line: no draft is cheaper and better. Circle: the highest predicted speed-up, where above 1. "
+        "Without drafts that propose in some rounds only, such as look-ups"
+    )
     return Picture(
         "pareto", [Panel(each.title, partial(_scatter, found=each)) for each in shown], 3.0, note=note, legend=legend
     )
@@ -129,14 +132,15 @@ def _pareto(found: Sequence[TextFindings]) -> Picture:
 def _scatter(axes: Axes, found: TextFindings) -> None:
     from matplotlib.patheffects import withStroke
 
-    for kind in dict.fromkeys(row["kind"] for row in found.best):
-        some = [row for row in found.best if row["kind"] == kind]
+    rows = found.always_drafting
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        some = [row for row in rows if row["kind"] == kind]
         mark = mark_of(kind)
         x, y = ([row[name] for row in some] for name in ("c", "alpha"))
         axes.scatter(x, y, 9, mark.colour, marker=mark.marker, zorder=3, alpha=0.7, lw=0)
-    front = pareto_front(found.best)
+    front = pareto_front(rows)
     axes.step(*([row[name] for row in front] for name in ("c", "alpha")), where="post", color=PALE, lw=0.9)
-    top = found.best[0]
+    top = rows[0]
     if top["predicted_speedup"] > 1:
         axes.scatter(top["c"], top["alpha"], 60, facecolors="none", edgecolors=VERMILION, lw=1.2, zorder=4)
     # The best first; then those of the front with room for a name, above the front, where no draft is.
@@ -160,16 +164,16 @@ def _scatter(axes: Axes, found: TextFindings) -> None:
 
 
 def _agreement(found: Sequence[TextFindings]) -> Picture:
-    shown = [each for each in found if each.confirmed]
+    shown = [each for each in found if each.estimated_and_measured]
     panels = []
     for each in shown:
-        within = sum(map(row_agrees, each.confirmed))
-        title = f"{each.title}: {within} of {len(each.confirmed)} within 95 %"
-        panels.append(Panel(title, partial(_beside_each_other, rows=each.confirmed)))
+        rows = each.estimated_and_measured
+        title = f"{each.title}: {sum(map(row_agrees, rows))} of {len(rows)} within 95 %"
+        panels.append(Panel(title, partial(_beside_each_other, rows=rows)))
     legend = {
         row["kind"]: Mark(mark_of(row["kind"]).colour, mark_of(row["kind"]).marker, "")
         for each in shown
-        for row in each.confirmed
+        for row in each.estimated_and_measured
     }
     return Picture("agreement", panels, 3.0, note="both with 95 % intervals", legend=legend)
 

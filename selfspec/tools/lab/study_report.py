@@ -91,7 +91,7 @@ def _shown(row: Row, name: str) -> str:
 
 def _texts(found: TextFindings) -> str:
     """Colour texts by the cheapest draft that would have been right; all that would have been are under the pointer."""
-    drafts = [row["draft"] for row in found.promising(_COLOURS)]
+    drafts = [row["draft"] for row in found.promising(_COLOURS) if row["draft"] in found.right]
     if not drafts:
         return ""
     colours = [f"{colour}66" for colour in (*SEQUENCE[: len(drafts)], PALE)]

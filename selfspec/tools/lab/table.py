@@ -16,6 +16,7 @@ Row = dict[str, Any]
 
 # Every round takes some time; where differences of measured times say otherwise, it is noise.
 _LEAST = 0.01
+_BY_TEXT = ("judged_by_text", "accepted_by_text", "tokens_by_text", "rounds_by_text")
 _ENDS = {"": "value", "_low": "low", "_high": "high"}
 
 
@@ -25,16 +26,21 @@ def speedups(estimated: Run, prices: Prices) -> dict[int, Estimate]:
     After Leviathan et al. (2023), whose (1 - alpha^(gamma+1)) / (1 - alpha) tokens are here counted rather than derived
     from a single alpha. Intervals have tokens at one end and c at the other.
     """
-    draft = estimated.asked.under["draft"]
-    costs, c = prices.of_draft(draft), prices.interval(draft)
+    costs, c = prices.of_draft(estimated), prices.draft(estimated)
     found = {}
     for length in sorted(map(int, estimated.found["lengths"])):
-        tokens = Estimate(**estimated.found["lengths"][str(length)]["mean_accepted_length"])
-        more = costs.of_round(length, length) - length * costs.draft
+        at = estimated.found["lengths"][str(length)]
+        tokens = Estimate(**at["mean_accepted_length"])
+        # Of teacher forcing every round drafts as much as it may; generations have counted what theirs did.
+        shapes = at.get("rounds") or [[length, length, 1]]
+        rounds = sum(number for *_, number in shapes)
+        steps = sum(steps * number for _, steps, number in shapes) / rounds
+        # A round without a draft is a plain one.
+        more = sum(number * (costs.of_round(0, drafted) if drafted else 1.0) for drafted, _, number in shapes) / rounds
         found[length] = Estimate(
-            tokens.value / max(length * c.value + more, _LEAST),
-            tokens.low / max(length * c.high + more, _LEAST),
-            tokens.high / max(length * c.low + more, _LEAST),
+            tokens.value / max(steps * c.value + more, _LEAST),
+            tokens.low / max(steps * c.high + more, _LEAST),
+            tokens.high / max(steps * c.low + more, _LEAST),
             c.confidence,
         )
     return found
@@ -54,9 +60,13 @@ def pareto_front(drafts: Iterable[Row]) -> list[Row]:
     return front
 
 
-def alpha(found: Mapping[str, Any], what: str = "overlap") -> Estimate:
-    """Return the acceptance at the first position of a draft, or the agreement there, with an interval over texts."""
-    return Estimate.of_ratio(found[what], found["tokens"])
+def alpha(found: Mapping[str, Any], what: str = "overlap") -> Estimate | None:
+    """Return the acceptance at the first position of a draft, or the agreement there, with an interval over texts.
+
+    None where there was no draft, or that is not known.
+    """
+    pairs = [pair for pair in zip(found.get(what, ()), found["tokens"], strict=False) if pair[1]]
+    return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs]) if pairs else None
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
@@ -88,6 +98,7 @@ def _rows_of(estimated: Run, prices: Prices | None, confirmed: Sequence[Run]) ->
     place: Row = {
         **{name: estimated.asked.place[name] for name in ("model", "workload", "temperature", "draft")},
         "kind": kind,
+        "judged_by": estimated.asked.under["by"],
         "skipped": len(skip_set(draft)) if kind in ("skip", "skip-file") else None,
     }
     if estimated.error is not None:
@@ -104,23 +115,30 @@ def _rows_of(estimated: Run, prices: Prices | None, confirmed: Sequence[Run]) ->
             "best_length": None if best is None else length == best,
             **_spread("agreement", agreement),
             **_spread("alpha", rate),
-            "tokens_by_text": found["tokens"],
-            "overlap_by_text": found["overlap"],
+            "first_judged_by_text": found["tokens"],
+            "first_accepted_by_text": found["overlap"],
+            "drafting_share": _drafting_share(found["lengths"][str(length)]),
             **_accepted("", found["lengths"][str(length)]),
-            **({} if prices is None else _priced(draft, length, rate.value, promised[length], prices)),
+            **({} if prices is None else _priced(estimated, length, rate, promised[length], prices)),
             **(_measured(by_length[length]) if length in by_length else {}),
         }
 
 
-def _priced(draft: str, length: int, rate: float, promised: Estimate, prices: Prices) -> Row:
-    costs = prices.of_draft(draft)
+def _drafting_share(found: Mapping[str, Any]) -> float:
+    """Return the share of rounds that had a draft: of teacher forcing all."""
+    shapes = found.get("rounds", [[1, 1, 1]])
+    return float(sum(number for drafted, _, number in shapes if drafted) / sum(number for *_, number in shapes))
+
+
+def _priced(estimated: Run, length: int, rate: Estimate | None, promised: Estimate, prices: Prices) -> Row:
+    costs = prices.of_draft(estimated)
     return {
-        **_spread("c", prices.interval(draft)),
+        **_spread("c", prices.draft(estimated)),
         "V": costs.verify + length * costs.widening,
         "o": costs.overhead,
         **_spread("predicted_speedup", promised),
         "predicted_tokens_per_second": None if prices.step_seconds is None else promised.value / prices.step_seconds,
-        "formula_speedup": speedup(rate, length, costs),
+        "formula_speedup": None if rate is None else speedup(rate.value, length, costs),
     }
 
 
@@ -129,7 +147,6 @@ def _measured(confirmed: Run) -> Row:
         return {"error": confirmed.error}
     found = confirmed.found
     names = ["speedup_median", "tokens_per_second", "cache_bytes"]
-    names += [f"{counted}_by_text" for counted in ("judged", "accepted", "tokens", "rounds")]
     return {
         **_accepted("measured_", found),
         **_spread("measured_speedup", Estimate(**found["speedup"])),
@@ -139,9 +156,11 @@ def _measured(confirmed: Run) -> Row:
 
 
 def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
-    """Return the acceptance rate, the mean accepted length and the counts by position, with their intervals."""
+    """Return the acceptance rate, the mean accepted length and the counts by position and by text."""
     accepted, judged = found["accepted"], found["judged"]
+    counted = [name for name in found if name in _BY_TEXT]
     return {
+        **{prefix + name: list(found[name]) for name in counted},
         **_spread(f"{prefix}acceptance_rate", Estimate.of_share(sum(accepted), sum(judged))),
         **_spread(f"{prefix}mean_accepted_length", Estimate(**found["mean_accepted_length"])),
         f"{prefix}judged_by_position": list(judged),

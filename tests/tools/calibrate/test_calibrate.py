@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,20 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from selfspec import Profile, wrap
+from selfspec.accept import TokenLevel
 from selfspec.control import CostAware
 from selfspec.decode.stats import Stats
-from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, PromptLookup
+from selfspec.draft import (
+    Budget,
+    Cascade,
+    Draft,
+    EarlyExit,
+    LayerSkip,
+    LowPrecision,
+    PromptLookup,
+    RowsView,
+    Stateless,
+)
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
@@ -24,9 +35,27 @@ from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
 from selfspec.tools.calibrate.calibration import calibrate, fastest
-from selfspec.tools.calibrate.candidates import considered, costs_of, fitting, predicted, to_confirm, to_measure
+from selfspec.tools.calibrate.candidates import (
+    Candidate,
+    considered,
+    costs_of,
+    fitting,
+    paths_of,
+    predicted,
+    to_confirm,
+    to_measure,
+)
 from selfspec.tools.calibrate.confirm import Confirmed, batches
 from selfspec.tools.calibrate.measurements import Measurements
+
+
+@dataclass(frozen=True)
+class Repeat(Stateless):
+    """A drafter of one's own: the last token again."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return Draft.chain(rows.last_tokens.repeat(1, budget.depth))
+
 
 SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 
@@ -57,20 +86,41 @@ def test_drafts_that_are_given_take_the_place_of_exits_and_of_nothing_else() -> 
     assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8"]
 
 
-@pytest.mark.parametrize("drafts", [[PromptLookup()], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
+@dataclass(frozen=True)
+class Nameless(Stateless):
+    """A drafter that no name says all of."""
+
+    tokens: tuple[int, ...]
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return rows.no_draft()
+
+
+@pytest.mark.parametrize("drafts", [[None], [Nameless((1,))], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
 def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None:
     with pytest.raises(DraftConfigError):
         considered(4, drafts)
 
 
+def test_any_draft_may_be_considered_and_its_path_is_measured() -> None:
+    found = considered(4, [Cascade(PromptLookup(), LayerSkip(layers=[1])), Repeat()])
+    assert list(found) == ["lookup+skip:layers=1", f"{__name__}:Repeat", "int8", "int4"]
+    assert list(paths_of(found)) == ["skip:layers=1", "int8", "int4"]
+    others = [Candidate(each) for each in list(found.values())[:2]]
+    costs = _costs(skip_layers=0.5)
+    assert list(to_confirm({}, paths_of(found), others=others)) == [*list(found)[:2], "lookup"]
+    assert costs_of(others[1], costs).draft == 0
+    assert costs_of(Candidate(Repeat(), step=0.3), costs).draft == 0.3
+
+
 def test_of_many_exits_those_with_promise_are_measured() -> None:
     model = tiny.llama(num_hidden_layers=12)
-    drafters = considered(12, None)
+    drafters = paths_of(considered(12, None))
     rates = {name: 0.9 if name in ("exit:2", "exit:11") else 0.1 for name in drafters}
     measured = to_measure(model, find_adapter(model), drafters, [rates])
     assert len(measured) == 6
     assert EarlyExit(2) in measured
-    few = considered(4, [EarlyExit(1), EarlyExit(2)])
+    few = paths_of(considered(4, [EarlyExit(1), EarlyExit(2)]))
     assert to_measure(model, find_adapter(model), few, [rates]) == list(few.values())
 
 
@@ -95,11 +145,11 @@ def test_predictions_are_the_formulas_and_in_order() -> None:
 
 def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
     costs = _costs(exit_1=0.2, exit_2=0.3, exit_3=0.4)
-    drafters = considered(4, None)
+    drafters = paths_of(considered(4, None))
     rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
     found = to_confirm(predicted(rates, costs, 4), drafters)
     assert list(found) == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
-    assert [costs_of(each.draft, costs).draft for each in found.values()] == [0.0, 0.2, 0.2, 0.4, 0.4]
+    assert [costs_of(each, costs).draft for each in found.values()] == [0.0, 0.2, 0.2, 0.4, 0.4]
     useless = dict.fromkeys(rates, 0.0)
     assert list(to_confirm(predicted(useless, costs, 4), drafters)) == ["lookup"]
 
@@ -107,20 +157,20 @@ def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
 def test_trees_of_two_sizes_are_tried_along_the_best_path() -> None:
     rates = {"exit:1": 0.9, "exit:3": 0.95}
     predictions = predicted(rates, _costs(exit_1=0.2, exit_3=0.4), 4)
-    found = to_confirm(predictions, considered(4, None), nodes=6)
+    found = to_confirm(predictions, paths_of(considered(4, None)), nodes=6)
     assert list(found)[-5:-3] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
     assert [(each.nodes, each.levels(4)) for each in found.values()][-5:-3] == [(3, 3), (6, 4)]
     assert found["exit:1"].levels(4) == 4
-    assert len(to_confirm(predictions, considered(4, None), nodes=1)) == len(found) - 5
+    assert len(to_confirm(predictions, paths_of(considered(4, None)), nodes=1)) == len(found) - 5
 
 
 def test_recycling_and_a_union_are_tried_where_trees_are() -> None:
     costs = _costs(exit_1=0.2, exit_3=0.4)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.95}, costs, 4)
-    found = to_confirm(predictions, considered(4, None), nodes=6)
+    found = to_confirm(predictions, paths_of(considered(4, None)), nodes=6)
     names = ["recycle, 3 nodes", "recycle, 6 nodes", "union:recycle+exit:1, 6 nodes"]
     assert list(found)[-3:] == names
-    assert [costs_of(found[name].draft, costs).draft for name in names] == [0.0, 0.0, 0.2]
+    assert [costs_of(found[name], costs).draft for name in names] == [0.0, 0.0, 0.2]
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:
@@ -165,7 +215,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
     costs = _costs(exit_1=0.1, exit_3=0.1)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
-    candidates = to_confirm(predictions, considered(4, None))
+    candidates = to_confirm(predictions, paths_of(considered(4, None)))
     ordered = list(candidates)
     plain = wrap(llama)
     names = {id(plain): "none"}
@@ -240,6 +290,14 @@ def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
         sure = [each for each in kind["confirmed"] if each["speedup"]["low"] > 1]
         label = chosen.draft if chosen.nodes is None else f"{chosen.draft}, {chosen.nodes} nodes"
         assert label == (sure[0]["name"] if sure else "none")
+
+
+@pytest.mark.tools
+def test_drafts_of_any_kind_are_tried_by_name_and_as_objects_with_a_rule(model: PreTrainedModel) -> None:
+    profile = calibrate(model, tiny.prompt(5, batch=2), ["lookup+exit:3", Repeat()], SETTINGS, accept=TokenLevel())
+    assert set(profile.report["costs"]["draft"]) == {"none", "exit:3", "int8", "int4"}
+    tried = {each["name"] for each in profile.report["greedy"]["confirmed"]}
+    assert {"lookup+exit:3", f"{__name__}:Repeat"} <= tried
 
 
 def test_its_profile_can_be_written_read_and_drafted_with(

@@ -14,9 +14,9 @@ from helpers.studies import declared, stories_loader
 from selfspec.errors import StudyError
 from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, work_on
-from selfspec.tools.lab.estimates import estimate
-from selfspec.tools.lab.runs import Asked, Runs
-from selfspec.tools.lab.studied import StudiedModel, texts_of
+from selfspec.tools.lab.estimates import count, estimate, estimate_asked
+from selfspec.tools.lab.runs import Asked, Run, Runs
+from selfspec.tools.lab.studied import StudiedModel, texts_asked, texts_of, write_texts
 
 pytest.importorskip("pandas")
 
@@ -122,3 +122,31 @@ def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: 
 def test_one_model_is_not_named_twice(load: Load) -> None:
     with pytest.raises(StudyError, match="same weights"):
         work_on(declared(models=["a", "b"], drafts="exit:1", temperatures=0.0), load, Runs(None))
+
+
+def test_drafts_of_any_kind_are_judged_by_generation_and_timed_by_what_they_run(load: Load) -> None:
+    drafts = ["exit:3", "int8", "lookup", "lookup+exit:3"]
+    finding = work_on(declared(drafts=drafts, draft_lengths=[2], temperatures=[0.0]), load, Runs(None))
+    assert not finding.failed
+    rows = {row["draft"]: row for row in finding.table}
+    assert [rows[name]["judged_by"] for name in drafts] == ["teacher forcing", *["generation"] * 3]
+    assert (rows["lookup"]["c"], rows["lookup"]["kind"]) == (0.0, "lookup")
+    assert rows["lookup"]["drafting_share"] < 1
+    assert 0 < rows["int8"]["c"] < 1
+    assert rows["lookup+exit:3"]["c"] == rows["exit:3"]["c"]
+    for row in rows.values():
+        assert len(row["tokens_by_text"]) == len(row["rounds_by_text"]) == 3
+        assert sum(row["tokens_by_text"]) / sum(row["rounds_by_text"]) == pytest.approx(row["mean_accepted_length"])
+
+
+def test_greedily_generation_counts_what_teacher_forcing_says(load: Load) -> None:
+    studied, study = load("stories"), declared(temperatures=[0.0])
+    asked = texts_asked(studied, "given", 0.0, study)
+    written = Run(asked, write_texts(studied, asked))
+    texts = texts_of(written, studied.model.device)
+    forced, counted = (estimate_asked("exit:3", "", asked, study, by_generation) for by_generation in (False, True))
+    (said,) = estimate(studied, texts, 0.0, [forced])
+    found = count(studied, texts, 0.0, study.max_new_tokens, counted)
+    for length, expected in said["lengths"].items():
+        for name in ("judged", "accepted", "tokens_by_text", "rounds_by_text"):
+            assert found["lengths"][length][name] == pytest.approx(expected[name])

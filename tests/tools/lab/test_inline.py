@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import selfspec
 from helpers import tiny
+from helpers.shrunken import shrunken
+from selfspec.accept import TokenLevel
+from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.errors import StudyError
 
 pandas = pytest.importorskip("pandas")
@@ -46,6 +52,51 @@ def test_what_cannot_be_is_said(changes: dict[str, Any], said: str) -> None:
         selfspec.ablate(tiny.llama(), given.pop("prompts"), **given)
 
 
+@dataclass(frozen=True)
+class Same(Stateless):
+    """A drafter that no name says all of: the same tokens again and again."""
+
+    tokens: tuple[int, ...]
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
+
+
+class Willing(TokenLevel):
+    """A rule that no name says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_drafters_and_rules_are_objects_too() -> None:
+    model, own, rule = tiny.llama(), Same((1, 2)), Willing("mine")
+    quick = {**_QUICK, "drafts": [own, "exit:1"], "accept": rule, "confirm": 2}
+    table = selfspec.ablate(model, tiny.prompt(4, batch=2), **quick)
+    assert dict(zip(table["draft"], table["judged_by"], strict=True)) == {
+        "exit:1": "teacher forcing",
+        repr(own): "generation",
+    }
+    assert table["exact"].dropna().all()
+    found = selfspec.bench(model, [tiny.prompt(4)], [own, "exit:1"], accept=[rule], timed=False, temperatures=[0])
+    assert list(found["draft"]) == [repr(own), "exit:1"]
+    assert set(found["accept"]) == {repr(rule)}
+    assert (found["mean_accepted_length_value"] >= 1).all()
+
+
+@pytest.mark.tools
+def test_a_bench_in_memory_gives_a_table_and_a_report(tmp_path: Path) -> None:
+    model = tiny.llama()
+    quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "repeats": 2, "warm_up": 1}
+    table = selfspec.bench(model, tiny.prompt(4, batch=2), [Same((1,)), "exit:2"], to=tmp_path, **quick)
+    assert list(table["name"]) == ["model.generate", "selfspec plain", f"selfspec {Same((1,))}", "selfspec exit:2"]
+    assert (table["decoding_tokens_per_second_value"] > 0).all()
+    assert "doubts" in table.attrs
+    texts = pandas.read_parquet(tmp_path / "texts.parquet")
+    assert len(texts) == 4 * 2 * 2
+    assert (tmp_path / "report.html").exists()
+
+
 def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
     from selfspec.measure.teacher_forced import passes
 
@@ -79,3 +130,10 @@ def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "own_text", noted)
     selfspec.ablate(tiny.llama(), ["ab", "abcdef"], tokenizer=Letters(), **{**_QUICK, "drafts": "exit:1"})
     assert read == [[1, 2], [1, 2, 3, 4, 5, 6]]
+
+
+def test_models_whose_layers_keep_states_are_judged_by_generation() -> None:
+    prompts = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    table = selfspec.ablate(shrunken("lfm2"), prompts, **{**_QUICK, "drafts": "exits"})
+    assert set(table["judged_by"]) == {"generation"}
+    assert table["alpha"].between(0, 1).all()

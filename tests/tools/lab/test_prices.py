@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,10 @@ _DEPTH = 4
 
 def _known(value: float) -> Estimate:
     return Estimate(value, value, value)
+
+
+def _judged(draft: str, **found: Any) -> Run:
+    return Run(Asked("estimate", {"draft": draft}), found)
 
 
 def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> None:
@@ -75,13 +80,18 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
 @pytest.mark.tools
 def test_timed_prices_of_a_model_are_in_order() -> None:
     studied = stories_loader()("")
-    asked = costs_asked(studied, dict.fromkeys(("exit:1", "exit:4", "skip:attn=1"), ""), "measured")
-    prices = Prices.of(Run(asked, find_costs(studied, asked)))
-    assert prices.known == {}
+    drafts = ("exit:1", "exit:4", "skip:attn=1", "lookup+int8", "lookup")
+    asked = costs_asked(studied, drafts, "measured")
+    prices = Prices.of(Run(asked, find_costs(studied, drafts, asked)))
+    # What is not put together from sublayers is timed.
+    assert list(prices.known) == ["int8"]
     for name in ("exit:1", "exit:4", "skip:attn=1"):
-        c = prices.interval(name)
+        c = prices.draft(_judged(name))
         assert c.low <= c.value <= c.high
-    assert prices.of_draft("exit:1").draft < prices.of_draft("exit:4").draft
+    c = prices.draft(_judged("lookup+int8", path="int8"))
+    assert c.low < c.value < c.high
+    assert prices.draft(_judged("lookup", path=None, cost=0.0)).value == 0
+    assert prices.of_draft(_judged("exit:1")).draft < prices.of_draft(_judged("exit:4")).draft
     assert prices.step_seconds is not None
     assert prices.step_seconds > 0
     assert 0 < prices.costs(LayerPath.full(studied.depth)).draft < 3
@@ -109,7 +119,8 @@ def test_what_is_promised_is_tokens_by_cost_of_a_round() -> None:
     }
     estimated = Run(Asked("estimate", {"draft": "exit:2"}), {"lengths": lengths})
     parts = SublayerPrices(0.0, [0.25] * 4, [0.25] * 4)
-    prices = Prices(parts, parts, parts, Costs(0.0), known={"exit:2": Costs(0.2, 1.0, 0.1, 0.05)})
+    known, c = {"exit:2": Costs(0.2, 1.0, 0.1, 0.05)}, {"exit:2": _known(0.2)}
+    prices = Prices(parts, parts, parts, Costs(0.0), known=known, known_draft=c)
     promised = speedups(estimated, prices)
     assert best_length(promised) == 2
     assert promised[2].value == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))
@@ -118,9 +129,9 @@ def test_what_is_promised_is_tokens_by_cost_of_a_round() -> None:
 
 def test_a_study_of_exits_and_a_search_ask_for_the_same_costs() -> None:
     studied = stories_loader()("")
-    exits = costs_asked(studied, dict.fromkeys(("exit:1", "exit:2"), ""), "measured")
-    assert exits.key == costs_asked(studied, {"skip:attn=1;mlp=2": ""}, "measured").key
-    assert exits.key == costs_asked(studied, {}, "measured").key
+    exits = costs_asked(studied, ("exit:1", "exit:2"), "measured")
+    assert exits.key == costs_asked(studied, ["skip:attn=1;mlp=2"], "measured").key
+    assert exits.key == costs_asked(studied, [], "measured").key
     # Exits and skip sets alike: with them alone one sublayer would cost what is left over.
     assert {draft_kind(name) for name in timed_paths(studied.depth)} == {"exit", "skip"}
 
@@ -137,6 +148,6 @@ def test_intervals_of_what_was_timed_are_those_of_c() -> None:
         batch=1,
         lengths=(1,),
     )
-    found = prices_by_measurement(measured, drafters, _DEPTH).interval("exit:2")
+    found = prices_by_measurement(measured, drafters, _DEPTH).draft(_judged("exit:2"))
     assert found.value == pytest.approx(0.55)
     assert (found.low, found.high) == pytest.approx((0.5, 0.6))

@@ -122,7 +122,7 @@ def test_texts_and_counts_of_each_prompt_are_rows(llama: PreTrainedModel, tmp_pa
     measured = run(llama, tmp_path)
     rows = by_prompt(measured)
     assert len(rows) == len(CELLS) * len(SPECS)
-    assert all(len(row["text"]) == row["new_tokens"] == 16 for row in rows)
+    assert all(len(row["token_ids"]) == row["new_tokens"] == 16 for row in rows)
     assert {row["call_passes"] for row in rows if row["arm"] == "selfspec plain"} == {16}
     assert all(len(row["call_judged_by_depth"]) == len(row["call_accepted_by_depth"]) for row in rows)
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from helpers import tiny
+from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.errors import StudyError
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.drafts import draft_of, named_drafts, skip_set
+from selfspec.tools.lab.drafts import Given, content, draft_kind, named_drafts, skip_set
 from selfspec.tools.lab.study import Study, read_study
+
+
+@dataclass(frozen=True)
+class Guess(Stateless):
+    """A drafter that no name says all of."""
+
+    tokens: tuple[int, ...]
+    file: str = ""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return rows.no_draft()
 
 
 def test_a_file_declares_a_study(tmp_path: Path) -> None:
@@ -79,8 +91,7 @@ def test_drafts_are_named_one_by_one() -> None:
     [
         ("exit:9", "out of range"),
         ("exitz", "also knows exits"),
-        ("lookup", "no path of the model"),
-        ("none", "no path of the model"),
+        ("none", "what every draft is set beside"),
         ("random:9x1", "out of range"),
         ("random:many", "random:4x20"),
         ("heads:nowhere", "cannot be read.*selfspec train exit"),
@@ -105,4 +116,27 @@ def test_a_reduced_vocabulary_is_another_draft_once_its_file_changes(tmp_path: P
 def test_a_name_that_is_no_skip_set() -> None:
     with pytest.raises(StudyError, match="no skip set"):
         skip_set("exit:2")
-    assert draft_of("exit:2").path(4).depth == 4
+
+
+def test_kinds_are_drafts_without_arguments() -> None:
+    kinds = {name: draft_kind(name) for name in ("exit:3", "lookup+int8", "int4+exit:2", "exit:2+vocab:a+b.json")}
+    assert list(kinds.values()) == ["exit", "lookup+int8", "int4+exit", "exit+vocab"]
+    assert draft_kind("bigrams:Bigram:2+exit:4") == "bigrams:Bigram+exit"
+
+
+def test_drafts_that_are_objects_are_known_by_their_names() -> None:
+    model, own = tiny.llama(), Guess((1, 2))
+    given = Given.of([own, "exit:1"])
+    found = named_drafts([repr(own), "exit:1"], model, find_adapter(model), 0, given)
+    assert given.drafter(repr(own)) is own
+    assert found.keys() == {repr(own), "exit:1"}
+    # Other fields are another draft.
+    assert content(own) == content(Guess((1, 2))) != content(Guess((1, 3)))
+
+
+def test_a_draft_whose_file_changes_is_another(tmp_path: Path) -> None:
+    file = tmp_path / "table"
+    file.write_text("a")
+    before = content(Guess((), str(file)))
+    file.write_text("ab")
+    assert content(Guess((), str(file))) != before
