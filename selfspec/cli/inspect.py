@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from selfspec.cli.options import MemoryOptions, Model, Output, prepare_process
 from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from selfspec.model.summary import (
-        CacheSummary,
-        ExitSummary,
-        LayerSummary,
-        ModelSummary,
-        SubstitutesSummary,
-        Weights,
-    )
-    from selfspec.placement.planned import PlannedCheckpoint
+    from selfspec.model.summary import ModelSummary, Weights
+    from selfspec.placement.planned import CheckpointSummary, PlannedCheckpoint
 
 
-@dataclass(frozen=True)
-class Inspected:
-    """`selfspec inspect`: bytes are those in memory.
-
-    Attributes:
-        model: the class.
-        substitutes: what drafts in 8 and in 4 bits take.
-        target_bytes_read: by a step of plain decoding.
-        exits: of each exit, the bytes that a draft step reads, and its cost ratio c.
-        plan: with --memory: what would stay, what is streamed, and how fast.
-    """
-
-    checkpoint: str
-    model: str
-    model_type: str
-    dtype: str
-    width: int
-    vocabulary: int
-    context: int | None
-    embedding: Weights
-    layers: tuple[LayerSummary, ...]
-    final_norm: Weights
-    head: Weights
-    total: Weights
-    tied: bool
-    cache: CacheSummary
-    substitutes: tuple[SubstitutesSummary, ...]
-    target_bytes_read: int
-    exits: tuple[ExitSummary, ...]
-    plan: dict[str, Any] | None = None
-
-
-def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> Inspected:
+def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> CheckpointSummary:
     """Describe a model by its parts, without loading its weights or running it.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
@@ -65,7 +25,7 @@ def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> Ins
     """
     from selfspec.model.checkpoint import find_device, read_config
     from selfspec.model.summary import describe_config
-    from selfspec.placement.planned import plan_checkpoint
+    from selfspec.placement.planned import CheckpointSummary, plan_checkpoint
     from selfspec.placement.weight_source import source_for
 
     prepare_process(threads=None)
@@ -76,20 +36,8 @@ def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> Ins
         planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.context, source)
     if output == "text":
         _print(model, summary, planned, budget)
-    shown = {each.name: getattr(summary, each.name) for each in fields(summary)}
-    return Inspected(
-        **shown,
-        checkpoint=model,
-        target_bytes_read=summary.target_bytes_read,
-        exits=summary.exits,
-        plan=None if planned is None else _plan_as_json(planned),
-    )
-
-
-def _plan_as_json(planned: PlannedCheckpoint) -> dict[str, Any]:
-    survey = planned.survey
-    where = {"device": str(survey.source.device), "context": survey.context, "cache": survey.cache}
-    return {**where, "memory": asdict(survey.memory), **asdict(planned.plan)}
+    plan = None if planned is None else planned.to_dict()
+    return CheckpointSummary(**vars(summary), checkpoint=model, plan=plan)
 
 
 def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None, budget: MemoryOptions) -> None:

@@ -20,7 +20,7 @@ from selfspec.cli.app import app
 from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.model.summary import CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights
+from selfspec.placement.planned import CheckpointSummary
 from selfspec.tools.doctor.machine import MachineReport
 from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
@@ -30,10 +30,7 @@ from selfspec.tools.lab.turns import Score
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {
     each.__name__: each
-    for each in (
-        *(CacheSummary, ExitSummary, LayerSummary, SubstitutesSummary, Weights),
-        *(Estimate, Exported, MachineReport, Packages, Products, Score, SpareCores),
-    )
+    for each in (CheckpointSummary, Estimate, Exported, MachineReport, Packages, Products, Score, SpareCores)
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
 _VERSION: Any = (
@@ -61,8 +58,9 @@ def _results(group: Any, before: str = "") -> Iterator[tuple[str, type[Any]]]:
 
 def _model(kind: Any) -> type[BaseModel]:
     """Make the model of a dataclass: all fields and no others, each with what the docstring says of it."""
-    about, _, attributes = cleandoc(kind.__doc__ or "").partition("\n\nAttributes:\n")
-    said = {name: " ".join(words.split()) for name, words in _ATTRIBUTE.findall(attributes)}
+    about, *_ = cleandoc(kind.__doc__ or "").partition("\n\nAttributes:\n")
+    docs = (cleandoc(each.__doc__ or "").partition("\n\nAttributes:\n")[2] for each in reversed(kind.__mro__))
+    said = {name: " ".join(words.split()) for each in docs for name, words in _ATTRIBUTE.findall(each)}
     hints = get_type_hints(kind, localns=_ELSEWHERE)
     # What is None by default is left out where it is None; all else is printed.
     declared: dict[str, Any] = {

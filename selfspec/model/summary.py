@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,7 @@ class ExitSummary:
     cost_ratio: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSummary:
     """What a model is made of.
 
@@ -134,6 +134,8 @@ class ModelSummary:
         head: the language-model head, which every step reads, draft steps too.
         tied: whether the head's weights are those of the embedding; `total` counts them once.
         substitutes: the layers in fewer bits, in memory.
+        target_bytes_read: by a step of plain decoding.
+        exits: of each exit, the bytes that a draft step reads, and its cost ratio c.
     """
 
     model: str
@@ -150,28 +152,8 @@ class ModelSummary:
     total: Weights
     cache: CacheSummary
     substitutes: tuple[SubstitutesSummary, ...]
-
-    @property
-    def target_bytes_read(self) -> int:
-        """Weights one target step reads."""
-        return self._bytes_read(len(self.layers))
-
-    @property
-    def exits(self) -> tuple[ExitSummary, ...]:
-        """Every exit layer, 1..N-1 of N layers."""
-        reads = ((layer, self._bytes_read(layer)) for layer in range(1, len(self.layers)))
-        return tuple(ExitSummary(layer, read, read / self.target_bytes_read) for layer, read in reads)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        derived = {
-            "target_bytes_read": self.target_bytes_read,
-            "exits": [asdict(exit_layer) for exit_layer in self.exits],
-        }
-        return {**asdict(self), **derived}
-
-    def _bytes_read(self, layers: int) -> int:
-        return sum(layer.weights.bytes for layer in self.layers[:layers]) + self.final_norm.bytes + self.head.bytes
+    target_bytes_read: int
+    exits: tuple[ExitSummary, ...]
 
 
 def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSummary:
@@ -183,6 +165,11 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     total = Weights.of(model.parameters())
+    layers = tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True))
+    final_norm = Weights.of(weights_outside(model, [*embeddings, *modules, head]))
+    # What a step reads from each number of layers on, from the head and the final norm alone to all of them.
+    ends = Weights.of(head.parameters()).bytes + final_norm.bytes
+    reads = list(accumulate((layer.weights.bytes for layer in layers), initial=ends))
     fewer = {bits: bytes_of_substitutes(model, adapter, Precision(bits, group_size=32)) for bits in (8, 4)}
     return ModelSummary(
         model=type(model).__name__,
@@ -192,13 +179,15 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         vocabulary=embedding.weight.shape[0],
         context=getattr(config, "max_position_embeddings", None),
         embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
-        layers=tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True)),
-        final_norm=Weights.of(weights_outside(model, [*embeddings, *modules, head])),
+        layers=layers,
+        final_norm=final_norm,
         head=Weights.of(head.parameters()),
         tied=head.weight is embedding.weight,
         total=total,
         cache=_cache(config, model.dtype, windows),
         substitutes=tuple(SubstitutesSummary(bits, taken, taken / total.bytes) for bits, taken in fewer.items()),
+        target_bytes_read=reads[-1],
+        exits=tuple(ExitSummary(layer, reads[layer], reads[layer] / reads[-1]) for layer in range(1, len(layers))),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
+from selfspec.model.summary import ModelSummary
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
@@ -30,6 +32,24 @@ class PlannedCheckpoint:
 
     survey: Survey
     plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was planned, for what, ready for JSON."""
+        known = self.survey
+        where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
+        return {**where, "memory": asdict(known.memory), **asdict(self.plan)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary(ModelSummary):
+    """`selfspec inspect`: bytes are those in memory.
+
+    Attributes:
+        plan: with --memory: what would stay, what is streamed, and how fast.
+    """
+
+    checkpoint: str
+    plan: dict[str, Any] | None = None
 
 
 def plan_checkpoint(

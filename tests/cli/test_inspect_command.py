@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -35,7 +36,7 @@ def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, s
     assert found.pop("schema_version") == 1
     assert found.pop("checkpoint") == str(copied)
     assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
-    assert found == json.loads(json.dumps(describe(stories).to_dict()))
+    assert found == json.loads(json.dumps(asdict(describe(stories))))
 
 
 def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_a_configuration_says_as_much_as_the_model(architecture: str) -> None:
 
 
 def test_it_goes_into_json(architecture: str) -> None:
-    found = json.loads(json.dumps(describe(tiny.BUILDERS[architecture]()).to_dict()))
+    found = json.loads(json.dumps(asdict(describe(tiny.BUILDERS[architecture]()))))
     assert found["exits"][0].keys() == {"layer", "bytes_read", "cost_ratio"}
     assert len(found["layers"]) == tiny.DEPTH
 
