@@ -38,8 +38,16 @@ def is_finite(value: object) -> bool:
 
 
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
-    """Refuse a dataclass whose fields of type `int` or `float` hold anything but whole, or finite, numbers."""
-    for name, kind in get_type_hints(type(settings)).items():
+    """Refuse a dataclass whose fields of type `int` or `float` hold no such numbers, or less than options may.
+
+    The least is the `min` of what annotates the field.
+    """
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        kind, least = getattr(hint, "__origin__", hint), None
+        for each in getattr(hint, "__metadata__", ()):
+            least = getattr(each, "min", least)
         value = getattr(settings, name)
         if (kind is int and not is_whole(value)) or (kind is float and not is_finite(value)):
             raise error(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {shown(value)}")
+        if least is not None and value is not None and value < least:
+            raise error(f"{name} must be at least {least:g}, got {shown(value)}")

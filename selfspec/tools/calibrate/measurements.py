@@ -35,10 +35,7 @@ class Measurements:
 
     def __post_init__(self) -> None:
         check_numbers(self, DraftConfigError)
-        for name in ("max_new_tokens", "repeats", "batch", "longest_draft"):
-            if getattr(self, name) < 1:
-                raise DraftConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.nodes <= _MOST_NODES:
+        if self.nodes > _MOST_NODES:
             raise DraftConfigError(f"nodes of trees to try are 0 to {_MOST_NODES}, got {self.nodes}")
         if not 0 < self.temperature < math.inf:
             raise DraftConfigError(f"a temperature to sample at is above 0, got {self.temperature}")

@@ -56,9 +56,6 @@ class Course:
 
     def __post_init__(self) -> None:
         check_numbers(self, TrainingError)
-        for name in ("steps", "batch", "accumulate", "length", "save_every", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise TrainingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not (self.learning_rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
             raise TrainingError(
                 f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "

@@ -18,7 +18,7 @@ from selfspec.tools.train.course import CHECKPOINTS, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.settings import Course
 
-_COURSE = Course(steps=8, batch=2, length=4, save_every=3, evaluate_every=100, learning_rate=0.05)
+_COURSE = Course(steps=8, batch=2, length=8, save_every=3, evaluate_every=100, learning_rate=0.05)
 
 
 class _Lesson(Lesson):
