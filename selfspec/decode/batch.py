@@ -256,7 +256,7 @@ class Batch:
         self._number()
 
     def keep(self, groups: Sequence[int]) -> None:
-        """Keep only some groups of one row each, at least one, in the order given. A row may move to the front alone."""
+        """Keep some groups of one row each, at least one, in the order given; rows may move to the front alone."""
         self.cache.keep(groups)
         self.noise = self.noise.narrowed(groups)
         self.last_tokens = self.last_tokens[list(groups)]
