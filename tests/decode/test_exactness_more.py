@@ -14,7 +14,7 @@ import selfspec
 from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp
+from helpers.joints import Warp, p_values
 from helpers.tiers import in_turns
 from helpers.tiny_joint import BATCHES, PROMPT, ROWS, TOKENS, joint, network
 from selfspec.draft import Budget, Draft, Drafter
@@ -31,14 +31,11 @@ def prompts(rows: int = ROWS) -> Tensor:
 @pytest.mark.statistical
 def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     # A draft of two may be the whole text in one round; drafts of one spread it over two rounds and a bonus token.
-    found = {}
+    found: dict[str, float] = {}
     for number, (warp, length) in enumerate(((WARM, 2), (SHARP, 2), (FILTERED, 1))):
         spec = selfspec.wrap(network(), selfspec.drafts.EarlyExit(1), draft_length=length, accept=rule)
-        seen: list[tuple[int, ...]] = []
-        for batch in range(BATCHES):
-            out = spec.generate(prompts(), max_new_tokens=TOKENS, seed=1000 * number + batch, **warp.options)
-            seen += map(tuple, out.sequences[:, len(PROMPT) :].tolist())
-        found[f"{warp} length {length}"] = p_value(seen, joint(spec.model, warp))
+        fit = p_values(spec, warp, prompts=[PROMPT], rows=ROWS, batches=BATCHES, seed=1000 * number, tokens=TOKENS)
+        found |= {f"{warp} length {length}": value for value in fit.values()}
     assert holm_rejects(found, 0.01) == [], found
 
 

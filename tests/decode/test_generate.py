@@ -22,13 +22,12 @@ from helpers.goodness import holm_rejects, p_value
 from helpers.joints import (
     BATCHES,
     EOS,
-    PAD,
     PROMPTS,
     ROWS,
-    TOKENS,
     Warp,
     assert_rows_are_stock,
     joint,
+    p_values,
     small,
 )
 from helpers.tiers import in_turns
@@ -36,39 +35,6 @@ from selfspec.accept import TokenLevel
 from selfspec.decode.batch_sampling import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
-
-
-def sample(
-    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None, seed: int, batches: int
-) -> dict[tuple[int, ...], list[Any]]:
-    """Outputs of each prompt; every batch holds both prompts, left-padded, so that its rows are ragged."""
-    width = max(map(len, PROMPTS))
-    repeats = ROWS // len(PROMPTS)
-    ids = torch.tensor([(PAD,) * (width - len(prompt)) + prompt for prompt in PROMPTS] * repeats)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS] * repeats)
-    seen: dict[tuple[int, ...], list[Any]] = {prompt: [] for prompt in PROMPTS}
-    for batch in range(batches):
-        sequences = spec.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=TOKENS,
-            eos_token_id=eos,
-            pad_token_id=PAD,
-            seed=seed + batch,
-            **warp.options,
-        ).sequences[:, width:]
-        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
-        for row, output in enumerate(padded.tolist()):
-            seen[PROMPTS[row % len(PROMPTS)]].append(tuple(output))
-    return seen
-
-
-def p_values(
-    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, seed: int = 0, batches: int = BATCHES
-) -> dict[str, float]:
-    seen = sample(spec, warp, eos, seed, batches)
-    return {str(prompt): p_value(outputs, joint(spec.model, prompt, warp, eos)) for prompt, outputs in seen.items()}
-
 
 DRAFTS: tuple[Drafter | None, ...] = (
     None,

@@ -14,9 +14,9 @@ import selfspec
 from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects, p_value
+from helpers.joints import EOS, VOCAB, drawn, enumerated, small
 from selfspec.draft import Budget, Drafter
 
-VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
 ROWS, BATCHES = 512, 3
 PROMPT = (1, 2, 3, 1)
 
@@ -51,26 +51,14 @@ def favoured(call: int, vocab: int) -> Tensor:
     return scores
 
 
-@torch.no_grad()
-def joint(model: PreTrainedModel) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `TOKENS` tokens, padded after the end, from plain forward passes."""
-    outputs: dict[tuple[int, ...], float] = {}
-    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
-    for place in range(TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
-        logits = model(torch.tensor([PROMPT + prefix for prefix in prefixes])).logits[:, -1].float()
-        for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
-            for token, probability in enumerate((scores + favoured(place + 1, VOCAB)).softmax(-1).tolist()):
-                whole = (*prefix, token) + (PAD,) * (TOKENS - place - 1) * (token == EOS)
-                if probability:
-                    (outputs if token == EOS else longer)[whole] = chance * probability
-        prefixes = longer
-    return {**outputs, **prefixes}
+def chances(prefix: tuple[int, ...], logits: Tensor) -> list[float]:
+    found: list[float] = (logits.float() + favoured(len(prefix) + 1, VOCAB)).softmax(-1).tolist()
+    return found
 
 
 @pytest.mark.parametrize("processor", [Alternating, Undoable])
 def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
-    found = {}
+    found: dict[str, float] = {}
     settings: tuple[tuple[Drafter | None, str], ...] = (
         (None, "token"),
         (selfspec.drafts.EarlyExit(1), "block"),
@@ -79,23 +67,20 @@ def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
         (selfspec.drafts.LowPrecision(4), "block"),
     )
     for number, (draft, rule) in enumerate(settings):
-        model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
+        model = small(seed=number)
         spec = selfspec.wrap(model, draft, draft_length=1 + number % 4, accept=rule)
-        seen: list[tuple[int, ...]] = []
-        for batch in range(BATCHES):
-            out = spec.generate(
-                torch.tensor([PROMPT] * ROWS),
-                max_new_tokens=TOKENS,
-                do_sample=True,
-                top_k=0,
-                eos_token_id=EOS,
-                pad_token_id=PAD,
-                seed=100 * number + batch,
-                logits_processor=[processor()],
-            )
-            new = out.sequences[:, len(PROMPT) :]
-            seen += map(tuple, torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist())
-        found[f"{draft} {rule}"] = p_value(seen, joint(model))
+        seen = drawn(
+            spec,
+            [PROMPT],
+            rows=ROWS,
+            batches=BATCHES,
+            seed=100 * number,
+            fresh=lambda: {"logits_processor": [processor()]},
+            do_sample=True,
+            top_k=0,
+            eos_token_id=EOS,
+        )
+        found[f"{draft} {rule}"] = p_value(seen.texts[PROMPT], enumerated(model, PROMPT, chances, EOS))
     assert holm_rejects(found, 0.01) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, small
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, PROMPTS, TOKENS, Warp, p_values, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.output import Round
@@ -149,22 +148,9 @@ def test_rows_of_different_lengths_are_not_brought_into_lockstep() -> None:
     assert len(committed(kept)) > 1
 
 
-def samples(
-    rule: str, control: Control, eos: int | None, rows: int, batches: int, seed: int
-) -> Iterator[tuple[int, ...]]:
-    """Texts from batches of the same prompt."""
-    prompt = torch.tensor(PROMPTS[0]).expand(rows, -1)
-    spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
-    for batch in range(batches):
-        sequences = spec.generate(
-            prompt, max_new_tokens=TOKENS, eos_token_id=eos, pad_token_id=PAD, seed=seed + batch, **Warp().options
-        ).sequences[:, prompt.shape[1] :]
-        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
-        yield from map(tuple, padded.tolist())
-
-
-def p_values(rows: int, batches: int) -> dict[str, float]:
-    found = {}
+def rejected(rows: int, batches: int) -> list[str]:
+    """The settings in which texts of batches of one prompt do not follow their joint."""
+    found: dict[str, float] = {}
     adaptive = InStep(3, threshold=0.45)
     settings: list[tuple[str, Control, int | None]] = [
         ("token", InStep(3), None),
@@ -173,22 +159,21 @@ def p_values(rows: int, batches: int) -> dict[str, float]:
         ("block", adaptive, None),
     ]
     for number, (rule, control, eos) in enumerate(settings):
-        seen = samples(rule, control, eos, rows, batches, seed=10_000 * number)
-        found[f"{rule} {control} {eos}"] = p_value(seen, joint(small(), PROMPTS[0], Warp(), eos))
-    return found
+        spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
+        fit = p_values(spec, Warp(), eos, prompts=PROMPTS[:1], rows=rows, batches=batches, seed=10_000 * number)
+        found |= {f"{rule} {control} {eos}": value for value in fit.values()}
+    return holm_rejects(found, 0.01)
 
 
 @pytest.mark.parametrize(("rows", "batches"), [(3, 100), (2048, 3)], ids=["few rows", "many rows"])
 def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
     # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
-    found = p_values(rows, batches)
-    assert holm_rejects(found, 0.01) == [], found
+    assert rejected(rows, batches) == []
 
 
 @pytest.mark.statistical
 def test_many_more_samples_follow_the_exact_joint() -> None:
-    found = p_values(rows=3, batches=1500)
-    assert holm_rejects(found, 0.01) == [], found
+    assert rejected(rows=3, batches=1500) == []
 
 
 @pytest.mark.parametrize("control", [InStep(4), selfspec.CostAware(costs=CHEAP)], ids=str)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny, tiny_joint
 from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp
+from helpers.joints import Warp, p_values
 from helpers.tiers import in_turns
 from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race
 
@@ -300,10 +300,7 @@ def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rounds_of_a_network_draw_from_its_joint(rule: str) -> None:
-    network, warp = tiny_joint.network(), Warp()
-    joint = tiny_joint.joint(network, warp)
-    spec = selfspec.wrap(network, selfspec.drafts.EarlyExit(1), draft_length=2, accept=rule)
-    ids = torch.tensor([tiny_joint.PROMPT]).expand(tiny_joint.ROWS, -1)
-    out = spec.generate(ids, max_new_tokens=tiny_joint.TOKENS, seed=0, **warp.options).sequences
-    texts = map(tuple, out[:, len(tiny_joint.PROMPT) :].tolist())
-    assert p_value(texts, joint) > 0.01
+    spec = selfspec.wrap(tiny_joint.network(), selfspec.drafts.EarlyExit(1), draft_length=2, accept=rule)
+    rows, tokens = tiny_joint.ROWS, tiny_joint.TOKENS
+    (fit,) = p_values(spec, Warp(), tokens=tokens, prompts=[tiny_joint.PROMPT], rows=rows, batches=1).values()
+    assert fit > 0.01

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 import selfspec
 from helpers import tiny
 from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects, p_value
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, drawn, enumerated, small
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.draft import Budget, Drafter
@@ -135,8 +137,6 @@ def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel, nam
 
 # The joint distribution of several tokens.
 
-VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
-ROWS, BATCHES = 512, 8
 PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2))
 
 
@@ -155,23 +155,6 @@ def allowed(options: dict[str, Any], prompt: Sequence[int], prefix: Sequence[int
     return chances
 
 
-@torch.no_grad()
-def joint(model: PreTrainedModel, prompt: tuple[int, ...], options: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Probability of every possible output of `TOKENS` tokens, padded after the end, from plain forward passes."""
-    outputs: dict[tuple[int, ...], float] = {}
-    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        logits = model(torch.tensor([prompt + prefix for prefix in prefixes])).logits[:, -1]
-        longer: dict[tuple[int, ...], float] = {}
-        for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
-            for token, probability in enumerate(allowed(options, prompt, prefix, scores)):
-                ended = token == options.get("eos_token_id")
-                whole = (*prefix, token) + (PAD,) * (TOKENS - len(prefix) - 1) * ended
-                (outputs if ended else longer)[whole] = chance * probability
-        prefixes = longer
-    return {**outputs, **prefixes}
-
-
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.8},
     {"no_repeat_ngram_size": 2},
@@ -181,23 +164,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def p_values(spec: selfspec.SelfSpeculative, options: dict[str, Any], seed: int) -> dict[str, float]:
-    seen: dict[tuple[int, ...], list[tuple[int, ...]]] = {prompt: [] for prompt in PROMPTS}
-    ids = torch.tensor(PROMPTS * (ROWS // len(PROMPTS)))
-    for batch in range(BATCHES):
-        sequences = spec.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=PAD,
-            seed=seed + batch,
-            **options,
-        ).sequences[:, ids.shape[1] :]
-        padded = torch.nn.functional.pad(sequences, (0, TOKENS - sequences.shape[1]), value=PAD)
-        for row, output in enumerate(padded.tolist()):
-            seen[PROMPTS[row % len(PROMPTS)]].append(tuple(output))
-    return {str(prompt): p_value(outputs, joint(spec.model, prompt, options)) for prompt, outputs in seen.items()}
+    seen = drawn(spec, PROMPTS, seed=seed, do_sample=True, top_k=0, **options)
+    eos = options.get("eos_token_id")
+    return seen.fits(lambda prompt: enumerated(spec.model, prompt, partial(allowed, options, prompt), eos))
 
 
 @pytest.mark.statistical
@@ -210,7 +179,7 @@ def test_samples_follow_the_exact_joint() -> None:
         selfspec.drafts.LowPrecision(4),
     )
     for number, (draft, options) in enumerate(itertools.product(drafts, SETTINGS)):
-        model = tiny.llama(vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25, seed=number)
+        model = small(seed=number)
         rule, length = ("token", "block", "coupled")[number % 3], 1 + number % 4
         spec = selfspec.wrap(model, draft, draft_length=length, accept=rule)
         for prompt, value in p_values(spec, options, seed=100 * number).items():

@@ -25,6 +25,7 @@ from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcess
 import selfspec
 from helpers import tiny
 from helpers.goodness import holm_rejects, p_value
+from helpers.joints import TOKENS, drawn, enumerated, small
 from helpers.tiers import in_turns
 from selfspec.draft import Drafter
 
@@ -363,62 +364,36 @@ def test_a_sample_is_shown_as_it_grows(model: PreTrainedModel, name: str, rule: 
         )
 
 
-VOCABULARY, TOKENS, LAST = 5, 4, 4
+LAST = 4
 PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2), (3, 3, 1, 2))
 
 
-@torch.no_grad()
 def joint(model: PreTrainedModel, prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `TOKENS` tokens under `Drifting`, padded after `LAST`, from plain passes."""
-    outputs: dict[tuple[int, ...], float] = {}
-    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
-    seen: dict[tuple[int, ...], int] = {(): prompt[-1] % 997}
-    for step in range(TOKENS):
-        texts = torch.tensor([prompt + prefix for prefix in prefixes])
-        scores = model(texts).logits[:, -1].float() + bias(torch.tensor([seen[prefix] for prefix in prefixes]), 5)
-        scores[:, PAD] = -torch.inf
-        longer: dict[tuple[int, ...], float] = {}
-        for (prefix, chance), chances in zip(prefixes.items(), scores.softmax(-1).tolist(), strict=True):
-            for token, probability in enumerate(chances):
-                whole = (*prefix, token) + (PAD,) * (TOKENS - len(prefix) - 1) * (token == LAST)
-                (outputs if token == LAST else longer)[whole] = chance * probability
-                seen[(*prefix, token)] = (31 * seen[prefix] + token + step + 1) % 997
-        prefixes = longer
-    return {**outputs, **prefixes}
+    """Probability of every output under `Drifting`, padded after `LAST`."""
 
+    def chances(prefix: tuple[int, ...], logits: Tensor) -> list[float]:
+        seen = prompt[-1] % 997
+        for step, token in enumerate(prefix):
+            seen = (31 * seen + token + step + 1) % 997
+        scores = logits.float() + bias(torch.tensor([seen]), 5)[0]
+        scores[PAD] = -torch.inf
+        found: list[float] = scores.softmax(-1).tolist()
+        return found
 
-def small(seed: int) -> PreTrainedModel:
-    return tiny.llama(vocab_size=VOCABULARY, num_hidden_layers=3, initializer_range=0.25, seed=seed)
+    return enumerated(model, prompt, chances, LAST)
 
 
 def p_of_samples(spec: selfspec.SelfSpeculative, processor: type[Drifting], rows: int, calls: int) -> float:
-    """Fit of the outputs of many calls, each with a processor of its own, to the exact joint."""
-    seen: list[tuple[int, ...]] = []
-    judged = accepted = 0
-    ids = torch.tensor(PROMPTS[:rows])
-    for seed in range(calls):
-        out = spec.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=PAD,
-            eos_token_id=LAST,
-            logits_processor=[processor()],
-            seed=seed,
-        )
-        judged, accepted = judged + out.stats.judged, accepted + out.stats.accepted
-        wide = torch.nn.functional.pad(out.sequences, (0, len(PROMPTS[0]) + TOKENS - out.sequences.shape[1]), value=PAD)
-        seen += [tuple(row) for row in wide.tolist()]
+    """Fit of the outputs of many calls, each with a processor of its own, to the exact joint of all prompts."""
+    prompts = PROMPTS[:rows]
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "eos_token_id": LAST}
+    seen = drawn(spec, prompts, rows=rows, batches=calls, fresh=lambda: {"logits_processor": [processor()]}, **options)
     # Nothing would be shown if all were accepted, or next to nothing.
-    assert 0.05 * judged < accepted < judged
+    assert 0.05 * seen.judged < seen.accepted < seen.judged
     together = {
-        prompt + output: chance / rows
-        for prompt in PROMPTS[:rows]
-        for output, chance in joint(spec.model, prompt).items()
+        prompt + output: chance / rows for prompt in prompts for output, chance in joint(spec.model, prompt).items()
     }
-    return p_value(seen, together)
+    return p_value([prompt + text for prompt, texts in seen.texts.items() for text in texts], together)
 
 
 CASES: list[tuple[Drafter, str, int]] = [
@@ -435,14 +410,14 @@ def test_samples_follow_the_exact_joint(processor: type[Drifting], calls: int) -
     found = {}
     for number, (draft, rule, rows) in enumerate(CASES):
         spec = selfspec.wrap(
-            small(number), draft, draft_length=1 + number, accept=rule, runtime=selfspec.runtime.Eager()
+            small(seed=number), draft, draft_length=1 + number, accept=rule, runtime=selfspec.runtime.Eager()
         )
         found[f"{draft} {rule} rows {rows}"] = p_of_samples(spec, processor, rows, calls)
     assert holm_rejects(found, 0.01) == []
 
 
 def test_the_joint_is_that_of_transformers() -> None:
-    model, ids = small(0), torch.tensor(PROMPTS * 400)
+    model, ids = small(), torch.tensor(PROMPTS * 400)
     torch.manual_seed(3)
     new = model.generate(
         ids,

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import BATCHES, PROMPTS, TOKENS, VOCAB, Warp, joint, small
+from helpers.goodness import holm_rejects
+from helpers.joints import PROMPTS, TOKENS, VOCAB, Warp, p_values, small
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget, Draft, Stateless
 
@@ -109,16 +109,12 @@ def test_scores_and_processors_follow_the_path(llama: Any) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
-    found, q = {}, torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
+    found: dict[str, float] = {}
+    q = torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
     for number, tree in enumerate(SHAPES):
         spec = selfspec.wrap(small(seed=number), Random(tree, q), draft_length=len(tree), accept=rule)
         warp, prompt = (Warp(), Warp(temperature=1.4, top_k=3), Warp(top_p=0.8))[number], PROMPTS[number % 2]
-        ids = torch.tensor([prompt] * 256)
-        outputs: list[tuple[int, ...]] = []
-        for batch in range(BATCHES):
-            output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
-            outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
-        found[str(tree)] = p_value(outputs, joint(spec.model, prompt, warp, None))
+        found |= p_values(spec, warp, prompts=[prompt], rows=256)
     assert holm_rejects(found, 0.01) == []
 
 

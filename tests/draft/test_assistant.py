@@ -13,20 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import (
-    BATCHES,
-    EOS,
-    PAD,
-    ROWS,
-    TOKENS,
-    Warp,
-    assert_rows_are_stock,
-    joint,
-    padded,
-    small,
-)
-from helpers.joints import PROMPTS as OF_THE_JOINT
+from helpers.goodness import holm_rejects
+from helpers.joints import BATCHES, EOS, Warp, assert_rows_are_stock, p_values, small
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
@@ -110,25 +98,10 @@ def test_processors_filter_the_draft_too(llama: PreTrainedModel) -> None:
     assert output.stats.acceptance_rate == 1
 
 
-def samples(spec: selfspec.SelfSpeculative, warp: Warp, batches: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-    """Outputs of each prompt, of ragged batches whose rows end at different places and are dropped."""
-    repeated = [torch.tensor([prompt]) for prompt in OF_THE_JOINT] * (ROWS // len(OF_THE_JOINT))
-    ids, mask = padded(repeated)
-    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {prompt: [] for prompt in OF_THE_JOINT}
-    options = {"max_new_tokens": TOKENS, "eos_token_id": EOS, "pad_token_id": PAD, **warp.options}
-    for seed in range(batches):
-        new = spec.generate(ids, attention_mask=mask, seed=seed, **options).sequences[:, ids.shape[1] :]
-        for row, text in enumerate(torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist()):
-            found[OF_THE_JOINT[row % len(OF_THE_JOINT)]].append(tuple(text))
-    return found
-
-
 def rejected(rule: str, warp: Warp, batches: int, control: Any = 2) -> list[str]:
     model = small()
     spec = selfspec.wrap(model, Assistant(near(model, 0.3)), draft_length=control, accept=rule)
-    found = samples(spec, warp, batches)
-    values = {str(prompt): p_value(texts, joint(model, prompt, warp, EOS)) for prompt, texts in found.items()}
-    return holm_rejects(values, 1e-3)
+    return holm_rejects(p_values(spec, warp, EOS, batches=batches), 1e-3)
 
 
 def test_samples_follow_the_exact_joint() -> None:

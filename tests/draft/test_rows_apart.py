@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, Warp, drawn, joint, small
 from helpers.tiers import in_turns
 from selfspec.accept.registry import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
@@ -44,33 +45,19 @@ def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
 
 @pytest.mark.parametrize(("rule", "turn"), in_turns(("token", "block"), (0, 1), mark=pytest.mark.statistical))
 def test_samples_follow_the_exact_joint(rule: str, turn: int) -> None:
-    model, found = small(), {}
-    ids, mask = padded([torch.tensor([PROMPTS[row % 2]]) for row in range(256)])
-    joints = [joint(model, prompt, WARP, EOS) for prompt in PROMPTS]
+    model = small()
+    found: dict[str, float] = {}
     for number, draft in list(enumerate(DRAFTS))[turn::2]:
         spec = selfspec.wrap(model, draft, draft_length=3)
         drafts = watched(spec, rule)
-        samples: tuple[list[tuple[int, ...]], ...] = ([], [])
-        for seed in range(4):
-            output = spec.generate(
-                ids,
-                attention_mask=mask,
-                seed=4 * number + seed,
-                max_new_tokens=TOKENS,
-                eos_token_id=EOS,
-                pad_token_id=PAD,
-                **WARP.options,
-            )
-            new = output.sequences[:, ids.shape[1] :]
-            for row, text in enumerate(torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD).tolist()):
-                samples[row % 2].append(tuple(text))
-            assert output.stats.accepted > 0
+        output = drawn(spec, rows=256, batches=4, seed=4 * number, eos_token_id=EOS, **WARP.options)
+        assert output.accepted > 0
         assert all(each.tree.is_chain for each in drafts)
         if not isinstance(draft, Recycling):
             # Somewhere both sources draft, each for some rows.
             assert any(each.steps and each.match_length == 0 and 0 < _sure(each) < 1 for each in drafts)
-        for prompt, texts, exact in zip(PROMPTS, samples, joints, strict=True):
-            found[f"{draft} {prompt}"] = p_value(texts, exact)
+        fits = output.fits(partial(joint, model, warp=WARP, eos=EOS))
+        found |= {f"{draft} {prompt}": value for prompt, value in fits.items()}
     assert holm_rejects(found, 0.01) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.described import Change, rewrite
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import PROMPTS, TOKENS, Warp, joint, small
+from helpers.goodness import holm_rejects
+from helpers.joints import PROMPTS, Warp, drawn, joint, small
 from selfspec.draft import Suffixes
 from selfspec.draft.corpus_file import CorpusFile, write_corpus
 from selfspec.draft.registry import draft_name, parse_draft
@@ -84,18 +85,14 @@ def test_kept_texts_take_no_more_than_their_bytes(llama: PreTrainedModel) -> Non
 
 
 def test_samples_follow_the_exact_joint() -> None:
-    found = {}
+    found: dict[str, float] = {}
     for number, rule in enumerate(("token", "block")):
         spec = selfspec.wrap(small(seed=number), "suffix", draft_length=selfspec.FixedLength(3, nodes=6), accept=rule)
-        warp, prompt = Warp(temperature=1.2), PROMPTS[number]
-        ids = torch.tensor([prompt] * 256)
-        outputs: list[tuple[int, ...]] = []
         # Many more are drawn in test_tree_joints.py.
-        for batch in range(4):
-            output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
-            outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
-            assert output.stats.accepted > 0
-        found[rule] = p_value(outputs, joint(spec.model, prompt, warp, None))
+        warp = Warp(temperature=1.2)
+        output = drawn(spec, [PROMPTS[number]], rows=256, batches=4, **warp.options)
+        assert output.accepted > 0
+        found |= output.fits(partial(joint, spec.model, warp=warp))
     assert holm_rejects(found, 0.01) == []
 
 

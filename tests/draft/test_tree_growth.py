@@ -18,10 +18,10 @@ from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.any_rounds import FIRST_WORD
 from helpers.chains import trees
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp
+from helpers.goodness import holm_rejects
+from helpers.joints import Warp, p_values
 from helpers.shrunken import shrunken
-from helpers.tiny_joint import PROMPT, TOKENS, joint, network
+from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
@@ -268,12 +268,8 @@ def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> Non
 
 def _fits(draft: selfspec.drafts.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
     spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
-    ids = torch.tensor([PROMPT] * rows)
-    found: list[tuple[int, ...]] = []
-    for seed in range(batches):
-        output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=seed, **warp.options)
-        found += map(tuple, output.sequences[:, len(PROMPT) :].tolist())
-    return p_value(found, joint(spec.model, warp))
+    (fit,) = p_values(spec, warp, prompts=[PROMPT], rows=rows, batches=batches, tokens=TOKENS).values()
+    return fit
 
 
 # Drafts end after the first level where their likeliest token says so.

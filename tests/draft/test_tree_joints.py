@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 import selfspec
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import EOS, PAD, PROMPTS, TOKENS, Warp, joint, padded, small
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, Warp, drawn, joint, small
 from selfspec.accept.registry import find_rule
 from selfspec.accept.rule import Rule
 from selfspec.cache.tree import Tree
@@ -112,22 +113,10 @@ def rejected(drafter: Drafter, rule: str, warp: Warp, control: Control, rows: in
     """The prompts whose samples do not follow their joint, of batches whose rows have both prompts and end apart."""
     model, watched = small(), Watched(find_rule(rule))
     spec = selfspec.wrap(model, drafter, draft_length=control, accept=watched)
-    ids, mask = padded([torch.tensor([PROMPTS[row % 2]]) for row in range(rows)])
-    options: dict[str, Any] = {"max_new_tokens": TOKENS, "eos_token_id": EOS, "pad_token_id": PAD, **warp.options}
-    found: tuple[list[tuple[int, ...]], ...] = ([], [])
-    accepted = 0
-    for seed in range(calls):
-        output = spec.generate(ids, attention_mask=mask, seed=seed, **options)
-        new = output.sequences[:, ids.shape[1] :]
-        new = torch.nn.functional.pad(new, (0, TOKENS - new.shape[1]), value=PAD)
-        for row, text in enumerate(new.tolist()):
-            found[row % 2].append(tuple(text))
-        accepted += output.stats.accepted
+    found = drawn(spec, rows=rows, batches=calls, eos_token_id=EOS, **warp.options)
     assert any(not tree.is_chain for tree in watched.trees)
-    assert accepted > rows * calls / 10
-    joints = [joint(model, prompt, warp, EOS) for prompt in PROMPTS]
-    fits = {str(prompt): p_value(*each) for prompt, each in zip(PROMPTS, zip(found, joints, strict=True), strict=True)}
-    return holm_rejects(fits, 1e-3)
+    assert found.accepted > rows * calls / 10
+    return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3)
 
 
 @pytest.mark.statistical

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import PROMPTS, TOKENS, Warp, joint, small
+from helpers.goodness import holm_rejects
+from helpers.joints import PROMPTS, Warp, p_values, small
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.controller import Controller
@@ -50,21 +50,12 @@ def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str, cont
         assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=20, **GREEDY))
 
 
-def _joint_of(spec: selfspec.SelfSpeculative, prompt: tuple[int, ...], warp: Warp, rows: int, batches: int) -> float:
-    ids = torch.tensor([prompt] * rows)
-    outputs: list[tuple[int, ...]] = []
-    for batch in range(batches):
-        output = spec.generate(ids, max_new_tokens=TOKENS, eos_token_id=None, seed=batch, **warp.options)
-        outputs += map(tuple, output.sequences[:, len(prompt) :].tolist())
-    assert output.stats.accepted > 0
-    return p_value(outputs, joint(spec.model, prompt, warp, None))
-
-
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
     draft, warp = Union(Suffixes(), Recycling(candidates=3), EarlyExit(1)), Warp(temperature=1.4, top_k=3)
     spec = selfspec.wrap(small(), draft, draft_length=ModelDrafts(2, nodes=6), accept=rule)
-    assert _joint_of(spec, PROMPTS[0], warp, 256, 4) > 0.01
+    (fit,) = p_values(spec, warp, prompts=PROMPTS[:1], rows=256, batches=4).values()
+    assert fit > 0.01
 
 
 @pytest.mark.statistical
@@ -76,7 +67,7 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     for number, (draft, control) in enumerate(zip(drafts, controls, strict=True)):
         warp = (Warp(), Warp(temperature=0.7), Warp(top_p=0.8))[number]
         spec = selfspec.wrap(small(seed=number), draft, draft_length=control, accept=rule)
-        found[str(draft)] = _joint_of(spec, PROMPTS[number % 2], warp, 512, 40)
+        (found[str(draft)],) = p_values(spec, warp, prompts=[PROMPTS[number % 2]], batches=40).values()
     assert holm_rejects(found, 0.01) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,12 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.goodness import p_value
 
-VOCAB, EOS, PAD = 5, 4, 0
-
-
-TOKENS = 4
-
-
+VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
 ROWS, BATCHES = 512, 8
-
-
-PROMPTS = ((1, 2, 3), (2, 1, 4, 3, 1, 2))
+Text = tuple[int, ...]
+PROMPTS: tuple[Text, ...] = ((1, 2, 3), (2, 1, 4, 3, 1, 2))
 
 
 def small(**options: Any) -> PreTrainedModel:
@@ -64,28 +60,93 @@ class Warp:
         return (p / p.sum()).tolist()
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What a wrapper drew, padded after the end, by prompt.
+
+    Attributes:
+        accepted, judged: draft tokens, of all calls together.
+    """
+
+    texts: dict[Text, list[Text]]
+    accepted: int
+    judged: int
+
+    def fits(self, exact: Callable[[Text], dict[Text, float]]) -> dict[str, float]:
+        """How well the texts of each prompt fit its joint, as p-values."""
+        return {str(prompt): p_value(texts, exact(prompt)) for prompt, texts in self.texts.items()}
+
+
+def drawn(
+    spec: selfspec.SelfSpeculative,
+    prompts: Sequence[Text] = PROMPTS,
+    *,
+    rows: int = ROWS,
+    batches: int = BATCHES,
+    seed: int = 0,
+    tokens: int = TOKENS,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    **options: Any,
+) -> Drawn:
+    """Draw texts of prompts, which take turns in the rows of each batch, left-padded where they differ in length.
+
+    `fresh` makes options anew for each batch.
+    """
+    ids, mask = padded([torch.tensor([prompts[row % len(prompts)]]) for row in range(rows)])
+    options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": PAD, "attention_mask": mask, **options}
+    texts: dict[Text, list[Text]] = {prompt: [] for prompt in prompts}
+    accepted = judged = 0
+    for batch in range(batches):
+        output = spec.generate(ids, seed=seed + batch, **options, **fresh())
+        new = output.sequences[:, ids.shape[1] :]
+        for row, text in enumerate(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=PAD).tolist()):
+            texts[prompts[row % len(prompts)]].append(tuple(text))
+        accepted, judged = accepted + output.stats.accepted, judged + output.stats.judged
+    return Drawn(texts, accepted, judged)
+
+
+def p_values(
+    spec: selfspec.SelfSpeculative, warp: Warp, eos: int | None = None, tokens: int = TOKENS, **drawing: Any
+) -> dict[str, float]:
+    """How well what a wrapper draws fits the joint of each prompt; keywords are those of `drawn`."""
+    found = drawn(spec, eos_token_id=eos, tokens=tokens, **warp.options, **drawing)
+    return found.fits(lambda prompt: joint(spec.model, prompt, warp, eos, tokens))
+
+
 @torch.no_grad()
-def joint(model: PreTrainedModel, prompt: tuple[int, ...], warp: Warp, eos: int | None) -> dict[tuple[int, ...], float]:
-    """Probability of every possible output of `TOKENS` tokens, padded after the end, from plain forward passes."""
-    outputs: dict[tuple[int, ...], float] = {}
-    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
+def enumerated(
+    model: PreTrainedModel,
+    prompt: Text,
+    chances: Callable[[Text, Tensor], Sequence[float]],
+    eos: int | None = None,
+    tokens: int = TOKENS,
+) -> dict[Text, float]:
+    """Probability of every possible output, padded after the end, from plain forward passes.
+
+    `chances` gives those of the tokens after a prefix, by the model's logits there.
+    """
+    outputs: dict[Text, float] = {}
+    prefixes: dict[Text, float] = {(): 1.0}
+    for _ in range(tokens):
         if not prefixes:
             break
-        batch = torch.tensor([prompt + prefix for prefix in prefixes])
-        logits = model(batch).logits[:, -1]
-        longer: dict[tuple[int, ...], float] = {}
+        logits = model(torch.tensor([prompt + prefix for prefix in prefixes])).logits[:, -1]
+        longer: dict[Text, float] = {}
         for (prefix, chance), scores in zip(prefixes.items(), logits, strict=True):
-            for token, probability in enumerate(warp.distribution(scores)):
-                if probability == 0:
-                    continue
-                if token == eos:
-                    ended = (*prefix, token)
-                    outputs[ended + (PAD,) * (TOKENS - len(ended))] = chance * probability
-                else:
-                    longer[(*prefix, token)] = chance * probability
+            for token, probability in enumerate(chances(prefix, scores)):
+                if probability:
+                    ended = token == eos
+                    whole = (*prefix, token) + (PAD,) * (tokens - len(prefix) - 1) * ended
+                    (outputs if ended else longer)[whole] = chance * probability
         prefixes = longer
     return {**outputs, **prefixes}
+
+
+def joint(
+    model: PreTrainedModel, prompt: Text, warp: Warp, eos: int | None = None, tokens: int = TOKENS
+) -> dict[Text, float]:
+    """Probability of every possible output of a prompt."""
+    return enumerated(model, prompt, lambda _, logits: warp.distribution(logits), eos, tokens)
 
 
 def padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:

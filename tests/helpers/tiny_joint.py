@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedModel
 
-from helpers import tiny
+from helpers import joints, tiny
 from helpers.joints import Warp
 
-PROMPT = (1, 2)
-
-
+PROMPT, TOKENS = (1, 2), 3
 ROWS, BATCHES = 8192, 4
-
-
-TOKENS = 3
 
 
 def network(seed: int = 0, width: int = 8) -> PreTrainedModel:
@@ -31,15 +25,6 @@ def network(seed: int = 0, width: int = 8) -> PreTrainedModel:
     )
 
 
-@torch.no_grad()
 def joint(model: PreTrainedModel, warp: Warp) -> dict[tuple[int, ...], float]:
-    """Probability of every text of `TOKENS` tokens, from plain forward passes."""
-    texts: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TOKENS):
-        logits = model(torch.tensor([PROMPT + text for text in texts])).logits[:, -1]
-        texts = {
-            (*text, token): chance * probability
-            for (text, chance), scores in zip(texts.items(), logits, strict=True)
-            for token, probability in enumerate(warp.distribution(scores))
-        }
-    return texts
+    """Probability of every text of `TOKENS` tokens."""
+    return joints.joint(model, PROMPT, warp, tokens=TOKENS)
