@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import Remembering
 from selfspec.cache.tree import Tree
 from selfspec.control import Control
 from selfspec.decode.noise import Noise
@@ -142,13 +143,6 @@ def test_a_coupled_row_is_the_same_under_any_control(
     whole = texts(spec, prompts(), seed=3)
     for size in (1, 2, 4):
         assert texts(spec, chosen(prompts(), list(range(size))), seed=3) == whole[:size]
-
-
-class Remembering(LogitsProcessor):
-    """Changes nothing, and does not say that it has no memory."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
 
 
 def in_order() -> LogitsProcessorList:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import Remembering
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, TOKENS, VOCAB, Warp, p_values, small
 from selfspec.cache.tree import Tree
@@ -127,11 +128,6 @@ def test_coupled_samples_do_not_depend_on_the_tree() -> None:
         output = selfspec.wrap(model, drafter, draft_length=len(tree)).generate(ids, eos_token_id=None, **options)
         assert torch.equal(output.sequences, plain.sequences)
         assert output.stats.accepted > 0
-
-
-class Remembering(LogitsProcessor):
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
 
 
 def test_processors_with_memory_refuse_a_tree_by_name() -> None:

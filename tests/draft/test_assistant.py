@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import near
 from helpers.goodness import holm_rejects
 from helpers.joints import BATCHES, EOS, Warp, assert_rows_are_stock, p_values, small
 from helpers.shrunken import shrunken
@@ -23,21 +24,6 @@ from selfspec.draft.registry import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
-    """The same model with noise on its weights: it agrees with it often, and not always."""
-    other = type(model)(model.config).to(model.dtype).eval()
-    other.load_state_dict(model.state_dict())
-    generator = torch.Generator().manual_seed(1)
-    for weight in other.parameters():
-        weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return other
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
 
 
 @pytest.mark.parametrize("architecture", sorted(tiny.BUILDERS))
@@ -121,13 +107,6 @@ def test_samples_follow_the_exact_joint() -> None:
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_twenty_thousand_samples_follow_the_exact_joint(rule: str, warp: Warp, control: Any) -> None:
     assert rejected(rule, warp, 40, control) == []
-
-
-def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
-    plain, spec = (selfspec.wrap(llama, draft, accept="coupled") for draft in (None, Assistant(near(llama))))
-    ids = tiny.prompt(9, 2)
-    assert torch.equal(spec.generate(ids, **options).sequences, plain.generate(ids, **options).sequences)
 
 
 def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:

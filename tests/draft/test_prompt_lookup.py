@@ -22,11 +22,6 @@ from selfspec.draft.registry import draft_name, parse_draft
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 
 
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
-
-
 def drafts_of(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int = 12, **options: Any) -> list[Any]:
     return [
         [row.draft for row in chunk.rows] for chunk in spec.stream(ids, max_new_tokens=new, do_sample=False, **options)

@@ -10,35 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.described import rewrite
+from helpers.drafting import stock
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
 from selfspec.draft.candidate_table import NONE
 from selfspec.draft.recycling import RecyclingMemory, contexts_of
 from selfspec.draft.registry import draft_name, parse_draft
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
-
-
-def stock(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
-    return found
-
-
-def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    spec = selfspec.wrap(model, "recycle", draft_length=7)
-    for seed, rows in ((0, 1), (1, 3), (0, 1)):
-        ids = tiny.prompt(9, rows, seed).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert torch.equal(output.sequences, stock(model, ids, max_new_tokens=24))
 
 
 def test_what_was_seen_once_is_drafted_at_once_by_this_wrapper_alone(llama: PreTrainedModel) -> None:
@@ -93,7 +75,7 @@ def test_sources_of_a_cascade_learn_from_rounds_of_the_others(llama: PreTrainedM
     spec, ids = selfspec.wrap(llama, draft, draft_length=5), tiny.prompt(9, 2)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     first, again = (spec.generate(ids, **options) for _ in range(2))
-    assert torch.equal(first.sequences, stock(llama, ids, max_new_tokens=40))
+    assert torch.equal(first.sequences, stock(llama, ids, 40))
     assert torch.equal(first.sequences, again.sequences)
     assert 0 < first.stats.draft_bytes <= again.stats.draft_bytes
     assert draft_name(selfspec.drafts.Cascade(Recycling(), selfspec.drafts.EarlyExit(2))) == "recycle+exit:2"
@@ -111,27 +93,6 @@ def test_chances_of_ranks_are_those_after_contexts_of_one_length(llama: PreTrain
     (memory,) = spec._memories.values()
     assert isinstance(memory, RecyclingMemory)
     assert len({chances.rates() for chances in memory.chances}) == 2
-
-
-def test_coupled_samples_do_not_depend_on_what_was_learnt(llama: PreTrainedModel) -> None:
-    spec, ids = selfspec.wrap(llama, "recycle", accept="coupled", draft_length=7), tiny.prompt(9, 2)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
-    plain = selfspec.wrap(llama, None, accept="coupled").generate(ids, **options)
-    for _ in range(2):
-        assert torch.equal(spec.generate(ids, **options).sequences, plain.sequences)
-
-
-class Remembering(LogitsProcessor):
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
-def test_processors_with_memory_get_a_chain(llama: PreTrainedModel) -> None:
-    spec, ids = selfspec.wrap(llama, "recycle", draft_length=5), tiny.prompt(9)
-    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
-    output = spec.generate(ids, do_sample=False, eos_token_id=None, **options)
-    assert torch.equal(output.sequences, stock(llama, ids, max_new_tokens=32))
-    assert output.stats.drafted > 0
 
 
 def test_names() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.described import Change, rewrite
+from helpers.drafting import GREEDY
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, Warp, drawn, joint, small
 from selfspec.draft import Suffixes
@@ -20,13 +21,6 @@ from selfspec.draft.corpus_file import CorpusFile, write_corpus
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.draft.text_places import TextMemory
 from selfspec.model.vocabulary import Vocabulary
-
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
 
 
 @pytest.fixture
@@ -36,20 +30,6 @@ def corpus(llama: PreTrainedModel, tmp_path: Path) -> str:
     texts = [[9, 5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9], [3, 5, 6, 7, 8], [5, 6, 11, 12]]
     assert write_corpus(file, texts, Vocabulary.of(llama)) == 21
     return str(file)
-
-
-def stock(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(ids, **GREEDY, **options)
-    return found
-
-
-def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    spec = selfspec.wrap(model, "suffix", draft_length=7)
-    for seed, rows in ((0, 1), (1, 3), (0, 1)):
-        ids = tiny.prompt(9, rows, seed).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=24, **GREEDY)
-        assert torch.equal(output.sequences, stock(model, ids, max_new_tokens=24))
 
 
 def test_several_continuations_of_a_corpus_are_drafted_the_more_frequent_first(
@@ -94,28 +74,6 @@ def test_samples_follow_the_exact_joint() -> None:
         assert output.accepted > 0
         found |= output.fits(partial(joint, spec.model, warp=warp))
     assert holm_rejects(found, 0.01) == []
-
-
-def test_coupled_samples_do_not_depend_on_what_was_kept(llama: PreTrainedModel) -> None:
-    spec, ids = selfspec.wrap(llama, "suffix", accept="coupled", draft_length=7), tiny.prompt(9, 2)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
-    plain = selfspec.wrap(llama, None, accept="coupled").generate(ids, **options)
-    for _ in range(2):
-        assert torch.equal(spec.generate(ids, **options).sequences, plain.sequences)
-
-
-class Remembering(LogitsProcessor):
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
-def test_processors_with_memory_get_a_chain(llama: PreTrainedModel) -> None:
-    spec, ids = selfspec.wrap(llama, "suffix", draft_length=5), tiny.prompt(9)
-    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
-    for _ in range(2):
-        output = spec.generate(ids, **GREEDY, **options)
-        assert torch.equal(output.sequences, stock(llama, ids, max_new_tokens=32))
-    assert output.stats.accepted > 0
 
 
 def test_names(corpus: str) -> None:

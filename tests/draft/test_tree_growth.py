@@ -18,6 +18,7 @@ from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.any_rounds import FIRST_WORD
 from helpers.chains import trees
+from helpers.drafting import Remembering
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
 from helpers.shrunken import shrunken
@@ -158,11 +159,6 @@ class Watched(Altered):
 @pytest.fixture
 def watched() -> Watched:
     return Watched(2)
-
-
-class Remembering(LogitsProcessor):
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
 
 
 def _options(**others: Any) -> dict[str, Any]:

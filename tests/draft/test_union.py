@@ -10,44 +10,14 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import GREEDY, ModelDrafts
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, Warp, p_values, small
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
-from selfspec.control.controller import Controller
-from selfspec.control.costs import Costs, CostsByRows
-from selfspec.draft import Budget, Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
+from selfspec.control.costs import Costs
+from selfspec.draft import Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
 from selfspec.draft.verdict import RowOutcome
-
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-class ModelDrafts(FixedLength):
-    """Has the model draft in every round."""
-
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _ModelDrafts(Budget(self.length, self.nodes or self.length))
-
-
-class _ModelDrafts(Controller):
-    def prefers(self, match: int, behind: Any) -> bool:
-        return False
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny.llama()
-
-
-@pytest.mark.parametrize("control", [FixedLength(3, nodes=7), ModelDrafts(2, nodes=7), CostAware(3, nodes=7)], ids=str)
-@pytest.mark.parametrize("then", [(), (EarlyExit(1),)], ids=["alone", "with a model"])
-def test_greedy_text_is_stock_text_in_every_row_and_call(architecture: str, control: Any, then: Any) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    spec = selfspec.wrap(model, Union(Suffixes(), Recycling(), *then), draft_length=control)
-    for seed, rows in ((0, 1), (1, 3), (0, 1)):
-        ids = tiny.prompt(9, rows, seed).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=20, **GREEDY)
-        assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=20, **GREEDY))
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -69,15 +39,6 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
         spec = selfspec.wrap(small(seed=number), draft, draft_length=control, accept=rule)
         (found[str(draft)],) = p_values(spec, warp, prompts=[PROMPTS[number % 2]], batches=40).values()
     assert holm_rejects(found, 0.01) == []
-
-
-def test_coupled_samples_are_plain_ones(llama: PreTrainedModel) -> None:
-    draft = Union(Suffixes(), Recycling(), EarlyExit(2))
-    spec = selfspec.wrap(llama, draft, accept="coupled", draft_length=ModelDrafts(2, nodes=7))
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 3}
-    plain = selfspec.wrap(llama, None, accept="coupled").generate(tiny.prompt(9, 2), **options)
-    for _ in range(2):
-        assert torch.equal(spec.generate(tiny.prompt(9, 2), **options).sequences, plain.sequences)
 
 
 def test_what_was_seen_stands_beside_the_models_draft(llama: PreTrainedModel) -> None:

@@ -1,0 +1,51 @@
+"""What tests of drafts share: how to decode greedily, the stock text, a processor that may remember, a control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+from selfspec.control import FixedLength
+from selfspec.control.controller import Controller
+from selfspec.control.costs import CostsByRows
+from selfspec.draft import Budget
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def stock(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
+    """What `model.generate` writes greedily after prompts."""
+    found: Tensor = model.generate(ids, max_new_tokens=new, **GREEDY)
+    return found
+
+
+class Remembering(LogitsProcessor):
+    """Changes nothing, and does not say that it has no memory."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class ModelDrafts(FixedLength):
+    """Has the model draft in every round."""
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _ModelDrafts(Budget(self.length, self.nodes or self.length))
+
+
+class _ModelDrafts(Controller):
+    def prefers(self, match: int, behind: Any) -> bool:
+        return False
+
+
+def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
+    """The same model with noise on its weights: it agrees with it often, and not always."""
+    other = type(model)(model.config).to(model.dtype).eval()
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    for weight in other.parameters():
+        weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return other
