@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from selfspec.adapters.refused import REFUSED as REFUSED
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 _NO_DECLARATION = {"refused"}
 

@@ -1,6 +1,6 @@
 """Decoders of encoder-decoder architectures, used alone. They count positions from the length of the cache."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 _NAMES = """
 bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper

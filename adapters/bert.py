@@ -1,6 +1,6 @@
 """Encoders used as decoders (`is_decoder=True`). Their sublayers add the residual stream themselves."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 _NAMES = """
 bert bert-generation big_bird camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert

@@ -1,6 +1,6 @@
 """The bloom architecture: ALiBi made of the padding mask, sublayers that add the residual stream themselves."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("bloom",),

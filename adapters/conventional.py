@@ -1,6 +1,6 @@
 """Architectures that need nothing said: layers in `model.layers`, each with `self_attn` and `mlp`."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 _NAMES = """
 afmoe apertus apertus1p5_text arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cohere_compass_text

@@ -1,6 +1,6 @@
 """Falcon-H1, with attention and Mamba side by side in every layer, and Bamba, with one of them."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("bamba", "falcon_h1"),

@@ -1,6 +1,6 @@
 """The git architecture, text alone: a bert after an image encoder."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("git",),

@@ -1,5 +1,5 @@
 """The gpt_neo architecture: every other layer looks at a local window."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(model_types=("gpt_neo",), layers="transformer.h", attention="attn", layer_returns=2, ragged="padding")

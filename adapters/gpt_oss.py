@@ -1,5 +1,5 @@
 """The gpt_oss architecture: attention sinks, experts that hand their router scores out."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(model_types=("gpt_oss",), mlp_returns=2)

@@ -1,7 +1,7 @@
 """The gptj architecture: attention and MLP in parallel."""
 
+from selfspec.architecture import Adapter
 from selfspec.compat import RENAMED_CACHE
-from selfspec.model.adapter import Adapter
 
 # Rewritten in 5.24, its layers return the bare tensor.
 _RETURNS = 1 if RENAMED_CACHE else 2

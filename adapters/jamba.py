@@ -1,5 +1,5 @@
 """Jamba: layers of attention between layers of Mamba."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(model_types=("jamba",), attention=("self_attn", "mamba"), recurrent=("mamba",), mlp="feed_forward")

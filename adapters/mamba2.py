@@ -1,6 +1,6 @@
 """Mamba and kin: one recurrent mixer in each layer, and no MLP."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("falcon_mamba", "mamba", "mamba2"),

@@ -1,6 +1,6 @@
 """Encoders used as decoders, like bert, whose layers return tuples."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("megatron-bert", "rembert"),

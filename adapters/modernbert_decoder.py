@@ -1,5 +1,5 @@
 """The modernbert-decoder architecture."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(model_types=("modernbert-decoder",), attention="attn")

@@ -1,6 +1,6 @@
 """The mpt architecture: ALiBi made of the length of the keys, an MLP that adds the residual stream itself."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("mpt",),

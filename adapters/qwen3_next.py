@@ -1,6 +1,6 @@
 """Hybrids of attention and gated delta rule, each under its own name."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=(

@@ -1,6 +1,6 @@
 """The roformer architecture, like bert; it counts positions from the length of the cache."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("roformer",),

@@ -1,6 +1,6 @@
 """Decoders of encoder-decoder architectures, used alone, whose layers return tuples."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(
     model_types=("mvp", "trocr"),

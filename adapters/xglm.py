@@ -1,5 +1,5 @@
 """Architectures like opt whose layers are not in a decoder of their own."""
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 ADAPTER = Adapter(model_types=("xglm", "biogpt"), layers="{base}.layers", mlp=("fc1", "fc2"))

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from selfspec import draft as drafts
     from selfspec import errors, runtime
     from selfspec.api import SelfSpeculative, load, wrap
+    from selfspec.architecture import Adapter
     from selfspec.control import ConfidenceStop, CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
     from selfspec.decode.output import GenerateOutput
     from selfspec.kernels.native import build_kernels
     from selfspec.measure import embedded as demo
-    from selfspec.model.adapter import Adapter
     from selfspec.serve.engine import Engine
     from selfspec.tools.calibrate.calibration import calibrate
     from selfspec.tools.lab.inline import ablate, bench
@@ -50,7 +50,7 @@ __all__ = [
 _HOMES = {
     "tools.lab.inline": ["ablate", "bench"],
     "tools.calibrate.calibration": ["calibrate"],
-    "model.adapter": ["Adapter"],
+    "architecture": ["Adapter"],
     "control.profile": ["Profile"],
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from selfspec.accept import Rule, default_rule, find_rule
+from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_methods, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
@@ -44,7 +45,6 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.files.writing import check_output_folder, writing
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter

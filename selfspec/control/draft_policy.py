@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.control import Control, CostAware
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Drafter
-from selfspec.model.adapter import Adapter
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pydantic import FiniteFloat, PositiveInt
 from pydantic_core import from_json
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.control import CostAware
 from selfspec.control.controller import MOST_NODES
 from selfspec.control.costs import BatchCosts, Costs
@@ -20,7 +21,6 @@ from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed
-from selfspec.model.adapter import Adapter
 from selfspec.values import checked_path
 
 _WHAT_DIFFERS = {

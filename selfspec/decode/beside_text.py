@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.transfer import past_of
 from selfspec.compat import cache_argument
 from selfspec.decode.options import unsupported
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_inputs import layer_inputs, same
 
 # What belongs to the text, or says how a call runs.

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
@@ -29,7 +30,6 @@ from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.rope import is_outgrown
 
 

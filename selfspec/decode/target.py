@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.limits import Limits
-from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for

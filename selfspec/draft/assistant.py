@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_weights, shown
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.declaration import drafter
@@ -17,7 +18,6 @@ from selfspec.draft.growing import GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter

@@ -11,13 +11,13 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.declaration import Declaration, name_of
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.offer import Offer
 from selfspec.draft.rows_apart import lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes

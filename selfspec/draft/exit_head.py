@@ -14,12 +14,12 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.errors import ExitHeadError
 from selfspec.files.json_text import read_json
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath

@@ -9,10 +9,10 @@ from itertools import islice
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter, read_number
 from selfspec.errors import DraftConfigError
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 MOST_LAYERS = 10_000

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter
@@ -18,7 +19,6 @@ from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
-from selfspec.model.adapter import Adapter
 from selfspec.model.compensated_weights import compensated_weights
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath, sublayers

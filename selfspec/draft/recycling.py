@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.candidate_file import AboutCandidates, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
@@ -26,7 +27,6 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
-from selfspec.model.adapter import Adapter
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.values import checked_path, shown
 

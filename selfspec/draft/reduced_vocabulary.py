@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed
-from selfspec.model.adapter import Adapter
 from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath
 from selfspec.values import checked_path

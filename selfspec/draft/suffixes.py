@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.draft.corpus_file import LONGEST, CorpusFile
 from selfspec.draft.declaration import drafter
@@ -21,7 +22,6 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.text_places import NONE, OwnText, SortedCorpus, TextMemory, Tokens, places_in
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
-from selfspec.model.adapter import Adapter
 from selfspec.model.vocabulary import Vocabulary
 
 # Places that are enough to count; where fewer are alike in as many tokens, those alike in fewer count too, less each.

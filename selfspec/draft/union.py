@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.cascade import JoinedDrafter, JoinedProposer, joined_spelling
 from selfspec.draft.declaration import drafter
@@ -20,7 +21,6 @@ from selfspec.draft.offer import Offer, Outcome, Path, merged
 from selfspec.draft.rows_apart import filled_up
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
-from selfspec.model.adapter import Adapter
 
 # In trust: nodes beside a model's.
 _BESIDE = "beside"

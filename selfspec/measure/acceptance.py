@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.readout import Readout
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.runner import ModelRunner

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import SelfSpeculative, wrap
+from selfspec.architecture import Adapter
 from selfspec.control.costs import Costs
 from selfspec.decode.generation import Generation
 from selfspec.draft import Drafter
@@ -31,7 +32,6 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.probe import Probe, Repeating, Sample
 from selfspec.measure.stock import bare
-from selfspec.model.adapter import Adapter
 from selfspec.runtime import Eager, Traced
 from selfspec.runtime.timer import Timer
 

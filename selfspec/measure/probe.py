@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.steps import verify
 from selfspec.draft import Budget, Draft, Proposer, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN
-from selfspec.model.adapter import Adapter
 from selfspec.runtime.timer import Timer
 
 

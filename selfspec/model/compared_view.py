@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 

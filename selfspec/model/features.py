@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 from selfspec.model.view import hidden_states, replaced, view_with, view_with_layers
 
 Point = int | Literal["last", "normed"]

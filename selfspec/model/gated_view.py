@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from selfspec.architecture import Adapter
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.compat import cache_name
 from selfspec.kernels.rounded import Precision
-from selfspec.model.adapter import Adapter
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
+from selfspec.architecture import Part as Part
 from selfspec.kernels.rounded import Precision
-
-
-class Part(IntEnum):
-    """The two sublayers of a decoder layer, in the order in which they run."""
-
-    ATTENTION = 0
-    MLP = 1
 
 
 @dataclass(frozen=True, order=True)

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.adapter import Adapter
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:

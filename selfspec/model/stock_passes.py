@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from selfspec.architecture import takes
 from selfspec.compat import over_cache
-from selfspec.model.adapter import takes
 from selfspec.model.rope import tables_change
 from selfspec.model.view import copied, view_of
 

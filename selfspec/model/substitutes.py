@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import plain_head
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.substitute_file import REWRITE, SubstituteFile

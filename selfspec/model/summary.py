@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.kernels.rounded import Precision
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import bytes_of_substitutes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import substituted_weights

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
@@ -15,7 +16,6 @@ from selfspec.draft import Drafter, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
-from selfspec.model.adapter import Adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read, share_read
 from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels.rounded import Precision, RoundedWeight
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights

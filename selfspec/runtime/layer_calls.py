@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 from selfspec.model.gated_view import GatedModel
 from selfspec.model.substitutes import Substitute
 from selfspec.model.view import has_other_forward, view_running, view_with, view_with_layers

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter, takes
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import cache_argument
-from selfspec.model.adapter import Adapter, takes
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point

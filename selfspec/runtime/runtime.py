@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import GatedModel
 from selfspec.runtime.layer_calls import LayerCall, put_calls
 from selfspec.runtime.pass_function import PassFunction, PassTensors

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.model.adapter import Adapter
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner

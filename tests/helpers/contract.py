@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers.bench import Bench
 from helpers.snapshot import Snapshot
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedModelError
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.runtime.runner import ModelRunner
 

@@ -20,8 +20,8 @@ from helpers.contract import CHECKS, Subject
 from helpers.pages import run_types
 from helpers.shrunken import DEPTH, shrunken, shrunken_config
 from selfspec.adapters import ADAPTERS, REFUSED
+from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.adapter import Adapter
 from selfspec.model.registry import adapter_for, find_adapter
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, Eagle3Layer
 from selfspec.draft.heads.folder import HeadFolder, fill
@@ -19,7 +20,6 @@ from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.errors import HeadError
-from selfspec.model.adapter import Adapter
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process

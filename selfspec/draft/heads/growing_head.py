@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter
 from selfspec.draft.growing import GrowingProposer
@@ -18,7 +19,6 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.adapter import Adapter
 from selfspec.model.features import Point
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for

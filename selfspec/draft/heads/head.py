@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.model.adapter import Adapter
+from selfspec.architecture import Adapter
 
 
 class Fusion(nn.Module):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter, takes
 from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
 from selfspec.measure.readout import Readout
 from selfspec.measure.teacher_forced.context import draft_masks, exact_context
-from selfspec.model.adapter import Adapter, takes
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
+from selfspec.architecture import Adapter
 from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
 from selfspec.control.profile import Chosen, Profile
@@ -27,7 +28,6 @@ from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.own_text import continued
 from selfspec.measure.prompts import read_given
 from selfspec.measure.stock import bare
-from selfspec.model.adapter import Adapter
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Traced
 from selfspec.tools.calibrate.candidates import (

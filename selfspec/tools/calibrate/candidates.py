@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import Forecast, forecast
@@ -16,7 +17,6 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds
 from selfspec.errors import DraftConfigError
 from selfspec.measure.costs import MeasuredCosts
-from selfspec.model.adapter import Adapter
 
 # Acceptance while generating may be better than the formula's, which takes one rate for all positions.
 _WORTH_CONFIRMING = 0.9

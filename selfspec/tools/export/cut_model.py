@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.adapter import Adapter
 from selfspec.model.fingerprint import plain
 
 # Lists in a config that are as long as a model is deep by chance.

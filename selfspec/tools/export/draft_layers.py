@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.exit_head import ExitAdapter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.values import shown
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.architecture import Adapter
 from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import UnsupportedModelError
 from selfspec.files.writing import check_new, check_output_file, check_output_folder, whole, whole_folder, write_json
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter

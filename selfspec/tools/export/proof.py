@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter, takes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.adapter import Adapter, takes
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.early_head import DraftHead
 from selfspec.runtime.runner import ModelRunner

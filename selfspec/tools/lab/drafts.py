@@ -16,13 +16,13 @@ from random import Random
 from transformers import PreTrainedModel
 
 from selfspec.accept import Rule, find_rule, rule_name
+from selfspec.architecture import Adapter
 from selfspec.draft import Drafter, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import CONFIG
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)

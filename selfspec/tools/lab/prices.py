@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from selfspec.api import wrap
+from selfspec.architecture import Adapter
 from selfspec.control.costs import Costs
 from selfspec.draft import EarlyExit, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -19,7 +20,6 @@ from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.weights_read import share_read
 from selfspec.runtime import Eager

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.architecture import Adapter
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
 from selfspec.measure.prompts import PromptWriter, check_context, read_workloads
 from selfspec.measure.teacher_forced.passes import LayerViews
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_checkpoint, read_config
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter

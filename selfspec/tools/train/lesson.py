@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import forecast
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
-from selfspec.model.adapter import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.weights_read import share_read
 

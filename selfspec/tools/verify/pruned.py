@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.compat import over_cache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.runner import ModelRunner

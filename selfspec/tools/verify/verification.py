@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import SelfSpeculative, wrap
+from selfspec.architecture import Adapter
 from selfspec.decode.stats import Stats
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -17,7 +18,6 @@ from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths_of
 from selfspec.measure.stock import Reference, bare, read_reference
-from selfspec.model.adapter import Adapter
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.tools.verify.comparison import Check, Comparison

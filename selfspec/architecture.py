@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 import torch
@@ -13,7 +14,14 @@ from transformers import PreTrainedModel
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.layer_path import Part
+
+
+class Part(IntEnum):
+    """The two sublayers of a decoder layer, in the order in which they run."""
+
+    ATTENTION = 0
+    MLP = 1
+
 
 _RAGGED, _WITHOUT = ("mask", "padding", "none"), ("zeros", "input", "residual")
 
