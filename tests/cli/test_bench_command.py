@@ -193,30 +193,6 @@ def test_arms_that_say_something_else_fail_it(
     assert "REFUSED" in (tmp_path / "to" / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (["--draft", "exit:9"], "choose 1..4"),
-        (["--draft", "none"], "give --draft exit:E"),
-        (["--draft", "nonsense"], "--draft"),
-        (["--context", "8", "--chat"], "drop one"),
-        (["--chat"], "no chat template"),
-        (["--measure", "acceptance", "--measure", "costs"], "times nothing"),
-        (["--workload", "nonsense"], "write NAME=FILE"),
-        (["--temperature", "-1"], "--temperature"),
-        (["--context", "600"], "context of 512"),
-        (["--max-new-tokens", "4"], "--max-new-tokens"),
-        (["--accept", "nonsense"], "nonsense"),
-        (["--report", "nowhere"], "holds no results"),
-    ],
-)
-def test_bad_input(invoke: Invoke, folder: str, tmp_path: Path, words: list[str], remedy: str) -> None:
-    ending = invoke("bench", folder, "--to", str(tmp_path / "to"), *words)
-    assert (ending.status, ending.stdout) == (2, "")
-    assert remedy in ending.stderr
-    assert not (tmp_path / "to").exists()
-
-
 def test_without_matplotlib_it_says_so_before_it_begins(
     invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,24 +85,6 @@ def test_the_headline_claims_no_more_than_was_measured(speed: float, said: str) 
     assert headline(Standing("exit:4", score, score), identical=True) == line
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (["--draft", "none"], "give --draft exit:4"),
-        (["--draft", "exit:12"], "choose 1..11"),
-        (["--seconds", "-1"], "--seconds"),
-        (["--seconds", "inf"], "--seconds inf never ends"),
-        (["--temperature", "0"], "give one above 0"),
-        (["--max-new-tokens", "1"], "--max-new-tokens"),
-        (["--max-new-tokens", "2100"], "context of 2048"),
-    ],
-)
-def test_bad_input(invoke: Invoke, words: list[str], remedy: str) -> None:
-    ending = invoke("demo", *words)
-    assert (ending.status, ending.stdout) == (2, "")
-    assert remedy in ending.stderr
-
-
 def test_peak_memory_sees_what_was_freed_again() -> None:
     peak = peak_memory(lambda: torch.ones(2**24).sum(), torch.device("cpu"))
     if peak is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM
 
 from helpers.running import Invoke
@@ -32,21 +31,3 @@ def test_it_writes_gguf(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     assert to.stat().st_size == found["size"]
     assert to.read_bytes()[:4] == b"GGUF"
     assert json.loads(invoke(*words, "none", "--overwrite", "--output", "json").stdout)["share"] == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--draft", "lookup+exit:2"), "export its last part, exit:2"),
-        (("--draft", "none"), "no draft to export"),
-        (("--draft", "auto"), "a choice among drafts"),
-        (("--draft", "exit:99"), "out of range"),
-        (("--draft", "int8"), "fewer bits"),
-        (("--draft", "exit:2", "--precision", "f16"), "--format gguf"),
-    ],
-)
-def test_bad_input_is_refused(invoke: Invoke, folder: str, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    ending = invoke("export", folder, "--to", str(tmp_path / "draft"), *words)
-    assert ending.status == 2
-    assert said in ending.stderr
-    assert not any(tmp_path.iterdir())

@@ -94,22 +94,6 @@ def test_trees_give_the_same_text(invoke: Invoke, folder: str, expected: list[in
         assert found["stats"]["drafted"] <= 5 * found["stats"]["rounds"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("--nodes", "8"), "no effect on plain decoding"),
-        (("--draft", "none", "--nodes", "8"), "no effect on plain decoding"),
-        (("--draft", "exit:4", "--nodes", "0"), "--nodes"),
-        (("--draft", "exit:4", "--nodes", "5000"), "at most 1024"),
-        (("--draft", "exit:4", "--draft-length", "4", "--nodes", "3"), "at least its length, 4"),
-    ],
-)
-def test_trees_that_cannot_be_are_refused(invoke: Invoke, folder: str, given: tuple[str, ...], said: str) -> None:
-    ending = invoke(*words(folder, *given))
-    assert ending.status == 2
-    assert said in ending.stderr
-
-
 def test_json_from_a_process_of_its_own_is_all_that_stdout_holds(folder: str, expected: list[int]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-m", "selfspec", *words(folder, "--draft", "exit:4", "--output", "json")]
@@ -373,24 +357,6 @@ def test_a_relaxed_rule_says_that_the_text_is_not_the_models_own(invoke: Invoke,
     assert found["settings"]["accept"] == "relaxed-top-k"
 
 
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        (["--repetition-penalty", "0"], "repetition_penalty=0.0 is not valid"),
-        (["--repetition-penalty", "nan"], "repetition_penalty=nan is not valid"),
-        (["--no-repeat-ngram-size", "-1"], "--no-repeat-ngram-size"),
-        (["--stop-string", ""], "stop_strings=[''] is not valid"),
-        (["--accept", "no-such-rule"], "no acceptance rule 'no-such-rule'"),
-    ],
-    ids=str,
-)
-def test_shaping_that_means_nothing_is_refused(invoke: Invoke, folder: str, flags: list[str], match: str) -> None:
-    ending = invoke(*words(folder, *flags))
-    assert ending.status == 2
-    assert ending.stdout == ""
-    assert match in ending.stderr
-
-
 @pytest.mark.parametrize("draft", ["", "none", "lookup", "int8", "lookup+int4", "exit:2"])
 def test_within_a_budget_the_text_is_the_same(
     invoke: Invoke, folder: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, draft: str
@@ -403,25 +369,6 @@ def test_within_a_budget_the_text_is_the_same(
     settings = found["settings"]
     assert settings["draft"] in ((draft,) if draft else ("lookup+int8", "lookup+int4"))
     assert (settings["memory"], settings["context"]) == ("1TiB", 200)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--context", "9"), "add --memory"),
-        (("--memory", "6"), "'6' is no size"),
-        (("--memory", "1KiB"), "too little"),
-        (("--memory", "-6GiB"), "'-6GiB' is no size"),
-        (("--memory", "6 gigs"), "'6 gigs' is no size"),
-        (("--memory", "6GiB", "--packed"), "drop --packed"),
-        (("--memory", "6GiB", "--draft", "auto"), "name another --draft"),
-        (("--memory", "6GiB", "--context", "9"), "raise context to"),
-    ],
-)
-def test_budgets_that_cannot_be_kept_are_refused(invoke: Invoke, folder: str, more: tuple[str, ...], said: str) -> None:
-    ending = invoke(*words(folder, *more))
-    assert (ending.status, ending.stdout) == (2, "")
-    assert said in ending.stderr
 
 
 @pytest.mark.parametrize(

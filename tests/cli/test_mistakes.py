@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,82 +16,152 @@ from helpers import tiny
 from helpers.running import Invoke
 from selfspec.errors import SelfSpecError
 
-# What is typed after `selfspec`, and a piece of the answer. `{tmp}` is an empty folder, `{text}` a file of text.
+# What is typed after `selfspec`, by what it begins with, and a piece of the answer: `{tmp}` is a folder, `{text}` a
+# file of text, `{stories}` a checkpoint of five layers.
 COMMANDS = {
-    "a command that there is not": ("generat demo", "Did you mean 'generate'"),
-    "a command misspelt": ("calibrat demo", "Did you mean 'calibrate'"),
-    "an option that there is not": ("generate demo --promt x", "--prompt"),
-    "an option without its value": ("generate demo --prompt", "requires an argument"),
-    "no model": ("generate --prompt x", "name a model: a checkpoint folder, a hub name, or demo"),
-    "no model to calibrate": ("calibrate", "name a model: a checkpoint folder, a hub name, or demo"),
-    "no model to benchmark": ("bench", "name a model: a checkpoint folder, a hub name, or demo"),
-    "no prompt": ("generate demo --prompt-file {tmp}/none.txt", "cannot be read"),
-    "an empty prompt file": ("generate demo --prompt-file {tmp}/empty.txt", "is empty"),
-    "a prompt file that is no text": ("generate demo --prompt-file {tmp}/binary", "is not UTF-8"),
-    "two prompts": ("generate demo --prompt x --prompt-file {text}", "give the prompt once"),
-    "a folder that there is not": ("generate ./nowhere --prompt x", "does not exist"),
-    "an absolute folder that there is not": ("verify /nowhere/model", "does not exist"),
-    "an empty folder": ("generate {tmp} --prompt x", "has no config.json"),
-    "a file for a folder": ("generate {text} --prompt x", "is a file; give the folder"),
-    "a draft misspelt": ("generate demo --draft exti:4 --prompt x", "did you mean exit:4"),
-    "a draft without its colon": ("generate demo --draft exit4 --prompt x", "did you mean exit:4"),
-    "a draft in capitals": ("generate demo --draft INT8 --prompt x", "did you mean int8"),
-    "an exit without a layer": ("generate demo --draft exit: --prompt x", "write exit:E"),
-    "an exit beyond the depth": ("generate demo --draft exit:99 --prompt x", "choose 1..11"),
-    "an exit at 0": ("generate demo --draft exit:0 --prompt x", "choose 1..11"),
-    "three bits": ("generate demo --draft int3 --prompt x", "is not understood"),
-    "a skip set without parts": ("generate demo --draft skip:3 --prompt x", "write skip:PART"),
-    "a skip set beyond the depth": ("generate demo --draft skip:layers=40 --prompt x", "40"),
-    "a skip file that there is not": ("generate demo --draft skip-file:no.json --prompt x", "no.json"),
-    "a profile that there is not": ("generate demo --draft auto:no.json --prompt x", "no.json"),
-    "heads that there are not": ("generate demo --draft head:nowhere --prompt x", "nowhere"),
-    "substitutes that there are not": ("generate demo --draft int4:no.safetensors --prompt x", "no.safetensors"),
-    "a draft of length 0": ("generate demo --draft exit:4 --draft-length 0 --prompt x", "--draft-length"),
-    "trees of plain decoding": ("generate demo --nodes 8 --prompt x", "--nodes has no effect"),
-    "a rule that there is not": ("generate demo --accept greedy --prompt x", "greedy"),
-    "a negative temperature": ("generate demo --temperature -1 --prompt x", "--temperature"),
-    "top-p of greedy decoding": ("generate demo --top-p 0.9 --prompt x", "--top-p has no effect"),
-    "top-k of greedy decoding": ("generate demo --top-k 5 --prompt x", "--top-k has no effect"),
-    "top-p in percent": ("generate demo --temperature 1 --top-p 90 --prompt x", "--top-p"),
-    "a negative seed": ("generate demo --seed -1 --prompt x", "--seed must be"),
-    "no new tokens": ("generate demo --max-new-tokens 0 --prompt x", "--max-new-tokens"),
-    "new tokens in words": ("generate demo --max-new-tokens ten --prompt x", "--max-new-tokens"),
-    "a device that there is not": ("generate demo --device gpu --prompt x", "is no device"),
-    "a device that is not here": ("generate demo --device cuda:99 --prompt x", "choose cpu"),
-    "a dtype that there is not": ("generate demo --dtype int8 --prompt x", "--dtype"),
-    "no threads": ("generate demo --threads 0 --prompt x", "--threads"),
-    "a format that there is not": ("inspect demo --output yaml", "--output"),
-    "a budget without a unit": ("inspect demo --memory much", "much"),
-    "a context without a budget": ("inspect demo --context 100", "add --memory"),
-    "a repetition penalty of 0": ("generate demo --repetition-penalty 0 --prompt x", "repetition_penalty"),
-    "quantizing to 3 bits": ("quantize demo --bits 3 --to {tmp}/m", "8 and 4 bits"),
-    "a workload without a file": ("bench demo --workload code --to {tmp}/b", "write NAME=FILE"),
-    "a workload that there is not": ("bench demo --workload a=no.jsonl --to {tmp}/b", "no.jsonl"),
-    "plain decoding as a draft of bench": ("bench demo --draft none --to {tmp}/b", "always among the arms"),
-    "a demo without a draft": ("demo --draft none", "give --draft exit:4"),
-    "a demo that does not sample": ("demo --temperature 0", "give one above 0"),
-    "a study of nothing": ("ablate", "there is nothing to study"),
-    "a study that there is not": ("ablate {tmp}/no.toml", "no.toml"),
-    "sizes of skip sets in words": ("search demo --sublayers few --to {tmp}/s.json", "--sublayers"),
-    "a training without a text": ("train layerskip demo --to {tmp}/t", "--text"),
-    "a training on a text that there is not": ("train layerskip demo --text no.txt --to {tmp}/t", "no.txt"),
-    "exits in words": ("train layerskip demo --text {text} --to {tmp}/t --exits early", "--exits"),
+    "": {
+        "generat demo": "Did you mean 'generate'",
+        "calibrat demo": "Did you mean 'calibrate'",
+        "generate demo --promt x": "--prompt",
+        "generate demo --prompt": "requires an argument",
+        "generate --prompt x": "name a model: a checkpoint folder, a hub name, or demo",
+        "calibrate": "name a model: a checkpoint folder, a hub name, or demo",
+        "bench": "name a model: a checkpoint folder, a hub name, or demo",
+        "generate demo --prompt-file {tmp}/none.txt": "cannot be read",
+        "generate demo --prompt-file {tmp}/empty.txt": "is empty",
+        "generate demo --prompt-file {tmp}/binary": "is not UTF-8",
+        "generate demo --prompt x --prompt-file {text}": "give the prompt once",
+        "generate ./nowhere --prompt x": "does not exist",
+        "verify /nowhere/model": "does not exist",
+        "generate {tmp} --prompt x": "has no config.json",
+        "generate {text} --prompt x": "is a file; give the folder",
+        "inspect demo --output yaml": "--output",
+        "inspect demo --memory much": "much",
+        "inspect demo --context 100": "add --memory",
+        "quantize demo --bits 3 --to {tmp}/new": "8 and 4 bits",
+        "ablate": "there is nothing to study",
+        "ablate {tmp}/no.toml": "no.toml",
+        "search demo --sublayers few --to {tmp}/new": "--sublayers",
+        "train layerskip demo --to {tmp}/new": "--text",
+        "train layerskip demo --text no.txt --to {tmp}/new": "no.txt",
+        "train layerskip demo --text {text} --to {tmp}/new --exits early": "--exits",
+    },
+    "generate demo --prompt x": {
+        "--draft exti:4": "did you mean exit:4",
+        "--draft exit4": "did you mean exit:4",
+        "--draft INT8": "did you mean int8",
+        "--draft exit:": "write exit:E",
+        "--draft exit:99": "choose 1..11",
+        "--draft exit:0": "choose 1..11",
+        "--draft int3": "is not understood",
+        "--draft skip:3": "write skip:PART",
+        "--draft skip:layers=40": "40",
+        "--draft skip-file:no.json": "no.json",
+        "--draft auto:no.json": "no.json",
+        "--draft head:nowhere": "nowhere",
+        "--draft int4:no.safetensors": "no.safetensors",
+        "--nodes 8": "--nodes has no effect",
+        "--draft none --nodes 8": "--nodes has no effect",
+        "--draft exit:4 --nodes 0": "--nodes",
+        "--draft exit:4 --nodes 5000": "at most 1024",
+        "--draft exit:4 --draft-length 4 --nodes 3": "at least its length, 4",
+        "--top-k 5": "--top-k has no effect",
+        "--max-new-tokens ten": "--max-new-tokens",
+        "--device cuda:99": "choose cpu",
+        "--threads 0": "--threads",
+        "--repetition-penalty 0": "repetition_penalty=0.0 is not valid",
+        "--repetition-penalty nan": "repetition_penalty=nan is not valid",
+        "--no-repeat-ngram-size -1": "--no-repeat-ngram-size",
+        "--stop-string ''": "stop_strings=[''] is not valid",
+        "--accept no-such-rule": "no acceptance rule 'no-such-rule'",
+        "--context 9": "add --memory",
+        "--memory 6": "'6' is no size",
+        "--memory 1KiB": "too little",
+        "--memory -6GiB": "'-6GiB' is no size",
+        "--memory '6 gigs'": "'6 gigs' is no size",
+        "--memory 6GiB --packed": "drop --packed",
+        "--memory 6GiB --draft auto": "name another --draft",
+        "--memory 6GiB --context 9": "raise context to",
+    },
+    "serve {stories} --port 0": {
+        "--api-key ''": "--api-key is empty",
+        "--draft exit:99": "exit",
+        "--template nowhere.jinja": "cannot be read",
+        "--max-body much": "--max-body",
+        "--cache 0GiB": "--cache",
+        "--host not.a.host.invalid": "--host",
+        "--memory 1KiB": "too little",
+    },
+    "export {stories} --to {tmp}/new": {
+        "--draft lookup+exit:2": "export its last part, exit:2",
+        "--draft none": "no draft to export",
+        "--draft auto": "a choice among drafts",
+        "--draft exit:99": "out of range",
+        "--draft int8": "fewer bits",
+        "--draft exit:2 --precision f16": "--format gguf",
+    },
+    "demo": {
+        "--draft none": "give --draft exit:4",
+        "--draft exit:12": "choose 1..11",
+        "--seconds -1": "--seconds",
+        "--seconds inf": "--seconds inf never ends",
+        "--temperature 0": "give one above 0",
+        "--max-new-tokens 1": "--max-new-tokens",
+        "--max-new-tokens 2100": "context of 2048",
+    },
+    "bench {stories} --to {tmp}/new": {
+        "--draft exit:9": "choose 1..4",
+        "--draft none": "give --draft exit:E",
+        "--draft nonsense": "--draft",
+        "--context 8 --chat": "drop one",
+        "--chat": "no chat template",
+        "--measure acceptance --measure costs": "times nothing",
+        "--workload nonsense": "write NAME=FILE",
+        "--workload a=no.jsonl": "no.jsonl",
+        "--temperature -1": "--temperature",
+        "--context 600": "context of 512",
+        "--max-new-tokens 4": "--max-new-tokens",
+        "--accept nonsense": "nonsense",
+        "--report nowhere": "holds no results",
+    },
+    "verify {stories} --max-new-tokens 8 --samples 100": {
+        "--draft none": "plain decoding is always verified",
+        "--draft exit:9": "choose 1..4",
+        "--draft skip:attn=1 --draft skip:attn=1": "named more than once",
+        "--draft half": "is not understood",
+        "--accept tokn": "choose one of token, block",
+        "--accept token --accept token": "name each acceptance rule once",
+        "--samples 10": "--samples",
+        "--level 2": "between 0 and 1",
+        "--seed -1": "from 0 to 2**63 - 1",
+        "--max-new-tokens 600": "context of 512",
+        "--device abacus": "is no device",
+    },
+    "train layerskip {stories} --text {text} --to {tmp}/new": {
+        "--exits '2;3'": "--exits",
+        "--exits 9": "out of range",
+        "--learning-rate 0": "learning rate",
+        "--check-seconds inf": "never ends",
+    },
 }
+TYPED = {f"{begun} {rest}".strip(): answer for begun, each in COMMANDS.items() for rest, answer in each.items()}
 
 
-@pytest.mark.parametrize(("typed", "answer"), COMMANDS.values(), ids=COMMANDS)
-def test_on_the_command_line(invoke: Invoke, tmp_path: Path, typed: str, answer: str) -> None:
+@pytest.mark.parametrize(("typed", "answer"), TYPED.items(), ids=TYPED)
+def test_on_the_command_line(invoke: Invoke, folder: str, tmp_path: Path, typed: str, answer: str) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a dog. " * 20)
-    words = [word.format(tmp=tmp_path, text=text) for word in typed.split()]
-    ending = invoke(*words)
+    ending = invoke(*(word.format(tmp=tmp_path, text=text, stories=folder) for word in shlex.split(typed)))
     assert (ending.status, ending.stdout) == (2, "")
-    assert ending.stderr.startswith("error: ")
-    assert ending.stderr.count("\n") == 1
-    assert answer in ending.stderr
-    assert len(ending.stderr.split()) < 70
+    *before, said = ending.stderr.splitlines()
+    # How long it will take is said before.
+    assert all(line.startswith("verifying: ") for line in before)
+    assert said.startswith("error: ")
+    assert answer in said
+    assert len(said.split()) < 70
+    assert not (tmp_path / "new").exists()
 
 
 PROMPT = torch.tensor([[1, 2, 3]])
@@ -154,4 +225,4 @@ def test_in_python(model: PreTrainedModel, call: Callable[[PreTrainedModel], Any
 
 
 def test_there_are_75_of_them() -> None:
-    assert len(COMMANDS) + len(CALLS) >= 75
+    assert len(TYPED) + len(CALLS) >= 75

@@ -66,24 +66,6 @@ def _metrics(url: str) -> bytes:
     return found
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--api-key", ""), "--api-key is empty"),
-        (("--draft", "exit:99"), "exit"),
-        (("--template", "nowhere.jinja"), "cannot be read"),
-        (("--max-body", "much"), "--max-body"),
-        (("--cache", "0GiB"), "--cache"),
-        (("--host", "not.a.host.invalid"), "--host"),
-        (("--memory", "1KiB"), "too little"),
-    ],
-)
-def test_refuses_by_name(invoke: Invoke, folder: str, more: tuple[str, ...], said: str) -> None:
-    ending = invoke("serve", folder, "--port", "0", *more)
-    assert ending.status == 2
-    assert said in ending.stderr
-
-
 def test_a_port_that_is_taken(invoke: Invoke, folder: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -103,25 +103,6 @@ def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, te
     assert verified.status == 0, verified.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--exits", "2;3"), "--exits"),
-        (("--exits", "9"), "out of range"),
-        (("--learning-rate", "0"), "learning rate"),
-        (("--check-seconds", "inf"), "never ends"),
-    ],
-)
-def test_what_cannot_be_done_is_said_at_once(
-    invoke: Invoke, folder: str, text: str, tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
-    to = tmp_path / "model"
-    ending = invoke("train", "layerskip", folder, "--text", text, "--to", str(to), *_QUICK, *words)
-    assert ending.status == 2
-    assert said in ending.stderr
-    assert not to.exists()
-
-
 def test_an_exit_head_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     ending = invoke("generate", folder, "--prompt", "Once", "--draft", f"head:{tmp_path / 'none'}")
     assert ending.status == 2

@@ -141,28 +141,6 @@ def test_a_relaxed_rule_is_not_exact(invoke: Invoke, folder: str, prompt_file: P
     assert found["settings"]["accept"] == ["relaxed-typical"]
 
 
-@pytest.mark.parametrize(
-    ("more", "remedy"),
-    [
-        (["--draft", "none"], "plain decoding is always verified"),
-        (["--draft", "exit:9"], "choose 1..4"),
-        (["--draft", "skip:attn=1"], "named more than once"),
-        (["--draft", "half"], "is not understood"),
-        (["--accept", "tokn"], "choose one of token, block"),
-        (["--accept", "token", "--accept", "token"], "name each acceptance rule once"),
-        (["--samples", "10"], "--samples"),
-        (["--level", "2"], "between 0 and 1"),
-        (["--seed", "-1"], "from 0 to 2**63 - 1"),
-        (["--max-new-tokens", "600"], "context of 512"),
-        (["--device", "abacus"], "is no device"),
-    ],
-)
-def test_bad_input(invoke: Invoke, folder: str, prompt_file: Path, more: list[str], remedy: str) -> None:
-    ending = invoke(*words(folder, prompt_file, *more))
-    assert (ending.status, ending.stdout) == (2, "")
-    assert remedy in ending.stderr
-
-
 @pytest.mark.parametrize(("content", "remedy"), [(b"\n \n", "holds no prompt"), (b"\xff\xfe", "is not UTF-8 text")])
 def test_prompt_files_without_prompts(invoke: Invoke, folder: str, tmp_path: Path, content: bytes, remedy: str) -> None:
     file = tmp_path / "prompts.txt"
