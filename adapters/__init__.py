@@ -3,10 +3,11 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
+from selfspec.adapters.mtp import LAYOUTS as LAYOUTS
 from selfspec.adapters.refused import REFUSED as REFUSED
 from selfspec.architecture import Adapter
 
-_NO_DECLARATION = {"refused"}
+_NO_DECLARATION = {"mtp", "refused"}
 
 ADAPTERS: dict[str, Adapter] = {
     model_type: adapter

@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from selfspec.adapters import ADAPTERS, REFUSED
-from selfspec.architecture import Adapter
+from selfspec.adapters import ADAPTERS, LAYOUTS, REFUSED
+from selfspec.architecture import Adapter, MtpLayout
 from selfspec.errors import UnsupportedModelError
 
 
@@ -95,6 +95,11 @@ def adapter_for(config: PreTrainedConfig) -> Adapter:
         if model_type in ADAPTERS:
             return ADAPTERS[model_type]
     raise _unknown(config.model_type)
+
+
+def mtp_layout(config: PreTrainedConfig) -> MtpLayout | None:
+    """How checkpoints of an architecture name modules for multi-token prediction; None: no such layout is known."""
+    return LAYOUTS.get(config.get_text_config(decoder=True).model_type)
 
 
 def _unknown(model_type: str) -> UnsupportedModelError:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from helpers.shrunken import shrunken
 
 HIDDEN = 32
 DRAFTED = 20
@@ -108,3 +112,79 @@ def eagle1(folder: Path, model: PreTrainedModel, bias: bool = True) -> str:
     weights = weights_of(shapes)
     weights["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
     return write(folder, {**llama_config(model.config.vocab_size), "architectures": ["LlamaForCausalLM"]}, weights)
+
+
+@dataclass(frozen=True)
+class MtpCheckpoint:
+    """A checkpoint with a module for multi-token prediction.
+
+    Attributes:
+        model: loaded from it.
+        block: a model whose only layer and final norm are the module's.
+        weights: its own parts, `embedding`, `hidden` and `projection`.
+    """
+
+    model: PreTrainedModel
+    block: PreTrainedModel
+    weights: dict[str, Tensor]
+
+
+_BEHIND = {
+    "embedding": "model.layers.4.enorm",
+    "hidden": "model.layers.4.hnorm",
+    "projection": "model.layers.4.eh_proj",
+    "norm": "model.layers.4.shared_head.norm",
+    "block": "model.layers.4.",
+}
+_BESIDE = {
+    "embedding": "mtp.pre_fc_norm_embedding",
+    "hidden": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "norm": "mtp.norm",
+    "block": "mtp.layers.0.",
+}
+MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "deepseek_v3": (_BEHIND, {"first_k_dense_replace": 0}),
+    "glm4_moe": (_BEHIND, {"first_k_dense_replace": 0}),
+    "glm4_moe_lite": (_BEHIND, {"mlp_layer_types": ["sparse"]}),
+    "qwen3_next": (_BESIDE, {"layer_types": ["full_attention"]}),
+    "qwen3_5_text": (_BESIDE, {"layer_types": ["full_attention"]}),
+    "qwen3_5_moe_text": (_BESIDE, {"layer_types": ["full_attention"]}),
+    "mellum": (_BESIDE, {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}),
+    "ernie4_5_moe": (
+        {
+            "embedding": "model.mtp_emb_norm.0",
+            "hidden": "model.mtp_hidden_norm.0",
+            "projection": "model.mtp_linear_proj.0",
+            "block": "model.mtp_block.0.",
+        },
+        {"moe_layer_start_index": 1, "moe_layer_end_index": 0},
+    ),
+}
+"""By type, what checkpoints call the parts, and how the config of the module's layer differs from the model's."""
+
+
+def mtp(folder: Path, kind: str, **options: Any) -> MtpCheckpoint:
+    """Write a tiny checkpoint of a type with a module for multi-token prediction; options are fields of its config."""
+    names, differences = MTP[kind]
+    shrunken(kind, **options).save_pretrained(folder)
+    block = shrunken(kind, seed=1, **{"num_hidden_layers": 1, **options, **differences})
+    block.save_pretrained(folder / "block")
+    own = weights_of({"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN)})
+    # As those that shrunken makes.
+    for part in ("embedding", "hidden"):
+        own[part] = own[part].abs() + 0.5
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in load_file(folder / "block" / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            weights[names["block"] + name.removeprefix("model.layers.0.")] = weight
+        if name == "model.norm.weight" and "norm" in names:
+            weights[f"{names['norm']}.weight"] = weight
+    weights |= {f"{names[part]}.weight": weight for part, weight in own.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(folder / "block")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # The others have no fp64.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return MtpCheckpoint(model, block, own)

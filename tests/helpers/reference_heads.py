@@ -152,3 +152,36 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], lis
         return found
 
     return logits
+
+
+def mtp(
+    model: PreTrainedModel, block: PreTrainedModel, weights: Weights, kind: str
+) -> Callable[[list[int], list[int]], Tensor]:
+    """A module for multi-token prediction, whose layer and final norm are those of a model of one layer."""
+    eps = getattr(block.config, "rms_norm_eps", 1e-6)
+    # Norms of some families are kept as what they differ from 1 by.
+    beyond = 1.0 if kind.startswith("qwen3") else 0.0
+    embedding, hidden = (weights[part] + beyond for part in ("embedding", "hidden"))
+    outermost: Any = block.model
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        for count in range(len(drafted) + 1):
+            embedded = model.get_input_embeddings()(torch.tensor([*text[1:], *drafted[:count]]))
+            both = torch.cat([norm(embedded, embedding, eps), norm(states, hidden, eps)], -1)
+            inputs = linear(both, weights["projection"])[None]
+            if kind == "ernie4_5_moe":
+                # It has no final norm; what it takes away is the scale that this hook gives back.
+                found: list[Tensor] = []
+                hook = outermost.layers[0].register_forward_hook(lambda _, __, output, kept=found: kept.append(output))
+                outermost(inputs_embeds=inputs, use_cache=False)
+                hook.remove()
+                output = found[0][0]
+            else:
+                output = outermost(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
+            states = torch.cat([states, output[-1:]])
+        found_logits: Tensor = model.get_output_embeddings()(output[-1])
+        return found_logits
+
+    return logits

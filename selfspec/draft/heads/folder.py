@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
@@ -73,8 +74,8 @@ class HeadFolder:
                 found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
         return found
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Read its weights.
+    def tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """Read its weights; where `names` are given, those alone.
 
         Raises:
             HeadError: files are missing or damaged, hold more than tensors, or NaN.
@@ -96,8 +97,13 @@ class HeadFolder:
             found = {str(name): weight for name, weight in content.items()}
         for file in files or ():
             with self._opened(file) as weights:
-                found |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
-        wrong = [name for name, each in found.items() if each.is_floating_point() and not each.isfinite().all()]
+                wanted = [name for name in weights.keys() if names is None or name in names]  # noqa: SIM118
+                found |= {name: weights.get_tensor(name) for name in wanted}
+        wrong = [
+            name
+            for name, each in found.items()
+            if each.element_size() > 1 and each.is_floating_point() and not each.isfinite().all()
+        ]
         if wrong:
             raise HeadError(f"the weight {wrong[0]} in {self.path} is NaN or infinite; copy the head again")
         return found
@@ -106,8 +112,6 @@ class HeadFolder:
         """The safetensors files; None: there is a pickle in their place."""
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
-        from transformers import PreTrainedConfig
-
         try:
             return weight_files(self.path, PreTrainedConfig())
         except CheckpointError as error:

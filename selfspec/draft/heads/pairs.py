@@ -29,12 +29,14 @@ class _Waiting:
     """The states of a row that are not in the cache yet.
 
     Attributes:
-        states: `[tokens, hidden]`; the first may have been read, as the last pair before a draft.
+        states: `[tokens, hidden]`.
         start: number of the token that slot 0 belongs to; None: nothing was read yet.
+        first_read: whether the first of them was read, as the last pair before a draft.
     """
 
     states: Tensor
     start: int | None = None
+    first_read: bool = False
 
 
 class PairState:
@@ -120,6 +122,9 @@ class PairState:
         logits, states = self._logits(*self._next_pairs(view, max(counts)), first=-1)
         unread = [max(count - 1, 0) for count in counts]
         self._settle(unread)
+        for waiting in self._waiting:
+            if waiting is not None:
+                waiting.first_read = True
         self._cache.open(tree)
         last = torch.tensor(unread, device=logits.device)[:, None, None]
         self._tree, self._states = tree, states.gather(1, last.expand(-1, 1, states.shape[-1]))
@@ -170,14 +175,15 @@ class PairState:
         """End a draft: of its slots the first alone, which was read with the target's state, is worth keeping."""
         if self._states is not None:
             self._states = None
-            self._settle([int(count > 1) for count in self._counts])
+            self._settle([int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting])
 
     def _settle(self, counts: Sequence[int]) -> None:
         """Move each row's cursor over pairs that are read, and let go of their states."""
         self._cache.commit(counts)
         for waiting, count in zip(self._waiting, counts, strict=True):
-            if waiting is not None and count:
+            if waiting is not None:
                 waiting.states = waiting.states[count:]
+                waiting.first_read = False
 
     def _catch_up(self, view: RowsView, most: int) -> None:
         """Read all pairs but the last `most` and one of each row."""

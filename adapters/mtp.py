@@ -1,0 +1,43 @@
+"""Which architectures have modules for multi-token prediction in their checkpoints, and how these are named."""
+
+from selfspec.model.mtp_layout import MtpLayout
+
+_BEHIND_THE_LAYERS = MtpLayout(config=(("first_k_dense_replace", 0), ("mlp_layer_types", ["sparse"])))
+
+_BESIDE_THE_MODEL = MtpLayout(
+    embedding="mtp.pre_fc_norm_embedding",
+    hidden="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+    block="mtp.layers.{i}.",
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"),
+    config=(("layer_types", ["full_attention"]), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+)
+
+LAYOUTS: dict[str, MtpLayout] = {
+    "deepseek_v3": _BEHIND_THE_LAYERS,
+    "glm4_moe": _BEHIND_THE_LAYERS,
+    "glm4_moe_lite": _BEHIND_THE_LAYERS,
+    "glm4v_moe_text": _BEHIND_THE_LAYERS,
+    "qwen3_next": _BESIDE_THE_MODEL,
+    "qwen3_5_text": _BESIDE_THE_MODEL,
+    "qwen3_5_moe_text": _BESIDE_THE_MODEL,
+    "mellum": MtpLayout(
+        embedding=_BESIDE_THE_MODEL.embedding,
+        hidden=_BESIDE_THE_MODEL.hidden,
+        projection=_BESIDE_THE_MODEL.projection,
+        norm=_BESIDE_THE_MODEL.norm,
+        block=_BESIDE_THE_MODEL.block,
+        config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["sparse"])),
+    ),
+    "ernie4_5_moe": MtpLayout(
+        embedding="mtp_emb_norm.{i}",
+        hidden="mtp_hidden_norm.{i}",
+        projection="mtp_linear_proj.{i}",
+        norm=None,
+        block="mtp_block.{i}.",
+        # Its layer is dense.
+        config=(("moe_layer_start_index", 1), ("moe_layer_end_index", 0)),
+    ),
+}
+"""Layouts by `model_type` of the language model."""

@@ -1,0 +1,207 @@
+"""Multi-token prediction: the module that a checkpoint brings along, read from the checkpoint's own files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from selfspec.draft.declaration import drafter
+from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.growing_head import HeadDrafter, share_of
+from selfspec.draft.heads.head import Fusion, Head
+from selfspec.errors import CheckpointError, HeadError
+from selfspec.model.adapter import Adapter
+from selfspec.model.checkpoint import load_model
+from selfspec.model.features import Point
+from selfspec.model.mtp_layout import MtpLayout
+from selfspec.model.registry import find_adapter, mtp_layout
+from selfspec.model.tensor_parallel import check_on_one_process
+
+
+class MtpFusion(Fusion):
+    """Norms of an embedding and of a state, and a projection of both.
+
+    Args:
+        norm: one like those of the module.
+        hidden: width.
+        bias: whether the projection has one.
+        hidden_first: whether it reads the state before the embedding.
+    """
+
+    def __init__(self, norm: nn.Module, hidden: int, bias: bool, hidden_first: bool) -> None:
+        super().__init__()
+        self.embedding = copy.deepcopy(norm)
+        self.hidden = copy.deepcopy(norm)
+        self.projection = nn.Linear(2 * hidden, hidden, bias=bias, device="meta")
+        self._hidden_first = hidden_first
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
+        parts = [self.embedding(embedded), self.hidden(state)]
+        joined: Tensor = self.projection(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
+        return joined
+
+
+@drafter(
+    "mtp",
+    argument="[:FOLDER]",
+    help="the module for multi-token prediction in the model's own checkpoint",
+    mark=("#E66100", "d"),
+)
+@dataclass(frozen=True)
+class MultiTokenPrediction(HeadDrafter):
+    """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
+
+    `transformers` leaves its weights out; they are read from the files that the model was loaded from. One module drafts
+    any number of tokens, by going on from its own states.
+
+    Attributes:
+        source: the folder with the checkpoint; None: where the model was loaded from.
+    """
+
+    source: str | None = None
+
+    def points(self, depth: int) -> tuple[Point, ...]:
+        return ("normed",)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_on_one_process(model, "a module for multi-token prediction")
+        folder, names = self._module(model)
+        shapes = {names[name]: shape for name, shape in folder.shapes().items() if name in names}
+        layout = _layout(model)
+        wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
+        missing = [part for part in wanted if f"{part}.weight" not in shapes]
+        if missing or not any(name.startswith("block.") for name in shapes):
+            raise HeadError(
+                f"the files in {folder.path} have a part of a module for multi-token prediction and lack its "
+                f"{(missing or ['layer'])[0]}; copy them from the original again"
+            )
+        hidden = model.config.get_text_config(decoder=True).hidden_size
+        if shapes["projection.weight"] != (hidden, 2 * hidden):
+            raise HeadError(
+                f"the module for multi-token prediction in {folder.path} is of width {shapes['projection.weight'][0]}, "
+                f"and this model of {hidden}: it is another model's"
+            )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        folder, names = self._module(model)
+        size = sum(torch.Size(shape).numel() for name, shape in folder.shapes().items() if name in names)
+        size += model.get_output_embeddings().weight.numel()
+        return share_of(size * model.dtype.itemsize, model, adapter)
+
+    @torch.no_grad()
+    def head(self, model: PreTrainedModel) -> Head:
+        layout = _layout(model)
+        folder, names = self._module(model)
+        weights = {names[name]: weight for name, weight in folder.tensors(names).items()}
+        rounded = next((name for name, each in weights.items() if each.element_size() < 2), None)
+        if rounded is not None:
+            raise HeadError(
+                f"the module for multi-token prediction in {folder.path} is kept in {weights[rounded].dtype}, which is "
+                "not read yet; take a checkpoint in bfloat16"
+            )
+        config = _layer_config(model, layout)
+        width = config.hidden_size
+        block = {f"model.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")}
+        block["model.norm.weight"] = weights.get("norm.weight", torch.ones(width))
+        # Neither is read: the model's own take their places.
+        block["model.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
+        try:
+            layers = load_model(str(folder.path), config, model.dtype, block).requires_grad_(False).eval()
+        except CheckpointError as error:
+            raise HeadError(str(error)) from error
+        layers.to(model.device)
+        adapter = find_adapter(layers)
+        inside: Any = layers.get_submodule(adapter.base(layers))
+        fusion = MtpFusion(inside.norm, width, "projection.bias" in weights, layout.hidden_first)
+        fill(fusion, weights, str(folder.path))
+        fusion.to(device=model.device, dtype=model.dtype)
+        if layout.norm is None:
+            inside.norm = nn.Identity()
+        nbytes = sum(
+            each.nbytes
+            for module in (fusion, layers)
+            for name, each in module.named_parameters()
+            if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        )
+        layers.set_input_embeddings(model.get_input_embeddings())
+        layers.set_output_embeddings(model.get_output_embeddings())
+        return Head(fusion, layers, adapter, layout.recycles, model.get_input_embeddings(), None, nbytes)
+
+    def _module(self, model: PreTrainedModel) -> tuple[HeadFolder, Mapping[str, str]]:
+        """Return the folder of the checkpoint, and the names of the module's weights in it, as `MtpLayout.renamed` does.
+
+        Raises:
+            HeadError: there is no module.
+        """
+        layout = _layout(model)
+        folder = self._folder(model)
+        config = model.config.get_text_config(decoder=True)
+        names = layout.renamed(folder.shapes(), config.num_hidden_layers)
+        if not names:
+            count = layout.promised(config)
+            raise HeadError(
+                f"the files in {folder.path} have no module for multi-token prediction"
+                + (f", though the config promises {count}; download the checkpoint whole" if count else "")
+            )
+        return folder, names
+
+    def _folder(self, model: PreTrainedModel) -> HeadFolder:
+        if self.source is not None:
+            return HeadFolder.at(self.source)
+        name = model.name_or_path
+        if name and Path(name).is_dir():
+            return HeadFolder(Path(name))
+        cached = try_to_load_from_cache(name, "config.json") if name else None
+        if not isinstance(cached, str):
+            raise HeadError(
+                "a module for multi-token prediction is read from the files of the checkpoint, and this model was not "
+                "loaded from a folder; write mtp:FOLDER"
+            )
+        return HeadFolder(Path(cached).parent)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> MultiTokenPrediction:
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return "mtp" if self.source is None else f"mtp:{self.source}"
+
+
+def _layout(model: PreTrainedModel) -> MtpLayout:
+    """Return the layout of a model's modules.
+
+    Raises:
+        HeadError: none is known.
+    """
+    layout = mtp_layout(model.config)
+    if layout is None:
+        raise HeadError(
+            f"checkpoints of {model.config.model_type!r} have no module for multi-token prediction that selfspec knows; "
+            "see docs/heads.md"
+        )
+    return layout
+
+
+def _layer_config(model: PreTrainedModel, layout: MtpLayout) -> PreTrainedConfig:
+    """Return the config of a model of the module's layer alone."""
+    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
+    config.num_hidden_layers = 1
+    config.vocab_size = 1
+    config.tie_word_embeddings = False
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    for name, value in layout.config:
+        if hasattr(config, name):
+            setattr(config, name, value)
+    found: PreTrainedConfig = config
+    return found

@@ -1,0 +1,92 @@
+"""Modules for multi-token prediction in checkpoints: read from their files, and drafting what they were trained for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+import selfspec
+from helpers import published_heads, reference_heads, tiny
+from helpers.joints import assert_rows_are_stock, padded
+from selfspec.draft.heads.growing_head import HeadProposer
+from selfspec.errors import HeadError
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("control", [3, selfspec.FixedLength(3, nodes=6)], ids=str)
+@pytest.mark.parametrize("kind", published_heads.MTP)
+def test_a_module_drafts_what_it_was_trained_for(
+    kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = published_heads.mtp(tmp_path, kind)
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    ids, mask = padded(PROMPTS)
+    spec = selfspec.wrap(made.model, "mtp", draft_length=control)
+    spec.generate(ids, attention_mask=mask, max_new_tokens=8, **OPTIONS)
+    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.block, made.weights, kind))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_its_first_token_is_that_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"num_nextn_predict_layers": 1}
+    made = published_heads.mtp(tmp_path, kind, **options)
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    spec = selfspec.wrap(made.model, "mtp", draft_length=2)
+    spec.generate(PROMPTS[1], max_new_tokens=8, **OPTIONS)
+    made.model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.4.*"}
+    theirs = MtpModel.from_pretrained(made.model).eval()
+    if hasattr(theirs, "set_experts_implementation"):
+        theirs.set_experts_implementation("eager")
+    theirs.config._experts_implementation = "eager"
+    for each in found:
+        text = torch.tensor([each.text])
+        with torch.no_grad():
+            states = made.model(text[:, :-1], output_hidden_states=True).hidden_states[-1]
+            token, _, _ = theirs(
+                text[:, 1:], states, None, torch.arange(1, text.shape[1])[None], MtpCache(config=theirs.config)
+            )
+        assert each.draft.tokens[0, 0] == token[0, 0]
+
+
+@pytest.mark.parametrize("kind", published_heads.MTP)
+def test_greedy_rows_are_stock_rows(kind: str, tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, kind)
+    for control in (None, selfspec.FixedLength(3, nodes=6)):
+        spec = selfspec.wrap(made.model, "mtp", draft_length=control)
+        assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
+
+
+def test_what_is_missing_is_said_before_any_pass(tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    weights = load_file(tmp_path / "model.safetensors")
+
+    def without(part: str) -> None:
+        kept = {name: weight for name, weight in weights.items() if part not in name}
+        save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+
+    without("eh_proj")
+    with pytest.raises(HeadError, match="lack its projection"):
+        selfspec.wrap(made.model, "mtp")
+    without("layers.4.self_attn.o_proj")
+    with pytest.raises(HeadError, match="are missing"):
+        selfspec.wrap(made.model, "mtp").generate(PROMPTS[0], max_new_tokens=4, **OPTIONS)
+    without("layers.4")
+    with pytest.raises(HeadError, match="though the config promises 1; download the checkpoint whole"):
+        selfspec.wrap(made.model, "mtp")
+    with pytest.raises(HeadError, match="'llama' have no module"):
+        selfspec.wrap(tiny.llama(), "mtp")
+    made.model.config._name_or_path = made.model.name_or_path = ""
+    with pytest.raises(HeadError, match="write mtp:FOLDER"):
+        selfspec.wrap(made.model, "mtp")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    other = published_heads.mtp(tmp_path / "other", "deepseek_v3", hidden_size=48)
+    with pytest.raises(HeadError, match="another model's"):
+        selfspec.wrap(other.model, f"mtp:{tmp_path}")
