@@ -31,6 +31,8 @@ AUTO = "auto"
 GROUP = "selfspec.drafts"
 """The group of entry points in which other packages name their drafters."""
 
+# Characters from which on a list of all drafts says how one is called, and not how it is written.
+_LONG_FORM = 13
 # A kind and what belongs to it, whatever is between them.
 _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 
@@ -153,7 +155,8 @@ def _misread(text: object) -> DraftConfigError:
     """Return the error for a draft that is not of the grammar: how it is written, or what was probably meant."""
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
-    listed = ", ".join([*forms.values()]) + "; drafts are joined by +, as in lookup+int8"
+    listed = ", ".join(name if len(form) > _LONG_FORM else form for name, form in forms.items())
+    listed += "; drafts are joined by +, as in lookup+int8"
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")
     parts = text.strip().split("+")

@@ -46,7 +46,7 @@ class MtpLayout:
         return next((count for count in found if type(count) is int), 0)
 
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
-        """Map the names of a module's weights to `embedding`, `hidden`, `projection`, `norm` and `block.`, and the rest.
+        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm` and `block.`, each and an end.
 
         Args:
             names: of a checkpoint.

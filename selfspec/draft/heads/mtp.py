@@ -59,8 +59,8 @@ class MtpFusion(Fusion):
 class MultiTokenPrediction(HeadDrafter):
     """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
 
-    `transformers` leaves its weights out; they are read from the files that the model was loaded from. One module drafts
-    any number of tokens, by going on from its own states.
+    `transformers` leaves its weights out; they are read from the files that the model was loaded from. One module
+    drafts any number of tokens, by going on from its own states.
 
     Attributes:
         source: the folder with the checkpoint; None: where the model was loaded from.
@@ -136,7 +136,7 @@ class MultiTokenPrediction(HeadDrafter):
         return Head(fusion, layers, adapter, layout.recycles, model.get_input_embeddings(), None, nbytes)
 
     def _module(self, model: PreTrainedModel) -> tuple[HeadFolder, Mapping[str, str]]:
-        """Return the folder of the checkpoint, and the names of the module's weights in it, as `MtpLayout.renamed` does.
+        """Return the folder of the checkpoint, and the names of the module's weights: see `MtpLayout.renamed`.
 
         Raises:
             HeadError: there is no module.
@@ -185,8 +185,8 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
     layout = mtp_layout(model.config)
     if layout is None:
         raise HeadError(
-            f"checkpoints of {model.config.model_type!r} have no module for multi-token prediction that selfspec knows; "
-            "see docs/heads.md"
+            f"checkpoints of {model.config.model_type!r} have no module for multi-token prediction that selfspec "
+            "knows; see docs/heads.md"
         )
     return layout
 
