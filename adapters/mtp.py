@@ -1,6 +1,6 @@
 """Which architectures have modules for multi-token prediction in their checkpoints, and how these are named."""
 
-from selfspec.model.mtp_layout import MtpLayout
+from selfspec.architecture import MtpLayout
 
 _BEHIND_THE_LAYERS = MtpLayout(config=(("first_k_dense_replace", 0), ("mlp_layer_types", ["sparse"])))
 

@@ -13,15 +13,14 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from selfspec.architecture import Adapter, MtpLayout
 from selfspec.draft.declaration import drafter
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.errors import CheckpointError, HeadError
-from selfspec.model.adapter import Adapter
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
-from selfspec.model.mtp_layout import MtpLayout
 from selfspec.model.registry import find_adapter, mtp_layout
 from selfspec.model.tensor_parallel import check_on_one_process
 
