@@ -67,7 +67,8 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> s
 
 def drafted_tokens(vocabulary: int) -> Tensor:
     """Which ids of the target a head with fewer tokens drafts, in order."""
-    return torch.randperm(vocabulary, generator=torch.Generator().manual_seed(5))[:DRAFTED].sort().values
+    count = min(DRAFTED, vocabulary - 1)
+    return torch.randperm(vocabulary, generator=torch.Generator().manual_seed(5))[:count].sort().values
 
 
 def eagle3(
@@ -75,6 +76,7 @@ def eagle3(
 ) -> str:
     """Write an EAGLE-3 head for a model of width 32; options are fields of its config.json."""
     vocabulary = model.config.vocab_size
+    tokens = drafted_tokens(vocabulary)
     first = "midlayer" if layout == "safeailab" else "layers.0"
     shapes = {
         **layer_shapes(first, wide=2),
@@ -82,23 +84,22 @@ def eagle3(
         f"{first}.hidden_norm.weight": (HIDDEN,),
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFTED, HIDDEN),
+        "lm_head.weight": (len(tokens), HIDDEN),
     }
     if norm == "each":
         shapes |= {f"fc_norm.{number}.weight": (HIDDEN,) for number in range(3)}
     if norm == "all":
         shapes["input_norm.weight"] = (3 * HIDDEN,)
     weights = weights_of(shapes)
-    tokens = drafted_tokens(vocabulary)
-    weights["d2t"] = tokens - torch.arange(DRAFTED)
+    weights["d2t"] = tokens - torch.arange(len(tokens))
     weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
-    config = {**llama_config(vocabulary), "draft_vocab_size": DRAFTED, "architectures": ["LlamaForCausalLMEagle3"]}
+    config = {**llama_config(vocabulary), "draft_vocab_size": len(tokens), "architectures": ["LlamaForCausalLMEagle3"]}
     if layout == "speculators":
         config = {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3Speculator"],
             "transformer_layer_config": llama_config(vocabulary),
-            "draft_vocab_size": DRAFTED,
+            "draft_vocab_size": len(tokens),
             "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "some/base"}},
         }
     if norm is not None:

@@ -56,6 +56,7 @@ _TREE_PROOF = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
+_EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
 CATALOGUE = (
@@ -640,5 +641,25 @@ CATALOGUE = (
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
         "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_echo.py")),
+    # Draft heads.
+    Mutation("a head reads the token of a state, not the one after it", "PairState._next_pairs",
+        "waiting.start + self._cache.seq_lens[number] + 1", "waiting.start + self._cache.seq_lens[number]", (_EAGLE,)),
+    Mutation("a head takes the states of the first nodes of a tree for those that were accepted", "HeadProposer.learn",
+        "(-1, *row.path)", "(-1, *range(len(row.path)))", (_EAGLE,)),
+    Mutation("what a head wrote with its own states is not written again", "PairState._close",
+        "int(each is not None and each.first_read and len(each.states) > 1)",
+        "(len(each.states) - 1) * each.first_read if each is not None else 0", (_EAGLE,)),
+    Mutation("differences of a reduced vocabulary are taken for ids", "Eagle._tokens",
+        "torch.arange(len(differences)) + differences.cpu().long()", "differences.cpu().long().abs()", (_EAGLE,)),
+    Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.head",
+        "self._config.recycled if self._is_third else 'last'", "'normed'", (_EAGLE,)),
+    Mutation("EAGLE-1 reads the target's state before the norm", "Eagle.points",
+        "('normed',)", "('last',)", ("test_an_eagle_1_head_drafts_what_it_was_published_for",)),
+    Mutation("an MTP module goes on from its state before the norm", "MultiTokenPrediction.head",
+        "layout.recycles", "'last'", ("test_a_module_drafts_what_it_was_trained_for[glm4_moe-3]",)),
+    Mutation("a draft node's state is that of the node before it", "PairState.after",
+        "self._tree.parents[node] + 1", "node", (_EAGLE,)),
+    Mutation("the pair of a row without a state is kept", "PairState._close",
+        "each.first_read and len(each.states) > 1", "len(each.states) > 1", ("test_a_row_without_a_state_waits",)),
 )
 # fmt: on

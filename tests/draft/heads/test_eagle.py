@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
+from selfspec.draft import Budget
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.errors import HeadError
 
@@ -78,6 +79,25 @@ def test_greedy_rows_are_stock_rows(tmp_path: Path, architecture: str, control: 
     for folder in (published_heads.eagle3(tmp_path / "3", other), published_heads.eagle1(tmp_path / "1", other)):
         spec = selfspec.wrap(other, f"eagle:{folder}", draft_length=control)
         assert_rows_are_stock(other, spec, PROMPTS, max_new_tokens=24, eos_token_id=7)
+
+
+class Later(selfspec.FixedLength):
+    """Drafts in the first round, and then not until some more have passed."""
+
+    def begin(self, costs: Any) -> Any:
+        made: Any = super().begin(costs)
+        budget, rounds = made.budget, iter(range(99))
+        made.budget = lambda *given: budget(*given) if next(rounds) not in (1, 2, 3) else Budget(0, 0)
+        return made
+
+
+def test_a_row_without_a_state_waits(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = published_heads.eagle3(tmp_path, model)
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    spec = selfspec.wrap(model, f"eagle:{folder}", draft_length=Later(3))
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
+    weights = load_file(Path(folder) / "model.safetensors")
+    reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, {}))
 
 
 def test_a_chat_goes_on_from_its_cache(model: PreTrainedModel, tmp_path: Path) -> None:
