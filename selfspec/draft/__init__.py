@@ -8,6 +8,7 @@ from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
 from selfspec.draft.heads.eagle import Eagle
+from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
@@ -33,6 +34,7 @@ __all__ = [
     "FreeProposer",
     "LayerSkip",
     "LowPrecision",
+    "Medusa",
     "MultiTokenPrediction",
     "Offer",
     "PromptLookup",

@@ -189,3 +189,21 @@ def mtp(folder: Path, kind: str, **options: Any) -> MtpCheckpoint:
         model.set_experts_implementation("eager")  # The others have no fp64.
     model.generation_config = GenerationConfig(pad_token_id=0)
     return MtpCheckpoint(model, block, own)
+
+
+def medusa(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 1, pickled: bool = True) -> str:
+    """Write Medusa heads, as FasterDecoding does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for block in range(blocks):
+            shapes |= {f"{head}.{block}.linear.weight": (HIDDEN, HIDDEN), f"{head}.{block}.linear.bias": (HIDDEN,)}
+        shapes[f"{head}.{blocks}.weight"] = (model.config.vocab_size, HIDDEN)
+    weights = weights_of(shapes)
+    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": "some/base"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(weights, folder / "medusa_lm_head.pt")
+    else:
+        save_file(weights, folder / "model.safetensors")
+    return str(folder)

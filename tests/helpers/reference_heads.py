@@ -185,3 +185,20 @@ def mtp(
         return found_logits
 
     return logits
+
+
+def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Callable[[list[int], list[int]], Tensor]:
+    """Medusa heads: what that of the next token gives after a text and draft tokens, `[vocab]`."""
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        state = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        head = len(drafted)
+        for block in range(blocks):
+            state = state + silu(
+                weights[f"{head}.{block}.linear.weight"] @ state + weights[f"{head}.{block}.linear.bias"]
+            )
+        found: Tensor = weights[f"{head}.{blocks}.weight"] @ state
+        return found
+
+    return logits

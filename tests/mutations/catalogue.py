@@ -644,7 +644,7 @@ CATALOGUE = (
     # Draft heads.
     Mutation("a head reads the token of a state, not the one after it", "PairState._next_pairs",
         "waiting.start + self._cache.seq_lens[number] + 1", "waiting.start + self._cache.seq_lens[number]", (_EAGLE,)),
-    Mutation("a head takes the states of the first nodes of a tree for those that were accepted", "HeadProposer.learn",
+    Mutation("a head takes the states of the first nodes of a tree for those that were accepted", "committed_places",
         "(-1, *row.path)", "(-1, *range(len(row.path)))", (_EAGLE,)),
     Mutation("what a head wrote with its own states is not written again", "PairState._close",
         "int(each is not None and each.first_read and len(each.states) > 1)",
@@ -660,6 +660,7 @@ CATALOGUE = (
     Mutation("a draft node's state is that of the node before it", "PairState.after",
         "self._tree.parents[node] + 1", "node", (_EAGLE,)),
     Mutation("the pair of a row without a state is kept", "PairState._close",
-        "each.first_read and len(each.states) > 1", "len(each.states) > 1", ("test_a_row_without_a_state_waits",)),
+        "each is not None and each.first_read and len(each.states) > 1",
+        "each is not None and len(each.states) > 1", ("test_a_row_without_a_state_waits",)),
 )
 # fmt: on

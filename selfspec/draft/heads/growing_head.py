@@ -90,11 +90,7 @@ class HeadProposer(GrowingProposer):
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         super().learn(rows, draft, logits, verdict)
         self._state.read_if_many(rows)
-        found = [verdict.rows.get(row) for row in rows.running]
-        self._state.add(
-            rows,
-            [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found],
-        )
+        self._state.add(rows, committed_places(rows, verdict))
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         reach = [self._state.reaches(place) for place in range(len(rows.running))]
@@ -118,6 +114,12 @@ class HeadProposer(GrowingProposer):
 
     def select(self, rows: Sequence[int]) -> None:
         self._state.select(rows)
+
+
+def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
+    """Return of each running row where a pass has the states of what it commits: all tokens but the last new one."""
+    found = [verdict.rows.get(row) for row in rows.running]
+    return [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found]
 
 
 def share_of(nbytes: int, model: PreTrainedModel, adapter: Adapter) -> float:

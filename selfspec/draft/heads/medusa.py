@@ -1,0 +1,200 @@
+"""Medusa heads: each guesses one further token from the target's last state, without a look at those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.draft.declaration import drafter
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import MODEL, Drafter
+from selfspec.draft.growing import GrowingProposer
+from selfspec.draft.heads.folder import HeadFolder
+from selfspec.draft.heads.growing_head import committed_places, share_of
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import grow
+from selfspec.draft.verdict import Verdict
+from selfspec.errors import HeadError
+from selfspec.model.features import Point
+from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import vocabulary_size
+
+
+@drafter(
+    "medusa",
+    argument=":FOLDER",
+    help="published Medusa heads that were trained for this model",
+    mark=("#8C510A", "v"),
+)
+@dataclass(frozen=True)
+class Medusa(Drafter):
+    """Drafts with Medusa heads (Cai et al., 2024, arXiv 2401.10774): a draft is as deep as there are heads.
+
+    Attributes:
+        source: the folder.
+    """
+
+    source: str
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    runs = "model"
+
+    def __post_init__(self) -> None:
+        shapes = {_name(name): shape for name, shape in HeadFolder.at(self.source).shapes().items()}
+        if "0.0.linear.weight" not in shapes:
+            raise HeadError(
+                f"{self.source} holds no Medusa heads: it has no weight 0.0.linear.weight; see docs/heads.md"
+            )
+        for number in range(_count(shapes)):
+            last = _blocks(shapes, number)
+            missing = [f"{number}.{block}.linear.{part}" for block in range(last) for part in ("weight", "bias")]
+            lacks = [name for name in [*missing, f"{number}.{last}.weight"] if name not in shapes]
+            if lacks:
+                raise HeadError(f"{self.source} lacks the weight {lacks[0]}; copy it from the original again")
+        object.__setattr__(self, "_shapes", shapes)
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return ("normed",)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_on_one_process(model, "Medusa heads")
+        vocabulary = vocabulary_size(model)
+        hidden = model.get_output_embeddings().weight.shape[1]
+        for name, shape in self._shapes.items():
+            wanted = hidden if name.endswith("linear.weight") else vocabulary
+            if len(shape) == 2 and shape != (wanted, hidden):
+                raise HeadError(
+                    f"{self.source} was trained for another model: its weight {name} is {list(shape)}, and this model "
+                    f"needs {[wanted, hidden]}"
+                )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        size = sum(torch.Size(shape).numel() for shape in self._shapes.values()) // _count(self._shapes)
+        return share_of(size * model.dtype.itemsize, model, adapter)
+
+    def begin(self, rows: RowsView) -> MedusaProposer:
+        model = rows.runner.model
+        place = (self, model.device, model.dtype)
+        if place not in rows.memories:
+            rows.memories[place] = self._heads(model)
+        heads = rows.memories[place]
+        assert isinstance(heads, MedusaHeads)
+        return MedusaProposer(heads)
+
+    def _heads(self, model: PreTrainedModel) -> MedusaHeads:
+        read = HeadFolder(Path(self.source).expanduser()).tensors()
+        weights = {_name(name): weight.to(model.device, model.dtype) for name, weight in read.items()}
+        return MedusaHeads(weights)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Medusa:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"medusa:{self.source}"
+
+
+class MedusaHeads:
+    """The weights of Medusa heads.
+
+    Args:
+        weights: by name, as published: of head i, `i.b.linear.weight` and `i.b.linear.bias` of each residual block b,
+            and the `weight` behind them.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self.count = _count(weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(weight.nbytes for weight in self._weights.values())
+
+    def logits(self, states: Tensor, number: int) -> Tensor:
+        """Return what head `number` guesses from states, `[..., hidden]` and `[..., vocab]`."""
+        blocks = _blocks(self._weights, number)
+        for block in range(blocks):
+            place = f"{number}.{block}.linear"
+            states = states + silu(linear(states, self._weights[f"{place}.weight"], self._weights[f"{place}.bias"]))
+        return linear(states, self._weights[f"{number}.{blocks}.weight"])
+
+
+class MedusaProposer(GrowingProposer):
+    """Grows drafts with Medusa heads: of each level by its own head, all from the last state of the row.
+
+    Args:
+        heads: their weights.
+    """
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        super().__init__()
+        self._heads = heads
+        # The target's state before the last committed token, by row.
+        self._states: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._heads.nbytes
+
+    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
+        self._keep(rows, [range(count) for count in counts])
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
+        self._keep(rows, committed_places(rows, verdict))
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        known = [row in self._states for row in rows.running]
+        if not any(known) or not rows.controller.tries(MODEL):
+            return rows.no_draft()
+        budget = budget.within(self._heads.count)
+        tree = self.tree(rows, budget if all(known) else Budget.chain(budget.depth))
+        some = next(iter(self._states.values()))
+        states = torch.stack([self._states.get(row, torch.zeros_like(some)) for row in rows.running])[:, None]
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            level = 0 if first < 0 else tree.depths[first]
+            return self._heads.logits(states, level).expand(-1, tokens.shape[1], -1)
+
+        draft = grow(rows, tree, read)
+        if all(known):
+            return draft
+        # Of a prompt of one token no state is known before the first round.
+        return replace(draft, row_lengths=tuple(draft.length if each else 0 for each in known))
+
+    def join(self, other: MedusaProposer) -> None:
+        first = 1 + max(self._states, default=-1)
+        self._states |= {first + row: state for row, state in other._states.items()}
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._states = {new: self._states[row] for new, row in enumerate(rows) if row in self._states}
+
+    def _keep(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+        states = rows.features.get("normed")
+        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
+            if chosen and states is not None:
+                self._states[row] = states[number, chosen[-1]].clone()
+
+
+def _name(name: str) -> str:
+    return name.removeprefix("medusa_head.")
+
+
+def _count(weights: Mapping[str, object]) -> int:
+    """Count the heads."""
+    return 1 + max(int(name.split(".")[0]) for name in weights if name.split(".")[0].isdigit())
+
+
+def _blocks(weights: Mapping[str, object], number: int) -> int:
+    """Count the residual blocks of a head."""
+    return sum(name.startswith(f"{number}.") and name.endswith(".linear.weight") for name in weights)

@@ -1,0 +1,94 @@
+"""Medusa heads: what they draft is what they were published for, and what is generated is the target's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import selfspec
+from helpers import published_heads, reference_heads, tiny
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
+from helpers.serving import Stepped
+from selfspec.draft.heads.medusa import MedusaProposer
+from selfspec.errors import HeadError
+from selfspec.serve.row_request import RowRequest, SamplingParams
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 1, 6)]
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CONTROLS = [5, selfspec.FixedLength(3, nodes=7)]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=str)
+@pytest.mark.parametrize(("blocks", "pickled"), [(1, True), (2, False)])
+def test_heads_draft_what_they_were_published_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, pickled: bool, control: Any
+) -> None:
+    model = tiny.llama()
+    folder = published_heads.medusa(tmp_path, model, blocks=blocks)
+    weights = torch.load(tmp_path / "medusa_lm_head.pt")
+    if not pickled:
+        (tmp_path / "medusa_lm_head.pt").unlink()
+        published_heads.medusa(tmp_path, model, blocks=blocks, pickled=False)
+    found = reference_heads.recorded_drafts(monkeypatch, MedusaProposer)
+    ids, mask = padded(PROMPTS)
+    spec = selfspec.wrap(model, f"medusa:{folder}", draft_length=control)
+    spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
+    reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, blocks))
+    assert max(each.draft.length for each in found) == 3
+
+
+@pytest.mark.parametrize("control", [None, *CONTROLS], ids=str)
+def test_greedy_rows_are_stock_rows(architecture: str, tmp_path: Path, control: Any) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=control)
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16, eos_token_id=7)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_exact_joint(tmp_path: Path, rule: str) -> None:
+    model = small()
+    draft = f"medusa:{published_heads.medusa(tmp_path, model)}"
+    spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=5), accept=rule)
+    assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("control", [2, selfspec.FixedLength(2, nodes=5)], ids=str)
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_twenty_thousand_samples_follow_the_exact_joint(tmp_path: Path, rule: str, control: Any) -> None:
+    model = small()
+    draft = f"medusa:{published_heads.medusa(tmp_path, model)}"
+    spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
+    assert holm_rejects(p_values(spec, Warp(temperature=1.4, top_k=4, top_p=0.9), EOS, batches=40), 0.01) == []
+
+
+def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
+    model = small()
+    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=3)
+    engine = Stepped(spec, 4, 8)
+    prompts = [(1, 2, 3), (2,), (3, 1, 4, 1), (2, 2, 1, 3, 1, 4, 2, 3, 1, 1), (4, 4), (1, 3)] * 2
+    greedy = SamplingParams(temperature=0.0)
+    seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
+    engine.run()
+    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **OPTIONS)
+        assert list(each.tokens) == whole[0, len(prompt) :].tolist()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = tiny.llama()
+    folder = Path(published_heads.medusa(tmp_path, model))
+    with pytest.raises(HeadError, match="trained for another model"):
+        selfspec.wrap(tiny.llama(vocab_size=51), f"medusa:{folder}")
+    with pytest.raises(HeadError, match="trained for another model"):
+        selfspec.wrap(tiny.llama(hidden_size=48), f"medusa:{folder}")
+    weights = torch.load(folder / "medusa_lm_head.pt")
+    del weights["1.1.weight"]
+    torch.save(weights, folder / "medusa_lm_head.pt")
+    with pytest.raises(HeadError, match=r"lacks the weight 1\.1\.weight"):
+        selfspec.wrap(model, f"medusa:{folder}")
