@@ -47,10 +47,10 @@ def index(
     from selfspec.draft.corpus_file import write_corpus
     from selfspec.files.writing import check_output_file
     from selfspec.model.vocabulary import Vocabulary
-    from selfspec.tools.train.corpus import read_documents
+    from selfspec.tools.train.corpus import plain_text, read_documents
 
     check_output_file(to)
-    documents = [document for file in text for document in read_documents(file)]
+    documents = [plain_text(document) for file in text for document in read_documents(file)]
     model.prepare()
     checkpoint = model.load()
     began = time.perf_counter()

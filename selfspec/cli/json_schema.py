@@ -26,11 +26,15 @@ from selfspec.tools.doctor.packages import Packages
 from selfspec.tools.doctor.products import Products
 from selfspec.tools.export.exported import Exported
 from selfspec.tools.lab.turns import Score
+from selfspec.tools.train.doubts import CheckedExit
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {
     each.__name__: each
-    for each in (CheckpointSummary, Estimate, Exported, MachineReport, Packages, Products, Score, SpareCores)
+    for each in (
+        *(CheckedExit, CheckpointSummary, Estimate, Exported, MachineReport, Packages),
+        *(Products, Score, SpareCores),
+    )
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
 _VERSION: Any = (

@@ -135,7 +135,7 @@ def _lines(verb: str, progress: Progress) -> Iterator[None]:
             for task in progress.tasks:
                 counted = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
                 what = ", ".join(dict.fromkeys(each for each in (counted, task.description) if each))
-                said = f"{verb}: {what}; {time.monotonic() - began:.0f} s"
+                said = f"{verb}: {what or 'getting ready'}; {time.monotonic() - began:.0f} s"
                 if task.total and task.completed and task.elapsed:
                     left = task.elapsed / task.completed * (task.total - task.completed)
                     said += f", about {left:.0f} s left"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,7 +20,7 @@ from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
 
 if TYPE_CHECKING:
-    from selfspec.measure.estimate import Estimate
+    from selfspec.tools.train.doubts import CheckedExit
 
 train = typer.Typer(
     name="train",
@@ -38,27 +38,18 @@ _UNSAID = {
     "train_samples_per_second",
     "train_steps_per_second",
 }
+# Figures of each exit.
+_OF_EXITS = ("agreement", "alpha", "speedup")
 # Of the check of a trained checkpoint: tokens of a prompt, and what is generated.
 _CONTEXT, _NEW, _TEMPERATURE = 24, 32, 0.8
 
+CheckSeconds = Annotated[
+    float,
+    typer.Option(
+        min=0, help="After the training, measure the exits for about X seconds; each decodes one text at least."
+    ),
+]
 To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes. Repeat the command to resume there.")]
-
-
-@dataclass(frozen=True)
-class CheckedExit:
-    """An exit of a trained checkpoint, in times plain decoding.
-
-    Attributes:
-        draft: its name.
-        predicted: from its acceptance rate on held-out text and the weights that it reads.
-        greedy: measured, greedily.
-        sampled: measured, at temperature 0.8.
-    """
-
-    draft: str
-    predicted: float
-    greedy: Estimate
-    sampled: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +59,10 @@ class Trained:
     Attributes:
         base: fingerprint of the weights it began with.
         before: figures on held-out text.
-        checked: of `train layerskip`: each exit, predicted and measured in times plain decoding.
+        resumed_at: the step it went on from; 0: it began anew.
+        doubts: what looked wrong on the way.
+        checked: each exit, predicted and measured in times plain decoding; None of `train plain`.
+        verdict: what it made, in a sentence.
     """
 
     source: dict[str, Any]
@@ -77,10 +71,13 @@ class Trained:
     recipe: dict[str, Any] | None
     before: dict[str, float]
     after: dict[str, float]
+    resumed_at: int
     seconds_of_last_stretch: float
+    doubts: list[str]
     log: list[dict[str, float]]
     folder: str
     checked: list[CheckedExit] | None = None
+    verdict: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,26 +122,16 @@ def layerskip(
     recipe: LayerSkipRecipe,
     course: Course,
     machine: WholeMachine,
-    check_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0, help="After the training, measure the exits for about X seconds; each decodes one text at least."
-        ),
-    ] = 15.0,
+    check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
 
     The weights change; the report says what that costs the full model on held-out text.
     """
-    if not check_seconds < math.inf:
-        raise UnsupportedOptionError(f"--check-seconds {check_seconds:g} never ends; give e.g. 15")
+    _check_seconds(check_seconds)
     trained = _train(model, text, course, recipe, to, machine)
-    checked = _check_exits(to, machine.device, trained.after, check_seconds)
-    _shown(trained, output)
-    if output == "text":
-        print(verdict(checked, to))
-    return replace(trained, checked=checked)
+    return _shown(_checked(trained, model, machine.device, check_seconds), output)
 
 
 @train.command()
@@ -163,13 +150,16 @@ def exit_heads(
     heads: ExitHeadRecipe,
     course: HeadCourse,
     machine: WholeMachine,
+    check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
     """Train exit heads for a base that stays as it is: a side-car of a few MB, for `--draft head:FOLDER`.
 
     Heads learn the full model's own distribution; alpha = 1 - TV is the acceptance rate to expect.
     """
-    return _shown(_train(model, text, course, heads, to, machine), output)
+    _check_seconds(check_seconds)
+    trained = _train(model, text, course, heads, to, machine)
+    return _shown(_checked(trained, model, machine.device, check_seconds), output)
 
 
 @train.command()
@@ -216,23 +206,60 @@ def _train(
     machine: WholeMachine,
 ) -> Trained:
     """Train, and return the figures before and after."""
+    from selfspec.tools.train.course import RESUMED
+    from selfspec.tools.train.doubts import doubts
     from selfspec.tools.train.run import run
 
     _prepare(machine.threads)
     printed: set[str] = set()
+    seen: list[Mapping[str, float]] = []
+
+    def say(line: str, key: str) -> None:
+        # What is measured in the last step is measured again at the end.
+        if key not in printed:
+            printed.add(key)
+            # Where there is a bar, above it.
+            print(line, file=sys.stderr, flush=True)
+
     with counting_bar("training") as count:
 
         def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
             count(step, steps)
-            said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name not in _UNSAID)
-            # What is measured in the last step is measured again at the end.
-            if said and said not in printed:
-                printed.add(said)
-                # Where there is a bar, above it.
-                print(f"step {step}/{steps}: {said}", file=sys.stderr, flush=True)
+            if RESUMED in figures:
+                say(f"step {step}/{steps}: resumed from the checkpoint of this step in {to}", RESUMED)
+            elif figures:
+                seen.append(figures)
+                said = _line(figures)
+                if said:
+                    say(f"step {step}/{steps}: {said}", said)
+                for doubt in doubts(seen[0], seen[1:]):
+                    # Once each, whatever its figures.
+                    say(f"warning: {doubt}", doubt.partition(" rose ")[0].partition(" reached ")[0])
 
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
     return Trained(**report, folder=str(to))
+
+
+def _pair(result: Trained | Averaged, name: str) -> str:
+    return f"{result.before.get(name, math.nan):.3f}  {result.after[name]:.3f}"
+
+
+def _exits(figures: Mapping[str, float]) -> list[str]:
+    return [name.removeprefix("speedup_") for name in figures if name.startswith("speedup_")]
+
+
+def _line(figures: Mapping[str, float]) -> str:
+    """Say some figures in a line, of exits those of the best."""
+    exits = _exits(figures)
+    best = max(exits, key=lambda layer: figures[f"speedup_{layer}"], default=None)
+    others = {f"{figure}_{layer}" for figure in _OF_EXITS for layer in exits if layer != best}
+    said = [f"{name} {value:.4g}" for name, value in figures.items() if name not in _UNSAID | others]
+    return ", ".join(said)
+
+
+def _check_seconds(given: float) -> None:
+    if not given < math.inf:
+        raise UnsupportedOptionError(f"--check-seconds {given:g} never ends; give e.g. 15")
 
 
 def _prepare(threads: int | None) -> None:
@@ -249,45 +276,46 @@ def _shown(result: _Result, output: OutputFormat) -> _Result:
     """Print what a training did to the figures on the held-out text, unless JSON is to say it."""
     if output == "json":
         return result
-    before = {name: f"{figure:.3f}" for name, figure in result.before.items()}
-    rows = [(name, before.get(name, ""), f"{after:.3f}") for name, after in result.after.items()]
-    title = f"On held-out text; the result is in {result.folder}"
-    console().print(figures_table(title, ["figure"], ["before", "after"], rows))
+    table = figures_table(None, ["held out"], ["loss", "agreement", "alpha", "speed-up"])
+    if "held_out_loss" in result.after:
+        table.add_row("full model", _pair(result, "held_out_loss"), "", "", "")
+    for layer in _exits(result.after):
+        table.add_row(f"exit {layer}", "", *(_pair(result, f"{figure}_{layer}") for figure in _OF_EXITS))
+    console().print(table)
+    print(
+        f"Before and after, in {result.folder}. Loss: nats a token. Agreement: top-1, with the full model. Alpha: 1 - "
+        "TV, the acceptance to expect. Speed-up: predicted from the weights a draft step reads, an upper bound."
+    )
+    if isinstance(result, Trained):
+        notes = [f"It was resumed at step {result.resumed_at}."] if result.resumed_at else []
+        notes += [f"Warning: {doubt}." for doubt in result.doubts]
+        print(*notes, *([result.verdict] if result.verdict else []), sep="\n")
     return result
 
 
-def _check_exits(folder: Path, device: str, figures: Mapping[str, float], seconds: float) -> list[CheckedExit]:
-    """Decode with each exit that has figures, in turns with plain decoding, for some seconds."""
+def _checked(trained: Trained, base: str, device: str, seconds: float) -> Trained:
+    """Decode with each exit that has figures, in turns with plain decoding, for some seconds; add the verdict."""
     from selfspec.measure.prompts import BEGINNINGS
     from selfspec.model.checkpoint import load_checkpoint
     from selfspec.tools.lab.arms import ArmSpec, make_arm
     from selfspec.tools.lab.cell import Cell
     from selfspec.tools.lab.turns import race, scores
+    from selfspec.tools.train.doubts import CheckedExit, verdict
 
-    layers = [int(name.removeprefix("speedup_")) for name in figures if name.startswith("speedup_")]
-    checkpoint = load_checkpoint(str(folder), "auto", device)
+    figures, to = trained.after, trained.folder
+    layers = _exits(figures)
+    # Heads are read beside their base, which is as it was.
+    heads = "exits" in (trained.recipe or {}) and "rank" in (trained.recipe or {})
+    drafts = {layer: f"head:{to}@{layer}" if heads else f"exit:{layer}" for layer in layers}
+    checkpoint = load_checkpoint(model_place(base) if heads else to, "auto", device)
     prompts = [checkpoint.encode(text)[:, :_CONTEXT] for text in BEGINNINGS]
-    specs = [ArmSpec("plain"), *(ArmSpec("draft", f"exit:{layer}") for layer in layers)]
+    specs = [ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts.values())]
     arms = [make_arm(spec, checkpoint.model) for spec in specs]
     greedy, sampled = (Cell("check", temperature, 1, _CONTEXT, _NEW) for temperature in (0.0, _TEMPERATURE))
     turns = race(arms, (greedy, sampled), prompts, time.perf_counter() + seconds, lambda: None)
     measured = zip(scores(turns, greedy)[1:], scores(turns, sampled)[1:], strict=True)
-    return [
-        CheckedExit(f"exit:{layer}", figures[f"speedup_{layer}"], first.speedup, second.speedup)
-        for layer, (first, second) in zip(layers, measured, strict=True)
+    checked = [
+        CheckedExit(drafts[each], figures[f"speedup_{each}"], first.speedup, second.speedup)
+        for each, (first, second) in zip(drafts, measured, strict=True)
     ]
-
-
-def verdict(checked: Sequence[CheckedExit], folder: Path) -> str:
-    """Say what to do with the checkpoint."""
-    best = max(checked, key=lambda each: each.sampled.value)
-    said = f"greedy {best.greedy.shown(2)}, sampled {best.sampled.shown(2)}, predicted {best.predicted:.2f}"
-    if max(best.greedy.value, best.sampled.value) <= 1:
-        return (
-            f"No exit beat plain decoding here; the best is {best.draft}: {said}. Train for longer or on more text, or "
-            f"draft without training: --draft lookup+int8"
-        )
-    return (
-        f"{best.draft} in times plain decoding: {said}. Choose by your own texts: selfspec calibrate {folder} "
-        "--prompt-file FILE"
-    )
+    return replace(trained, checked=checked, verdict=verdict(checked, Path(to), trained.before, figures))

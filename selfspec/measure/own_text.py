@@ -31,10 +31,18 @@ class Continuation:
     prompt: int = 1
 
 
-def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float, seed: int = 0) -> Tensor:
-    """Let the stock model continue prompts of one length, without top-k, top-p or other generation defaults.
+def own_text(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Let the stock model continue prompts, without top-k, top-p or other generation defaults.
 
-    Nothing ends a text early. Prompts are `[texts, prompt]`, on its device; at temperature 0 it writes greedily.
+    Nothing ends a text early. Prompts are `[texts, prompt]`, on its device; those that are shorter are padded on the
+    left, where the mask is 0. At temperature 0 it writes greedily.
 
     Returns:
         `[texts, prompt + new tokens]`.
@@ -42,12 +50,12 @@ def own_text(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperatu
     sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     length = prompts.shape[1] + new_tokens
     config = GenerationConfig(do_sample=bool(sampled), max_length=length, eos_token_id=None, pad_token_id=0, **sampled)
-    writer = bare(model)
+    writer, mask = bare(model), torch.ones_like(prompts) if mask is None else mask
     writer.generation_config = config
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()), enabled=bool(sampled)):
         if sampled:
             torch.manual_seed(seed)
-        ids: Tensor = writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+        ids: Tensor = writer.generate(prompts, attention_mask=mask, generation_config=config)
     return ids
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli.search import verdict as verdict_of_search
-from selfspec.cli.train import CheckedExit, verdict
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.findings import TextFindings
+from selfspec.tools.train.doubts import CheckedExit, doubts, verdict
 
 
 def estimate(value: float) -> Estimate:
@@ -25,9 +25,30 @@ def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
         CheckedExit("exit:2", 1.3, estimate(0.5), estimate(0.5)),
         CheckedExit("exit:4", 1.5, estimate(greedy), estimate(sampled)),
     ]
-    found = verdict(checked, Path("FASTER"))
+    found = verdict(checked, Path("FASTER"), {"held_out_loss": 2.0}, {"held_out_loss": 2.1})
     assert found.startswith(said)
     assert "predicted 1.50" in found
+    assert "lost 0.10 nats a token" in found
+    ruined = verdict(checked, Path("FASTER"), {"held_out_loss": 4.2}, {"held_out_loss": 5.7})
+    assert ruined.startswith("The training ruined the full model: its loss on held-out text is 5.70, 1.50 nats a token")
+    assert "exit:4" not in ruined
+
+
+def test_of_heads_none_of_which_pays() -> None:
+    checked = [CheckedExit("head:HEADS@4", 0.95, estimate(0.8), estimate(0.9))]
+    found = verdict(checked, Path("HEADS"), {"alpha_4": 0.1}, {"alpha_4": 0.2})
+    assert found.startswith("No exit beat plain decoding here; the best is head:HEADS@4")
+
+
+def test_what_looks_wrong_in_a_training_is_said() -> None:
+    before = {"held_out_loss": 4.2}
+    fine = [{"loss": 5.0, "grad_norm": 9.0}, {"held_out_loss": 4.25}, {"loss": 4.6, "grad_norm": 4.0}]
+    assert doubts(before, fine) == []
+    wrong = [*fine, {"loss": 6.1, "grad_norm": 87.0}, {"held_out_loss": 5.7}]
+    rose, steep, forgets = doubts(before, wrong)
+    assert "rose from 4.60 to 6.10" in rose
+    assert "reached 87" in steep
+    assert "rose from 4.20 to 5.70" in forgets
 
 
 ROW = {

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jinja2 import TemplateError
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.files.json_text import first_error
 from selfspec.measure.own_text import own_text
+from selfspec.measure.prompts import Message
+from selfspec.measure.stock import end_tokens
 from selfspec.tools.train.settings import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
@@ -32,30 +36,101 @@ _ABOUT = "own_text"
 class _About:
     """What a file of the model's own text says of itself: its format, and the tokens of each text."""
 
-    format: Literal[1]
+    format: Literal[2]
     length: int
 
 
 @dataclass(frozen=True)
-class Split:
-    """A text in two parts that share no block, to learn from and to measure on: token ids `[blocks, length]`."""
+class Blocks:
+    """Tokens in blocks of one length, and which of them are learnt; also one batch of these.
 
-    train: Tensor
-    held_out: Tensor
+    Attributes:
+        ids: `[blocks, length]`.
+        learnt: the same in bools; of conversations the answers are.
+    """
+
+    ids: Tensor
+    learnt: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor) -> Blocks:
+        """Take tokens that are all learnt."""
+        return cls(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One block, as loaders stack them."""
+        return {"ids": self.ids[index], "learnt": self.learnt[index]}
+
+    def chosen(self, places: Tensor | slice) -> Blocks:
+        """Return some of the blocks."""
+        return Blocks(self.ids[places], self.learnt[places])
+
+    def batches(self, size: int, device: torch.device) -> Iterator[Blocks]:
+        """Go through all blocks, some at a time, on a device."""
+        for start in range(0, len(self), size):
+            some = self.chosen(slice(start, start + size))
+            yield Blocks(some.ids.to(device), some.learnt.to(device))
+
+    @property
+    def before_learnt(self) -> Tensor:
+        """Where the next token is learnt, `[blocks, length]`; the last place, whose next is not known, as itself."""
+        return torch.cat([self.learnt[:, 1:], self.learnt[:, -1:]], 1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A text in two parts that share no block, to learn from and to measure on.
+
+    Raises:
+        CorpusError: nothing is learnt of one.
+    """
+
+    train: Blocks
+    held_out: Blocks
+
+    def __post_init__(self) -> None:
+        for part in (self.train, self.held_out):
+            if not part.learnt[:, 1:].any():
+                raise CorpusError("the text holds no answer to learn or to measure on; give more conversations")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, of which the model learns the answers."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def text(self) -> str:
+        """What was said, without who said it."""
+        return "\n\n".join(each["content"] for each in self.messages)
+
+
+Document = str | Conversation
+
+
+@dataclass(frozen=True)
+class _Message:
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
 class _Record:
     """A line of JSONL."""
 
-    text: str
+    text: str | None = None
+    messages: list[_Message] | None = None
 
 
-def read_documents(file: Path) -> list[str]:
+def read_documents(file: Path) -> list[Document]:
     """The documents of a text file, in its order.
 
-    A `.jsonl` file has one JSON object a line with its text under `text`; any other file is one document of plain
-    text. With `.gz` behind the name it is unpacked first.
+    A `.jsonl` file has one JSON object a line, with its text under `text` or a conversation under `messages`; any other
+    file is one document of plain text. With `.gz` behind the name it is unpacked first.
 
     Raises:
         CorpusError: the file cannot be read, is no UTF-8, is truncated, holds something else, or holds no text.
@@ -71,42 +146,132 @@ def read_documents(file: Path) -> list[str]:
             f"{file} cannot be read as text ({reason}); give UTF-8 text or JSONL, plain or as .gz"
         ) from error
     documents = list(_lines(file, text)) if file.name.removesuffix(".gz").endswith(".jsonl") else [text]
-    documents = [document for document in documents if document.strip()]
+    documents = [document for document in documents if plain_text(document).strip()]
     if not documents:
         raise CorpusError(f"{file} holds no text")
     return documents
 
 
-def packed(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int | None = None
-) -> Tensor:
-    """Documents as blocks `[blocks, length]` without padding, each document behind the token that begins or ends one.
+def plain_text(document: Document) -> str:
+    """Return a document as text, whoever says it."""
+    return document if isinstance(document, str) else document.text
 
-    At `most` blocks it stops.
+
+def encoded(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Encode documents one after the other: their tokens, and which are learnt.
+
+    Each text comes behind the token that begins or ends one, unless it begins with that itself. Conversations are
+    written by the chat template; of them the answers are learnt, up to the token that ends each.
+
+    Raises:
+        CorpusError: there is no chat template for a conversation, or it rewrites what was said before an answer.
     """
     mark = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    prefix = [] if mark is None else [mark]
-    ids: list[int] = []
     for start in range(0, len(documents), _BATCH):
+        some = documents[start : start + _BATCH]
+        texts = [each for each in some if isinstance(each, str)]
+        # Longer than the model's context, and meant to be: blocks are cut from it.
+        tokens = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+        for each in some:
+            if isinstance(each, Conversation):
+                yield _conversation(each, tokenizer)
+            else:
+                ids: list[int] = next(tokens)
+                whole = ids if mark is None or ids[:1] == [mark] else [mark, *ids]
+                yield whole, [True] * len(whole)
+
+
+def _conversation(said: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    ids: list[int] = []
+    learnt: list[bool] = []
+    for place, message in enumerate(said.messages):
+        if message["role"] == "assistant":
+            before = _templated(tokenizer, said.messages[:place], answering=True)
+            ids_now = _templated(tokenizer, said.messages[: place + 1], answering=False)
+            if ids_now[: len(before)] != before or before[: len(ids)] != ids:
+                raise CorpusError(
+                    "the chat template writes what was said before an answer in another way once it is there, so "
+                    "answers cannot be told from the rest; give conversations as text"
+                )
+            answer = ids_now[len(before) :]
+            ends = [at for at, token in enumerate(answer) if token == tokenizer.eos_token_id]
+            last = ends[0] + 1 if ends else len(answer)
+            learnt += [False] * (len(before) - len(ids)) + [True] * last + [False] * (len(answer) - last)
+            ids = ids_now
+    return ids, learnt
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answering: bool) -> list[int]:
+    if not tokenizer.chat_template:
+        raise CorpusError("the checkpoint has no chat template to write conversations by; give them as text")
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(each) for each in messages], add_generation_prompt=answering, return_dict=False
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise CorpusError(f"the chat template refuses a conversation ({' '.join(str(error).split())})") from error
+    return [int(token) for token in ids]
+
+
+def packed(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, most: int | None = None
+) -> Blocks:
+    """Documents as blocks without padding, as `encoded` gives them; at `most` blocks it stops.
+
+    Raises:
+        CorpusError: there is too little for one block, or a conversation cannot be written.
+    """
+    ids: list[int] = []
+    learnt: list[bool] = []
+    for tokens, which in encoded(documents, tokenizer):
+        ids += tokens
+        learnt += which
         if most is not None and len(ids) >= most * length:
             break
-        # Longer than the model's context, and meant to be: blocks are cut from it.
-        batch = tokenizer(list(documents[start : start + _BATCH]), add_special_tokens=False, verbose=False)
-        for document in batch["input_ids"]:
-            ids += prefix + document
     count = len(ids) // length if most is None else min(most, len(ids) // length)
     if count == 0:
         raise CorpusError(f"the text has {len(ids)} tokens, too few for one block of {length}; give more text")
-    return torch.tensor(ids[: count * length]).view(count, length)
+    return Blocks(*(torch.tensor(each[: count * length]).view(count, length) for each in (ids, learnt)))
 
 
-def spread(blocks: Tensor, most: int) -> Tensor:
+def beginnings(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, number: int, tokens: int, length: int
+) -> list[list[int]]:
+    """Return what a model is to write on from: the first tokens of texts, and conversations up to each answer.
+
+    Args:
+        documents: where there are fewer, they come again.
+        tokenizer: the model's.
+        number: how many.
+        tokens: of a text; shorter ones are left out.
+        length: of what is written, beginning included; longer beginnings are left out.
+
+    Raises:
+        CorpusError: there is none.
+    """
+    found: list[list[int]] = []
+    for document, (ids, learnt) in zip(documents, encoded(documents, tokenizer), strict=True):
+        if isinstance(document, Conversation):
+            answers = [at for at in range(1, len(ids)) if learnt[at] and not learnt[at - 1]]
+            found += [ids[:at] for at in answers if at < length]
+        elif len(ids) >= tokens:
+            found.append(ids[:tokens])
+        if len(found) >= number:
+            break
+    if not found:
+        raise CorpusError(f"no text has {tokens} tokens to begin with, nor a conversation room for an answer")
+    return [found[place % len(found)] for place in range(number)]
+
+
+def spread(blocks: Blocks, most: int) -> Blocks:
     """At most `most` of the blocks, evenly spaced over all of them."""
     count = min(most, len(blocks))
-    return blocks[torch.arange(count) * len(blocks) // count]
+    return blocks.chosen(torch.arange(count) * len(blocks) // count)
 
 
-def all_documents(files: Sequence[Path], seed: int) -> list[str]:
+def all_documents(files: Sequence[Path], seed: int) -> list[Document]:
     """The documents of all files to learn from, in an order that the seed decides."""
     if not files:
         raise TrainingError("no text to train on; give a file")
@@ -116,7 +281,7 @@ def all_documents(files: Sequence[Path], seed: int) -> list[str]:
 
 
 def given_text(
-    documents: Sequence[str], texts: Texts, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int
+    documents: Sequence[Document], texts: Texts, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int
 ) -> Split:
     """Documents in blocks: no more of them than the course takes, and what is measured on."""
     wanted, length = course.steps * course.batch * course.accumulate * processes, course.length
@@ -126,7 +291,7 @@ def given_text(
     return Split(packed(documents, tokenizer, length, wanted), measured)
 
 
-def split(blocks: Tensor, held_out: int) -> Split:
+def split(blocks: Blocks, held_out: int) -> Split:
     """The first blocks to measure on, but no more than a tenth, and the others to learn from."""
     if len(blocks) < 2:
         raise CorpusError(
@@ -134,45 +299,81 @@ def split(blocks: Tensor, held_out: int) -> Split:
             "text of its own"
         )
     count = min(held_out, max(1, len(blocks) // 10))
-    return Split(blocks[count:], blocks[:count])
+    return Split(blocks.chosen(slice(count, None)), blocks.chosen(slice(count)))
 
 
-def written_text(model: PreTrainedModel, beginnings: Tensor, course: Course, texts: Texts, kept: Path) -> Split:
+def written_text(
+    model: PreTrainedModel, begun: Sequence[Sequence[int]], course: Course, texts: Texts, kept: Path
+) -> Split:
     """Let a model continue beginnings at temperature 1, without top-k or top-p.
 
-    What was written is kept batch by batch, so that an interrupted call resumes.
-
-    Beginnings are `[texts, beginning]`; the course's length counts them in.
+    What was written is kept batch by batch, so that an interrupted call resumes. The course's length counts beginnings
+    in. What is behind a token that ends the text is not learnt.
     """
-    written = torch.empty(0, course.length, dtype=torch.long)
+    written = Blocks.of(torch.empty(0, course.length, dtype=torch.long))
     if kept.exists():
         written = _kept_text(kept, course.length)
-    for start in range(written.shape[0], len(beginnings), _WRITTEN):
-        ids = beginnings[start : start + _WRITTEN].to(model.device)
-        more = own_text(model, ids, course.length - ids.shape[1], 1.0, course.seed + start)
-        written = torch.cat([written, more.cpu()])
-        write_described(kept, _ABOUT, asdict(_About(1, course.length)), {"ids": written})
-    return split(written, texts.held_out_blocks)
+    # Beginnings of like length need little padding.
+    order = sorted(range(len(begun)), key=lambda place: len(begun[place]))
+    ends = torch.tensor(sorted(end_tokens(model)), dtype=torch.long)
+    for start in range(len(written), len(begun), _WRITTEN):
+        rows = [torch.tensor(begun[place]) for place in order[start : start + _WRITTEN]]
+        some, mask = (
+            pad_sequence(part, batch_first=True, padding_side="left").to(model.device)
+            for part in (rows, [torch.ones_like(row) for row in rows])
+        )
+        more = own_text(model, some, course.length - some.shape[1], 1.0, course.seed + start, mask).cpu()
+        more = torch.stack([row.roll(len(first) - some.shape[1]) for row, first in zip(more, rows, strict=True)])
+        learnt = torch.stack(
+            [_learnt(row, len(first), some.shape[1], ends) for row, first in zip(more, rows, strict=True)]
+        )
+        written = Blocks(torch.cat([written.ids, more]), torch.cat([written.learnt, learnt]))
+        content = {"ids": written.ids, "learnt": written.learnt.to(torch.uint8)}
+        write_described(kept, _ABOUT, asdict(_About(2, course.length)), content)
+    back = torch.tensor(order).argsort()
+    return split(written.chosen(back), texts.held_out_blocks)
 
 
-def _kept_text(kept: Path, length: int) -> Tensor:
+def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
+    """Which tokens of a text the model wrote, up to its end; a row that was padded on the left ends sooner."""
+    places = torch.arange(len(row))
+    ended = torch.isin(row, ends) & (places >= first)
+    behind = ended.cumsum(0) - ended.long() > 0
+    return (places >= first) & (places < len(row) - (padded - first)) & ~behind
+
+
+def _kept_text(kept: Path, length: int) -> Blocks:
     remedy = "remove it to have the text written again"
     try:
         found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, "pt", remedy)
-        found.check_names(("ids",))
-        return found.read_like("ids", torch.empty(found.read("ids").shape[0], length, dtype=torch.long))
+        found.check_names(("ids", "learnt"))
+        shape = (found.read("ids").shape[0], length)
+        ids = found.read_like("ids", torch.empty(shape, dtype=torch.long))
+        learnt = found.read_like("learnt", torch.empty(shape, dtype=torch.uint8))
+        return Blocks(ids, learnt.bool())
     except DraftConfigError as error:
         raise TrainingError(str(error)) from error
 
 
-def _lines(file: Path, text: str) -> Iterator[str]:
+def _lines(file: Path, text: str) -> Iterator[Document]:
     reader = TypeAdapter(_Record)
     # Not `splitlines`: a JSON string may hold other line separators than this.
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield reader.validate_json(line, strict=True).text
-            except ValidationError as error:
-                raise CorpusError(
-                    f'line {number} of {file} is no JSON object with a string under "text" ({first_error(error)})'
-                ) from error
+        if not line.strip():
+            continue
+        try:
+            record = reader.validate_json(line, strict=True)
+        except ValidationError as error:
+            reason = first_error(error)
+        else:
+            if record.messages:
+                yield Conversation(tuple(map(asdict, record.messages)))
+                continue
+            if record.text is not None:
+                yield record.text
+                continue
+            reason = "neither is there"
+        raise CorpusError(
+            f'line {number} of {file} is no JSON object with a string under "text" or a conversation under "messages" '
+            f"({reason})"
+        )

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 # Read by torch when the first CUDA product is computed.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from selfspec.errors import TrainingError
 from selfspec.files.writing import writing
+from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.settings import Course
 
@@ -29,11 +29,14 @@ CHECKPOINTS = "checkpoints"
 KEPT = "what was finished is kept: make room and repeat the command to go on"
 """What messages say of a training whose disk is full."""
 
+RESUMED = "resumed_at"
+"""The figure that is told first where a training goes on: the step of the checkpoint that it goes on from."""
+
 Observer = Callable[[int, int, Mapping[str, float]], None]
 """Called with the steps made, all steps, and new figures."""
 
 
-def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: str, observe: Observer) -> list[Any]:
+def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
     """Train, from the newest whole checkpoint in `folder` if there is one.
 
     SIGINT and SIGTERM end training after the step under way, with a checkpoint. A killed process resumes
@@ -42,7 +45,7 @@ def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: st
     Args:
         lesson: what is learnt.
         course: how.
-        text: what from, blocks of token ids `[blocks, length]`.
+        text: what from.
         folder: where checkpoints go, into `checkpoints`.
         device: "auto" for what accelerate chooses, "cpu" to stay there.
         observe: called at every step.
@@ -60,10 +63,12 @@ def train(lesson: Lesson, course: Course, text: Tensor, folder: Path, device: st
     trainer.add_callback(_Watch(trainer, stop, observe))
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
-    if checkpoint and (done := _state(checkpoint)) and done.global_step >= course.steps:
-        # The Trainer would make one more step.
-        trainer._load_from_checkpoint(str(checkpoint))
-        return list(done.log_history)
+    if checkpoint and (done := _state(checkpoint)):
+        observe(done.global_step, course.steps, {RESUMED: float(done.global_step)})
+        if done.global_step >= course.steps:
+            # The Trainer would make one more step.
+            trainer._load_from_checkpoint(str(checkpoint))
+            return list(done.log_history)
     with writing(folder, KEPT), _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stop.is_set() and trainer.state.global_step < course.steps:
@@ -79,13 +84,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 class _CourseTrainer(Trainer):
-    def __init__(self, lesson: Lesson, course: Course, text: Tensor, folder: Path, device: str) -> None:
+    def __init__(self, lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str) -> None:
         super().__init__(
             model=lesson.model,
             args=_arguments(course, folder, device),
-            data_collator=lambda blocks: {"input_ids": torch.stack(blocks)},
-            train_dataset=text,
-            eval_dataset=lesson.held_out,
+            train_dataset=cast(Any, text),
+            eval_dataset=cast(Any, lesson.held_out),
         )
         self._lesson = lesson
         # The loss is a mean over tokens; the Trainer then divides it by the number of batches summed up.
@@ -94,7 +98,7 @@ class _CourseTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        loss = self._lesson.loss(model, inputs["input_ids"], self.state.global_step, self.state.max_steps)
+        loss = self._lesson.loss(model, Blocks(**inputs), self.state.global_step, self.state.max_steps)
         if not loss.isfinite():
             raise TrainingError(
                 f"the loss became {loss.item()} in step {self.state.global_step + 1}; nothing was written since the "
@@ -154,10 +158,10 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         max_steps=course.steps,
         per_device_train_batch_size=course.batch,
         gradient_accumulation_steps=course.accumulate,
-        learning_rate=course.learning_rate,
+        learning_rate=cast(float, course.learning_rate),
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": int(course.decay * course.steps), "decay_type": "linear"},
-        warmup_steps=int(course.warmup * course.steps),
+        warmup_steps=course.warm_up_steps,
         weight_decay=0.01,
         adam_beta2=0.98,
         max_grad_norm=1.0,
@@ -168,7 +172,8 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         save_steps=course.save_every,
         save_total_limit=2,
         eval_strategy="steps",
-        eval_steps=course.evaluate_every,
+        # A short one is looked at on the way, too.
+        eval_steps=min(course.evaluate_every, max(1, course.steps // 3)),
         logging_steps=10,
         logging_nan_inf_filter=False,
         report_to=[],

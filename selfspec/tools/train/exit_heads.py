@@ -18,7 +18,7 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.model.vocabulary import vocabulary_size
-from selfspec.tools.train.corpus import Split
+from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe
 from selfspec.tools.train.vocabulary import most_frequent
@@ -78,7 +78,7 @@ class ExitLesson(Lesson):
         self._loss = recipe.loss
         tokens = None
         if recipe.vocabulary is not None:
-            tokens = most_frequent(text.train, recipe.vocabulary, vocabulary_size(base))
+            tokens = most_frequent(text.train.ids, recipe.vocabulary, vocabulary_size(base))
         hidden: int = base.config.get_text_config(decoder=True).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -88,26 +88,28 @@ class ExitLesson(Lesson):
                 head.get_parameter("scale").requires_grad_(False)
         self.model: ExitHeads = heads.to(base.device)
 
-    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
-        states, full = self._read(ids)
-        p = self.model.kept(full.softmax(-1))
-        loss = torch.zeros((), device=ids.device)
+    def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
+        states, full = self._read(batch.ids)
+        learnt = batch.before_learnt
+        p = self.model.kept(full[learnt].softmax(-1))
+        loss = torch.zeros((), device=batch.ids.device)
         for adapted in model(states).values():
-            log_q = self.model.kept(self._readout.logits(adapted).float()).log_softmax(-1)
+            log_q = self.model.kept(self._readout.logits(adapted)[learnt].float()).log_softmax(-1)
             if self._loss != "tv":
-                loss = loss - (p * log_q).sum(-1).mean()
+                loss = loss - (p * log_q).sum(-1).sum() / max(len(p), 1)
             if self._loss != "kl":
-                loss = loss + 1 - torch.minimum(p, log_q.exp()).sum(-1).mean()
+                loss = loss + 1 - torch.minimum(p, log_q.exp()).sum(-1).sum() / max(len(p), 1)
         return loss / len(self._exits)
 
     def evaluate(self) -> dict[str, float]:
         heads = {layer: DraftHead(self.model.exits[str(layer)], self.model.tokens) for layer in self._exits}
         meter = ExitMeter(self._base, self._adapter, heads)
-        for ids in self.held_out_ids():
-            states, full = self._read(ids)
+        for batch in self.measured():
+            states, full = self._read(batch.ids)
+            learnt = batch.before_learnt
             for layer, adapted in self.model(states).items():
-                draft = self.model.kept(self._readout.logits(adapted))
-                meter.add(full, layer, heads[layer].spread(draft, full.shape[-1]))
+                draft = self.model.kept(self._readout.logits(adapted)[learnt])
+                meter.add(full[learnt], layer, heads[layer].spread(draft, full.shape[-1]))
         return meter.named()
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:

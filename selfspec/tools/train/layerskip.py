@@ -15,8 +15,11 @@ from transformers import PreTrainedModel
 from selfspec.measure.readout import Readout
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.registry import find_adapter
+from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import LayerSkipRecipe
+
+_UNLEARNT = -100
 
 
 class LayerSkipLesson(Lesson):
@@ -25,10 +28,10 @@ class LayerSkipLesson(Lesson):
     Args:
         base: the stock model, whose weights change, and its tokenizer.
         recipe: how exits are taught; None: not at all, plain training on the text, to compare with.
-        held_out: text to measure on, `[blocks, length]`.
+        held_out: text to measure on.
     """
 
-    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Tensor) -> None:
+    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:
         self.model: PreTrainedModel = base.model
         self._tokenizer = base.tokenizer
         self._adapter = find_adapter(base.model)
@@ -38,33 +41,36 @@ class LayerSkipLesson(Lesson):
         self._exits = (recipe or LayerSkipRecipe()).exits_of(len(self._layers))
         self.held_out = held_out
 
-    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
-        recipe = self._recipe
+    def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
+        recipe, ids = self._recipe, batch.ids
         if recipe is None:
-            return _against_text(model(input_ids=ids, use_cache=False).logits, ids)
+            return _against_text(model(input_ids=ids, use_cache=False).logits, batch)
         depth = len(self._layers)
         active = recipe.active(depth, step, steps)
         rates = recipe.dropout_rates(depth, step, steps)
         with self._readout.recorded(active) as states, layer_dropout(self._layers, rates):
             full = model(input_ids=ids, use_cache=False).logits
         *shares, share = recipe.weights(depth, active)
-        loss = share * _against_text(full, ids)
+        loss = share * _against_text(full, batch)
         teacher = full.detach().float().softmax(-1) if recipe.exit_target == "model" else None
         for exit_layer, weight in zip(active, shares, strict=True):
             logits = self._readout.logits(states[exit_layer])
-            loss = loss + weight * (_against_text(logits, ids) if teacher is None else _against(logits, teacher))
+            loss = loss + weight * (
+                _against_text(logits, batch) if teacher is None else _against(logits, teacher, batch)
+            )
         return loss
 
     def evaluate(self) -> dict[str, float]:
         meter = ExitMeter(self.model, self._adapter, dict.fromkeys(self._exits))
-        losses = []
-        for ids in self.held_out_ids():
+        loss, count = 0.0, 0
+        for batch in self.measured():
+            learnt, tokens = batch.before_learnt, int(batch.learnt[:, 1:].sum())
             with self._readout.recorded(self._exits) as states:
-                full = self.model(input_ids=ids, use_cache=False).logits
-            losses.append(_against_text(full, ids) * ids.shape[0])
+                full = self.model(input_ids=batch.ids, use_cache=False).logits
+            loss, count = loss + float(_against_text(full, batch)) * tokens, count + tokens
             for exit_layer in self._exits:
-                meter.add(full, exit_layer, self._readout.logits(states[exit_layer]))
-        return {"held_out_loss": float(torch.stack(losses).sum()) / len(self.held_out), **meter.named()}
+                meter.add(full[learnt], exit_layer, self._readout.logits(states[exit_layer])[learnt])
+        return {"held_out_loss": loss / max(count, 1), **meter.named()}
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         self.model.to(dtype).save_pretrained(folder)
@@ -93,11 +99,17 @@ def _dropping(rate: float) -> Any:
     return drop
 
 
-def _against_text(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, in nats a token."""
-    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+def _against_text(logits: Tensor, batch: Blocks) -> Tensor:
+    """Mean cross-entropy of the next token where it is learnt, in nats a token; 0 where none is."""
+    wanted = batch.ids[:, 1:].masked_fill(~batch.learnt[:, 1:], _UNLEARNT)
+    total = functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), wanted.flatten(), ignore_index=_UNLEARNT, reduction="sum"
+    )
+    return total / (wanted != _UNLEARNT).sum().clamp(min=1)
 
 
-def _against(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Mean cross-entropy against distributions, `[batch, tokens, vocab]`: KL up to a constant."""
-    return -(teacher * logits.float().log_softmax(-1)).sum(-1).mean()
+def _against(logits: Tensor, teacher: Tensor, batch: Blocks) -> Tensor:
+    """Mean cross-entropy against distributions, `[batch, tokens, vocab]`, where it is learnt: KL up to a constant."""
+    learnt = batch.before_learnt
+    total = -(teacher[learnt] * logits[learnt].float().log_softmax(-1)).sum()
+    return total / learnt.sum().clamp(min=1)

@@ -17,6 +17,7 @@ from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.early_head import DraftHead
 from selfspec.model.weights_read import share_read
+from selfspec.tools.train.corpus import Blocks
 
 # Blocks of held-out text read at once.
 _BATCH = 4
@@ -27,19 +28,19 @@ class Lesson(ABC):
 
     Attributes:
         model: the module that is trained; its weights alone are what a checkpoint holds.
-        held_out: text to measure on, blocks of token ids `[blocks, length]`.
+        held_out: text to measure on.
     """
 
     model: nn.Module
-    held_out: Tensor
+    held_out: Blocks
 
     @abstractmethod
-    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
+    def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
         """The loss of one batch.
 
         Args:
             model: `self.model`, perhaps inside a wrapper that computes it on several devices.
-            ids: `[batch, tokens]`.
+            batch: what it learns from, on the model's device.
             step: optimiser steps already made.
             steps: optimiser steps in all.
         """
@@ -61,9 +62,9 @@ class Lesson(ABC):
         self.model.train(training)
         return figures
 
-    def held_out_ids(self) -> Iterator[Tensor]:
-        """The held-out text in batches `[batch, tokens]`, where the model is."""
-        return iter(self.held_out.to(next(self.model.parameters()).device).split(_BATCH))
+    def measured(self) -> Iterator[Blocks]:
+        """The held-out text in batches, where the model is."""
+        return self.held_out.batches(_BATCH, next(self.model.parameters()).device)
 
 
 class ExitMeter:
@@ -81,8 +82,8 @@ class ExitMeter:
         self._figures = {exit_layer: ExitFigures() for exit_layer in heads}
 
     def add(self, full: Tensor, exit_layer: int, draft: Tensor) -> None:
-        """Count logits of the full model and of an exit, `[batch, tokens, vocab]` both."""
-        self._figures[exit_layer].add(full.flatten(0, 1), draft.flatten(0, 1))
+        """Count logits of the full model and of an exit, `[positions, vocab]` both."""
+        self._figures[exit_layer].add(full, draft)
 
     def named(self) -> dict[str, float]:
         """The figures, by name and exit."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.drawing import Panel, Picture
-from selfspec.tools.train.corpus import all_documents, given_text, packed, written_text
-from selfspec.tools.train.course import CHECKPOINTS, Observer, train
+from selfspec.tools.train.corpus import all_documents, beginnings, given_text, written_text
+from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, train
+from selfspec.tools.train.doubts import doubts
 from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.layerskip import LayerSkipLesson
@@ -72,6 +72,8 @@ def run(
         folder.check()
     checkpoint = load_checkpoint(model, "auto", device)
     dtype, base = checkpoint.model.dtype, checkpoint.model.float()
+    if not isinstance(recipe, ExitHeadRecipe):
+        course = course.for_model(base.num_parameters())
     if recipe is not None:
         recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
     documents = all_documents(texts.text, course.seed)
@@ -94,10 +96,10 @@ def run(
                 raise TrainingError(
                     f"beginnings of {recipe.beginning} tokens leave nothing to write in {course.length}"
                 )
-            beginnings = packed(documents, checkpoint.tokenizer, recipe.beginning, recipe.own_texts)
+            begun = beginnings(documents, checkpoint.tokenizer, recipe.own_texts, recipe.beginning, course.length)
             # What the model writes is kept there.
             folder.begin(settings)
-            text = written_text(base, beginnings, course, texts, to / CHECKPOINTS / "own_text.safetensors")
+            text = written_text(base, begun, course, texts, to / CHECKPOINTS / "own_text.safetensors")
         else:
             text = given_text(documents, texts, course, checkpoint.tokenizer, processes.num_processes)
         lesson: Lesson
@@ -107,14 +109,28 @@ def run(
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}
     observe(0, course.steps, before)
-    started = time.perf_counter()
-    log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), observe)
+    started, resumed = time.perf_counter(), 0.0
+
+    def noted(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        nonlocal resumed
+        resumed = figures.get(RESUMED, resumed)
+        observe(step, steps, figures)
+
+    log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), noted)
     seconds = time.perf_counter() - started
     # What is measured is what is saved.
     lesson.model.to(dtype).float()
     after = lesson.measure()
     observe(course.steps, course.steps, after)
-    report = {**settings, "before": before, "after": after, "seconds_of_last_stretch": seconds, "log": log}
+    report = {
+        **settings,
+        "before": before,
+        "after": after,
+        "resumed_at": int(resumed),
+        "seconds_of_last_stretch": seconds,
+        "doubts": doubts(before, [*log, after]),
+        "log": log,
+    }
 
     def save(new: Path) -> None:
         lesson.save(new, dtype, after)
@@ -138,10 +154,17 @@ def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _curves(axes: Axes, log: Sequence[Mapping[str, Any]], starts: tuple[str, ...]) -> None:
+    import numpy as np
+    from matplotlib import colormaps
+
     names = [name for name in dict.fromkeys(name for point in log for name in point) if name.startswith(starts)]
-    for name, colour in zip(names, cycle(SEQUENCE), strict=False):
+    # Of many exits the colour says how deep they are, and a few are named.
+    many = len(names) > len(SEQUENCE)
+    colours = colormaps["cividis"](np.linspace(0, 1, len(names))) if many else SEQUENCE
+    named = {names[place * (len(names) - 1) // 4] for place in range(5)} if many else {*names}
+    for name, colour in zip(names, colours, strict=False):
         known = [(point["step"], point[name]) for point in log if name in point]
-        shown = name.replace("agreement_", "exit ").replace("_", " ")
+        shown = name.replace("agreement_", "exit ").replace("_", " ") if name in named else None
         axes.plot(*zip(*known, strict=True), color=colour, marker="." if len(known) < 50 else "", label=shown)
     if names:
         axes.legend()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,12 +12,18 @@ from selfspec.errors import TrainingError
 from selfspec.values import check_numbers
 
 Files = Annotated[
-    list[Path], typer.Option(help='Text to learn from: JSONL with "text" in each line, or plain; also .gz.')
+    list[Path],
+    typer.Option(help='Text to learn from: JSONL with "text" or "messages" in each line, or plain; also .gz.'),
 ]
 HeldOutBlocks = Annotated[int, typer.Option(min=1, help="Measure on at most N blocks.")]
 Length = Annotated[int, typer.Option(min=8, help="Tokens of a block.")]
-LearningRate = Annotated[float, typer.Option(help="Highest learning rate of AdamW.")]
+LearningRate = Annotated[
+    float | None, typer.Option(help="Highest learning rate of AdamW; default: by the model's size.")
+]
 Decay = Annotated[float, typer.Option(help="Share of the steps, the last, over which the rate falls.")]
+
+# What models of up to so many parameters are trained on with.
+_SMALL, _SMALL_RATE, _FEWEST_WARM_UP = 10_000_000, 5e-4, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,7 @@ class Course:
     batch: Annotated[int, typer.Option(min=1, help="Blocks a step, on each device.")] = 8
     accumulate: Annotated[int, typer.Option(min=1, help="Batches summed up into one step.")] = 1
     length: Length = 256
-    learning_rate: LearningRate = 5e-4
+    learning_rate: LearningRate = None
     warmup: Annotated[float, typer.Option(help="Share of the steps over which the rate rises.")] = 0.05
     decay: Decay = 0.4
     precision: Annotated[
@@ -56,11 +62,26 @@ class Course:
 
     def __post_init__(self) -> None:
         check_numbers(self, TrainingError)
-        if not (self.learning_rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
+        rate = 1.0 if self.learning_rate is None else self.learning_rate
+        if not (rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
             raise TrainingError(
                 f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "
                 "rate must be positive, and warm-up and decay shares of the steps"
             )
+
+    def for_model(self, parameters: int) -> Course:
+        """Return the course with a rate for a model of so many parameters, where none was given.
+
+        A pretrained model is continued with the smaller steps the larger it is: 5e-4 for up to 10M parameters, then by
+        the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
+        """
+        usual = _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
+        return replace(self, learning_rate=usual) if self.learning_rate is None else self
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps over which the rate rises: of short trainings a few at least, in which AdamW finds its scales."""
+        return max(int(self.warmup * self.steps), min(_FEWEST_WARM_UP, self.steps // 4))
 
 
 @dataclass(frozen=True, kw_only=True)

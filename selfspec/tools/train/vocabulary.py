@@ -33,7 +33,7 @@ def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> f
         raise TrainingError(f"{to} exists; give another name with --to")
     rows = describe_config(read_config(model)).vocabulary
     documents = [document for file in text for document in read_documents(file)]
-    ids = packed(documents, load_tokenizer(model), 1)
+    ids = packed(documents, load_tokenizer(model), 1).ids
     tokens = most_frequent(ids, size, rows)
     coverage = float(torch.isin(ids, tokens).double().mean())
     write_sealed(to, {"coverage": coverage, "tokens": tokens.tolist()})

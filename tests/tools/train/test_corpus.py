@@ -10,9 +10,25 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
 from selfspec.errors import CorpusError
-from selfspec.tools.train.corpus import all_documents, packed, read_documents, split, spread
+from selfspec.measure.stock import until_end
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.tools.train.corpus import (
+    Blocks,
+    Conversation,
+    all_documents,
+    beginnings,
+    encoded,
+    packed,
+    plain_text,
+    read_documents,
+    split,
+    spread,
+    written_text,
+)
+from selfspec.tools.train.settings import Course, Texts
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +88,11 @@ def test_documents_are_packed_without_gaps_each_behind_its_mark(tokenizer: PreTr
     parts = [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
     stream = parts[0] + parts[1]
     blocks = packed(texts, tokenizer, 4)
-    assert blocks.flatten().tolist() == stream[: len(stream) // 4 * 4]
-    assert packed(texts, tokenizer, 4, most=1).tolist() == [stream[:4]]
+    assert blocks.ids.flatten().tolist() == stream[: len(stream) // 4 * 4]
+    assert blocks.learnt.all()
+    assert packed(texts, tokenizer, 4, most=1).ids.tolist() == [stream[:4]]
+    # A text that begins with the mark itself, as chats do that were written down, gets no second one.
+    assert packed([f"{tokenizer.bos_token}Once upon a time"], tokenizer, 1).ids.flatten().tolist() == parts[0]
 
 
 def test_too_little_text_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,18 +101,21 @@ def test_too_little_text_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_held_out_blocks_are_not_learnt_from() -> None:
-    both = split(torch.arange(60).view(30, 2), 3)
-    assert both.held_out.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert both.train.flatten().tolist() == list(range(6, 60))
+    both = split(Blocks.of(torch.arange(60).view(30, 2)), 3)
+    assert both.held_out.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert both.train.ids.flatten().tolist() == list(range(6, 60))
     # Of a short text, a tenth.
-    assert len(split(torch.zeros(20, 2), 3).held_out) == 2
-    with pytest.raises(CorpusError):
-        split(torch.zeros(1, 2), 3)
+    assert len(split(Blocks.of(torch.zeros(20, 2)), 3).held_out) == 2
+    with pytest.raises(CorpusError, match="single block"):
+        split(Blocks.of(torch.zeros(1, 2)), 3)
+    nothing = Blocks(torch.zeros(20, 2), torch.zeros(20, 2, dtype=torch.bool))
+    with pytest.raises(CorpusError, match="no answer"):
+        split(nothing, 3)
 
 
 def test_spread_takes_from_all_over() -> None:
-    assert spread(torch.arange(10).view(10, 1), 3).flatten().tolist() == [0, 3, 6]
-    assert len(spread(torch.arange(2).view(2, 1), 3)) == 2
+    assert spread(Blocks.of(torch.arange(10).view(10, 1)), 3).ids.flatten().tolist() == [0, 3, 6]
+    assert len(spread(Blocks.of(torch.arange(2).view(2, 1)), 3)) == 2
 
 
 def test_the_seed_decides_the_order(tmp_path: Path) -> None:
@@ -102,4 +124,68 @@ def test_the_seed_decides_the_order(tmp_path: Path) -> None:
     for file, half in zip(files, (documents[:25], documents[25:]), strict=True):
         file.write_bytes(_jsonl(*half))
     assert all_documents(files, 1) == all_documents(files, 1) != all_documents(files, 2)
-    assert sorted(all_documents(files, 1)) == sorted(documents)
+    assert sorted(map(plain_text, all_documents(files, 1))) == sorted(documents)
+
+
+MESSAGES = (
+    {"role": "user", "content": "One day a dog"},
+    {"role": "assistant", "content": "ran home."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "It sat."},
+)
+
+
+@pytest.fixture
+def chatty() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
+    found.chat_template = PLAIN.replace("{{ message.content }}", "{{ message.content }}</s>")
+    return found
+
+
+def test_of_conversations_the_answers_are_learnt(tmp_path: Path, chatty: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n" + json.dumps({"text": "a tale"}))
+    said, text = read_documents(tmp_path / "chats.jsonl")
+    assert plain_text(said) == "One day a dog\n\nran home.\n\nAnd then?\n\nIt sat."
+    (ids, learnt), (_, whole) = encoded([said, text], chatty)
+    assert all(whole)
+    parts, places = [], [at for at in range(len(ids)) if learnt[at]]
+    for at in places:
+        if at - 1 not in places:
+            parts.append([ids[at]])
+        else:
+            parts[-1].append(ids[at])
+    # The token that ends an answer is learnt, what the template writes behind it is not.
+    assert [chatty.decode(part).strip() for part in parts] == ["ran home.</s>", "It sat.</s>"]
+    assert ids.count(chatty.bos_token_id) == 0
+
+
+def test_a_conversation_without_a_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(CorpusError, match="no chat template"):
+        list(encoded([Conversation(MESSAGES)], tokenizer))
+
+
+def test_beginnings_are_those_of_documents(chatty: PreTrainedTokenizerBase) -> None:
+    texts = ["Once upon a time there was a dog", "Tom had a big red ball and", "a"]
+    own = [[chatty.bos_token_id, *chatty(text, add_special_tokens=False).input_ids][:4] for text in texts[:2]]
+    # Those that are too short are left out, and where there are too few they come again.
+    assert beginnings(texts, chatty, 3, 4, 32) == [*own, own[0]]
+    found = beginnings([Conversation(MESSAGES)], chatty, 2, 4, 128)
+    assert chatty.decode(found[0]).endswith("user: One day a dog</s> \nassistant:")
+    assert chatty.decode(found[1]).endswith("user: And then?</s> \nassistant:")
+    with pytest.raises(CorpusError, match="no text has 400 tokens"):
+        beginnings(texts, chatty, 3, 400, 512)
+
+
+def test_beginnings_of_any_length_are_written_on_and_what_is_written_is_learnt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = load_checkpoint(str(checkpoint_folder()), "float32", "cpu").model
+    begun = [[1, 40, 50, 60, 70, 80], [1, 40], [1, 90, 30, 20]]
+    found = written_text(model, begun, Course(length=16), Texts(text=[], held_out_blocks=1), tmp_path / "kept")
+    rows = torch.cat([found.held_out.ids, found.train.ids]).tolist()
+    learnt = torch.cat([found.held_out.learnt, found.train.learnt]).tolist()
+    for first, row, which in zip(begun, rows, learnt, strict=True):
+        assert row[: len(first)] == first
+        # The longest of a batch says how much is written; nothing is learnt behind the end of a text.
+        own = until_end(row[len(first) : len(first) + 16 - 6], {2})
+        assert which == [False] * len(first) + [True] * len(own) + [False] * (16 - len(first) - len(own))

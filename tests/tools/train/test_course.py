@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from selfspec.errors import StorageError, TrainingError
-from selfspec.tools.train.course import CHECKPOINTS, latest_checkpoint, train
+from selfspec.tools.train.corpus import Blocks
+from selfspec.tools.train.course import CHECKPOINTS, RESUMED, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.settings import Course
 
@@ -28,15 +29,15 @@ class _Lesson(Lesson):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model = nn.Sequential(nn.Embedding(10, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.held_out = torch.zeros(1, 4, dtype=torch.long)
+        self.held_out = Blocks.of(torch.zeros(1, 4, dtype=torch.long))
         self.poison: int | None = None
 
-    def loss(self, model: nn.Module, ids: Tensor, step: int, steps: int) -> Tensor:
-        loss: Tensor = (model(ids) ** 2).mean() + model(ids).mean()
+    def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
+        loss: Tensor = (model(batch.ids) ** 2).mean() + model(batch.ids).mean()
         return loss * torch.nan if step == self.poison else loss
 
     def evaluate(self) -> dict[str, float]:
-        return {"held_out_loss": float(self.model(self.held_out).mean())}
+        return {"held_out_loss": float(self.model(self.held_out.ids).mean())}
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         raise AssertionError
@@ -45,8 +46,8 @@ class _Lesson(Lesson):
         return torch.cat([weight.detach().flatten() for weight in self.model.parameters()])
 
 
-def _text() -> Tensor:
-    return torch.randint(10, (9, 4), generator=torch.Generator().manual_seed(0))
+def _text() -> Blocks:
+    return Blocks.of(torch.randint(10, (9, 4), generator=torch.Generator().manual_seed(0)))
 
 
 def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
@@ -126,11 +127,23 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path, uninterrup
 
 def test_a_finished_course_repeats_nothing(tmp_path: Path, uninterrupted: Tensor) -> None:
     _trained(tmp_path)
-    steps: list[int] = []
+    steps: list[tuple[int, Mapping[str, float]]] = []
     lesson = _Lesson()
-    train(lesson, _COURSE, _text(), tmp_path, "cpu", lambda step, _, figures: None if figures else steps.append(step))
+    train(lesson, _COURSE, _text(), tmp_path, "cpu", lambda step, _, figures: steps.append((step, figures)))
     assert torch.equal(lesson.weights(), uninterrupted)
-    assert steps == []
+    # It says where it goes on from, and nothing else.
+    assert steps == [(8, {RESUMED: 8.0})]
+
+
+@pytest.mark.parametrize(("parameters", "rate"), [(260_000, 5e-4), (135_000_000, 1.36e-4), (7_000_000_000, 1.9e-5)])
+def test_larger_models_are_continued_by_smaller_steps(parameters: int, rate: float) -> None:
+    found = Course().for_model(parameters).learning_rate
+    assert found == pytest.approx(rate, rel=0.01)
+    assert Course(learning_rate=1e-3).for_model(parameters).learning_rate == 1e-3
+
+
+def test_short_trainings_warm_up_for_some_steps() -> None:
+    assert [Course(steps=steps).warm_up_steps for steps in (4, 24, 1000)] == [1, 6, 50]
 
 
 def test_a_full_disk_ends_it_and_the_same_call_goes_on(
