@@ -43,6 +43,7 @@ struct IntegerProduct {
   float* y;
   const float* scales;
   const float* bias;
+  const float* residual;
   int64_t in;
   int64_t out;
 
@@ -63,6 +64,7 @@ struct IntegerProduct {
     IntegerProduct rest = *this;
     rest.x += row * groups_of(in);
     rest.y += row * out;
+    if (residual) rest.residual += row * out;
     return rest;
   }
 
@@ -103,7 +105,8 @@ struct IntegerProduct {
       for (int row = 0; row < Rows; ++row) {
         float sum = total<float, 16>(sums[output][row]) * scales[first + output];
         if (bias) sum += bias[first + output];
-        y[row * out + first + output] = sum;
+        const int64_t place = row * out + first + output;
+        y[place] = residual ? residual[place] + sum : sum;
       }
     }
   }

@@ -1,7 +1,4 @@
 // Products of a few rows with a weight matrix, y = x W^T, at the speed of memory; norms and rotations in one step.
-//
-// Each output of each row is summed in one order, whatever the number of rows and threads: vectors of inputs one
-// after the other, then their lanes. So a token's logits are the same bits alone, in a draft and in a batch.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -13,120 +10,10 @@
 
 #include "eight_bits.h"
 #include "lanes.h"
+#include "products.h"
+#include "states.h"
 
 namespace {
-
-// How weights are stored, in what they are summed, and how a vector of them is read.
-template <typename Number>
-struct Plain {
-  using Stored = Number;
-  using Sum = Number;
-  static inline auto lanes(const Number* from) { return read<Number, kLanes<Number>>(from); }
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  using Sum = float;
-  static inline auto lanes(const uint16_t* from) {
-    constexpr int lanes = kLanes<float>;
-    const auto bits = __builtin_convertvector(read<uint16_t, lanes>(from), typename Lanes<uint32_t, lanes>::Vector) << 16;
-    return read<float, lanes>(&bits);
-  }
-};
-
-#if !defined(__AVX512VNNI__)
-struct Int8 {
-  using Stored = int8_t;
-  using Sum = float;
-  static inline auto lanes(const int8_t* from) {
-#if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-    constexpr int lanes = kLanes<float>;
-    return __builtin_convertvector(read<int8_t, lanes>(from), typename Lanes<float, lanes>::Vector);
-#endif
-  }
-};
-#endif
-
-// What a product reads and writes; scales and bias are null where there are none.
-template <typename Weight>
-struct Product {
-  using Sum = typename Weight::Sum;
-  static constexpr int lanes = kLanes<Sum>;
-  using Vector = typename Lanes<Sum, lanes>::Vector;
-
-  // The inputs of all rows, `[rows, in]`.
-  struct Inputs {
-    const Sum* x;
-
-    Inputs(const Sum* x, int64_t, int64_t) : x(x) {}
-    const Sum* data() const { return x; }
-  };
-
-  const Sum* x;
-  const typename Weight::Stored* weight;
-  Sum* y;
-  const Sum* scales;
-  const Sum* bias;
-  int64_t in;
-  int64_t out;
-
-  Product from_row(int64_t row) const {
-    Product rest = *this;
-    rest.x += row * in;
-    rest.y += row * out;
-    return rest;
-  }
-
-  // `Outputs` outputs of `Rows` rows, from output `first`.
-  template <int Rows, int Outputs>
-  inline void tile(int64_t first) const {
-    Vector sums[Outputs][Rows] = {};
-    const auto* w = weight + first * in;
-    // Memory gives most where it is read in one line from start to end, so the next outputs are asked for in that order,
-    // and into the second cache, which holds them all.
-    const auto* ahead = w + Outputs * in;
-    int64_t i = 0;
-    for (; i + lanes <= in; i += lanes) {
-      Vector states[Rows];
-      for (int row = 0; row < Rows; ++row) states[row] = read<Sum, lanes>(x + row * in + i);
-      for (int output = 0; output < Outputs; ++output) {
-        __builtin_prefetch(ahead, 0, 2);
-        ahead += lanes;
-        Vector weights = Weight::lanes(w + output * in + i);
-        KEEP_IN_REGISTER(weights);
-        for (int row = 0; row < Rows; ++row) sums[output][row] += weights * states[row];
-      }
-    }
-    if (i < in) {
-      // Zeros behind the last inputs: added up one by one, they would be rounded in one way or another.
-      const auto rest = in - i;
-      for (int output = 0; output < Outputs; ++output) {
-        typename Weight::Stored end[lanes] = {};
-        std::copy_n(w + output * in + i, rest, end);
-        for (int row = 0; row < Rows; ++row) {
-          Sum states[lanes] = {};
-          std::copy_n(x + row * in + i, rest, states);
-          Vector weights = Weight::lanes(end), inputs = read<Sum, lanes>(states);
-          KEEP_IN_REGISTER(weights);
-          KEEP_IN_REGISTER(inputs);
-          sums[output][row] += weights * inputs;
-        }
-      }
-    }
-    for (int output = 0; output < Outputs; ++output) {
-      for (int row = 0; row < Rows; ++row) {
-        Sum sum = total<Sum, lanes>(sums[output][row]);
-        if (scales) sum *= scales[first + output];
-        if (bias) sum += bias[first + output];
-        y[row * out + first + output] = sum;
-      }
-    }
-  }
-};
 
 // A weight of several that are multiplied with the same states.
 struct Factor {
@@ -157,7 +44,7 @@ std::vector<at::Tensor> products(const at::Tensor& x, const std::vector<Factor>&
     const int64_t out = factor.weight.size(0);
     found.push_back(at::empty(with_last(x, out), states.options()));
     works.push_back({inputs.data(), static_cast<decltype(Work::weight)>(factor.weight.const_data_ptr()),
-                     found.back().mutable_data_ptr<Sum>(), pointer(factor.scales), pointer(factor.bias), in, out});
+                     found.back().mutable_data_ptr<Sum>(), pointer(factor.scales), pointer(factor.bias), nullptr, in, out});
     total += out;
   }
   // Waking a thread for less than this takes longer than the work.
@@ -216,32 +103,6 @@ std::vector<at::Tensor> few_rows_together(const at::Tensor& x, at::TensorList we
   return multiply(x, factors);
 }
 
-// Keys or queries of one token and head, by the angles of its position. Products are rounded before they are added, as
-// by separate operations; the compiler would join them.
-template <typename Number>
-void rotate_head(const Number* x, const Number* cos, const Number* sin, Number* y, int64_t half) {
-  constexpr int lanes = 16 / sizeof(Number);
-  using Vector = typename Lanes<Number, lanes>::Vector;
-  const auto turned = [](auto straight, auto across) {
-    ROUNDED(straight);
-    ROUNDED(across);
-    return straight + across;
-  };
-  int64_t i = 0;
-  for (; i + lanes <= half; i += lanes) {
-    const auto at = [i](const Number* from) { return read<Number, lanes>(from + i); };
-    const Vector left = at(x), right = at(x + half);
-    const Vector first = turned(left * at(cos), -right * at(sin));
-    const Vector last = turned(right * at(cos + half), left * at(sin + half));
-    std::memcpy(y + i, &first, sizeof first);
-    std::memcpy(y + half + i, &last, sizeof last);
-  }
-  for (; i < half; ++i) {
-    y[i] = turned(x[i] * cos[i], -x[half + i] * sin[i]);
-    y[half + i] = turned(x[half + i] * cos[half + i], x[i] * sin[half + i]);
-  }
-}
-
 template <typename Number>
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t half) {
   at::Tensor y = at::empty_like(x);
@@ -274,23 +135,6 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
   return x * cos + turned * sin;
 }
 
-// One token, float32 in and out: its inputs over the root of their mean square, times the weight.
-void normalize(const float* x, const float* weight, float* y, int64_t size, float epsilon) {
-  constexpr int lanes = kLanes<float>;
-  using Vector = typename Lanes<float, lanes>::Vector;
-  Vector squares = {};
-  int64_t i = 0;
-  for (; i + lanes <= size; i += lanes) {
-    const Vector inputs = read<float, lanes>(x + i);
-    squares += inputs * inputs;
-  }
-  float total = 0;
-  for (int lane = 0; lane < lanes; ++lane) total += squares[lane];
-  for (; i < size; ++i) total += x[i] * x[i];
-  const float scale = 1 / std::sqrt(total / size + epsilon);
-  for (i = 0; i < size; ++i) y[i] = weight[i] * (x[i] * scale);
-}
-
 // RMSNorm (Zhang and Sennrich, 2019). `x` is [..., size], `weight` [size], both in float32.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
   TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && x.size(-1) == weight.size(0), "rms_norm: sizes do not match");
@@ -301,7 +145,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
   const float *from = states.const_data_ptr<float>(), *by = factors.const_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
   at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, size)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) normalize(from + row * size, by, to + row * size, size, epsilon);
+    for (int64_t row = begin; row < end; ++row) normalize(from + row * size, by, 0, to + row * size, size, epsilon);
   });
   return y;
 }

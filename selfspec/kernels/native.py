@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from platformdirs import user_cache_path
 from torch import Tensor
-from torch.library import register_fake
+from torch.library import impl, register_fake
 
 from selfspec.errors import UnsupportedOptionError
 
@@ -31,7 +31,20 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
 
-_NAMES = ("native.cpp", "four_bits.cpp", "eight_bits.h", "lanes.h", "rounding.h")
+_NAMES = (
+    "native.cpp",
+    "four_bits.cpp",
+    "program.cpp",
+    "attention.h",
+    "eight_bits.h",
+    "four_bits.h",
+    "functions.h",
+    "lanes.h",
+    "products.h",
+    "rounding.h",
+    "states.h",
+    "team.h",
+)
 _SOURCES = tuple(map(Path(__file__).with_name, _NAMES))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
 
@@ -144,6 +157,25 @@ def _tell_compilers() -> None:
     for product in ("few_rows", "few_rows_in_four_bits"):
         register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
     register_fake("selfspec::rms_norm", lambda x, *_: x.new_empty(x.shape))
+    register_fake("selfspec::attend", _attended)
+    impl("selfspec::attend", "CPU", _attend)
+
+
+def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor:
+    batch, heads, tokens, size = *queries.shape[:3], values.shape[-1]
+    return queries.new_empty(batch, tokens, heads, size)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """What programs do in one step; here for those who watch a pass before it is one."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
+    scores = queries @ keys.transpose(2, 3) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ values).transpose(1, 2).contiguous()
 
 
 def _library() -> Path:

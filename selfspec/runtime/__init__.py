@@ -2,8 +2,9 @@
 
 from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
+from selfspec.runtime.native.program import Native
 from selfspec.runtime.packed import pack, unpack
 from selfspec.runtime.runtime import Eager, Runtime
 from selfspec.runtime.traced import Traced
 
-__all__ = ["Compiled", "CudaGraphs", "Eager", "Runtime", "Traced", "pack", "unpack"]
+__all__ = ["Compiled", "CudaGraphs", "Eager", "Native", "Runtime", "Traced", "pack", "unpack"]

@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.held_weights import HeldWeights
 from selfspec.runtime.layer_calls import LayerCall, alike
-from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError, close
 
 # The compiler treats smaller sizes as special cases.
 _SMALLEST = 2
@@ -46,8 +46,8 @@ class Compiled(AnyLength):
         if missing is not None:
             raise UnsupportedOptionError(f"{missing}; install one, or leave the runtime out")
 
-    def agree(self, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        return len(given) == len(expected) and all(map(_is_close, given, expected))
+    def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+        return close(given, expected)
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         if example.packed:
@@ -183,20 +183,6 @@ class _SharedGraph:
 
 def _called(call: LayerCall) -> Callable[..., tuple[Tensor, ...]]:
     return lambda *tensors: call.run(tensors)
-
-
-def _is_close(given: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are the same up to half their digits, in root mean square."""
-    if given.shape != expected.shape or given.dtype != expected.dtype:
-        return False
-    finite = expected.isfinite()
-    if not torch.equal(given.isfinite(), finite):
-        return False
-    zero = torch.zeros((), dtype=torch.float64, device=given.device)
-    error, size = (torch.where(finite, each.double(), zero).norm() for each in (given - expected, expected))
-    # Many models compute norms in float32 in any dtype.
-    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
-    return bool(error <= eps**0.5 * size)
 
 
 def no_compiler(device: torch.device) -> str | None:

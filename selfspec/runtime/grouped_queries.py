@@ -29,15 +29,34 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
     Args:
         module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
     """
-    return view_of(module, partial(_sharing, {}))
+    return with_kernel(module, _NAME, _shares_heads)
 
 
-def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
-    if not _shares_heads(module):
+def with_kernel(module: nn.Module, name: str, takes: Callable[[nn.Module], bool]) -> nn.Module:
+    """A view of a module whose attentions ask for another kernel; the module itself where none do.
+
+    Args:
+        module: a model, or a part of one. It is neither changed nor copied.
+        name: by which `transformers` knows the kernel.
+        takes: whether an attention that asks its configuration for a kernel is to ask for this one.
+    """
+    return view_of(module, partial(_asking, name, takes, {}))
+
+
+def _asking(
+    name: str,
+    takes: Callable[[nn.Module], bool],
+    configs: dict[int, Any],
+    module: nn.Module,
+    others: Mapping[str, nn.Module],
+) -> nn.Module | None:
+    # Others choose their kernel themselves.
+    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(_written_forward(module), "__code__", _asking.__code__).co_names
+    if not asks or not takes(module):
         return None
     if id(module.config) not in configs:
         config: Any = copy.copy(module.config)
-        config._attn_implementation_internal = _NAME
+        config._attn_implementation_internal = name
         configs[id(module.config)] = config
     view = view_with(module, others)
     # Layers that had one configuration have one still.
@@ -48,9 +67,7 @@ def _sharing(configs: dict[int, Any], module: nn.Module, others: Mapping[str, nn
 def _shares_heads(module: nn.Module) -> bool:
     groups = getattr(module, "num_key_value_groups", 1)
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    # Others choose their kernel themselves.
-    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(_written_forward(module), "__code__", _shares_heads.__code__).co_names
-    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and asks and _runs_stock_kernel(module)
+    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and _runs_stock_kernel(module)
 
 
 def _written_forward(module: nn.Module) -> Callable[..., Any]:

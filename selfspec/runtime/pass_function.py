@@ -119,13 +119,34 @@ class PassFunction:
 
     def result(self, tensors: tuple[Tensor, ...]) -> PassResult:
         """The same, not in a row."""
+        return self.masked(tensors, self._masks(tensors, self.kind.padded) if self.kind.masked else None)
+
+    def masks(self, tensors: tuple[Tensor, ...]) -> Any:
+        """What the model takes as its mask, made even where it needs none: a tensor, or a dict of them."""
+        return self._masks(tensors, True)
+
+    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
+        """What the pass gives under a mask."""
         count = len(self.packed)
         holders = tuple(layer._parameters for layer in self.packed)
         with HeldWeights(holders, ("weight",) * count).replaced(tensors[:count]):
-            return self._result(tensors[count:])
+            return self._masked(tensors, mask)
 
-    def _result(self, tensors: tuple[Tensor, ...]) -> PassResult:
-        tokens, slot_mapping, positions, visible, *rest = tensors
+    def _masks(self, tensors: tuple[Tensor, ...], padded: bool) -> Any:
+        tokens, slots, _ = self._parted(tensors)
+        rows, seen, dtype = tokens.shape[0], slots.visible.shape[0], slots.buffers[0].dtype
+        return attention_mask(self.config, slots.slot_mapping, rows, seen, dtype, block=slots.block, padded=padded)
+
+    def _masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
+        tokens, slots, entering = self._parted(tensors)
+        inputs = {
+            self.cache_name: SlotCache.of_slots(slots, self.kind.padded),
+            **model_inputs(tokens, slots.positions, mask),
+        }
+        return run_view(self.view, self.kind.base, entering, inputs)
+
+    def _parted(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Slots, ExactStates | None]:
+        tokens, slot_mapping, positions, visible, *rest = tensors[len(self.packed) :]
         block = None
         if self.kind.nodes is not None:
             start, depths, sees, *rest = rest
@@ -136,16 +157,7 @@ class PassFunction:
             count = len(self.kind.entering)
             attention = dict(zip(self.kind.entering, rest[:count], strict=True))
             entering, rest = ExactStates(hidden, attention), rest[count:]
-        mask = None
-        if self.kind.masked:
-            rows, seen, dtype = tokens.shape[0], visible.shape[0], rest[0].dtype
-            mask = attention_mask(self.config, slot_mapping, rows, seen, dtype, block=block, padded=self.kind.padded)
-        slots = Slots(slot_mapping, positions, visible, tuple(rest), block)
-        inputs = {
-            self.cache_name: SlotCache.of_slots(slots, self.kind.padded),
-            **model_inputs(tokens, positions, mask),
-        }
-        return run_view(self.view, self.kind.base, entering, inputs)
+        return tokens, Slots(slot_mapping, positions, visible, tuple(rest), block), entering
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

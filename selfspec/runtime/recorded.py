@@ -16,6 +16,7 @@ from selfspec.runtime.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall, with_kernels
+from selfspec.runtime.runtime import Runtime
 
 
 class RecordedRunner(ModelRunner):
@@ -46,7 +47,7 @@ class RecordedRunner(ModelRunner):
             kind,
             PassTensors(call.tokens, call.entering, slots, self._packed),
             stock=lambda: self._run_stock(call),
-            function=lambda: self._function(kind),
+            function=lambda runtime: self._function(kind, runtime),
         )
 
     def _streams(self, call: PassCall) -> bool:
@@ -75,11 +76,11 @@ class RecordedRunner(ModelRunner):
             entering=None if call.entering is None else tuple(call.entering.attention),
         )
 
-    def _function(self, kind: PassKind) -> PassFunction:
+    def _function(self, kind: PassKind, runtime: Runtime) -> PassFunction:
         frozen = frozen_view(self._stock_model)
-        packed, model = tuple(packed_layers(frozen)), with_kernels(frozen)
+        packed, model = tuple(packed_layers(frozen)), with_kernels(runtime.prepared(frozen))
         view = self._gated_view(model, kind.path, kind.head)
-        calls = self._programs.runtime.put_calls(view, model, self._adapter)
+        calls = runtime.put_calls(view, model, self._adapter)
         return PassFunction(view, calls, kind, self._cache_name, self._config, packed)
 
 

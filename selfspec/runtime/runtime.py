@@ -13,7 +13,7 @@ from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.gated_view import GatedModel
 from selfspec.runtime.layer_calls import LayerCall, put_calls
-from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 
 Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -50,6 +50,19 @@ class Runtime(ABC):
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
         """Refuse a device that this runtime cannot run on."""
 
+    @property
+    def in_turn(self) -> tuple[Runtime, ...]:
+        """The runtimes that are asked for a program of a pass, until one has it."""
+        return (self,)
+
+    def takes(self, example: PassTensors) -> bool:
+        """Whether it is worth while to ask for a program of passes like this one."""
+        return True
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """A view of a model that programs are made of; here the model itself."""
+        return model
+
     def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
         """Replace layers of a view by calls, where programs can use that.
 
@@ -68,10 +81,11 @@ class Runtime(ABC):
         """
         return len(set(lengths)) >= TRIALS
 
-    def agree(self, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         """Whether a program agrees with the stock modules: here, bit for bit.
 
         Args:
+            kind: of the pass.
             given: by the program.
             expected: by the modules, from the same tensors.
         """
@@ -125,3 +139,23 @@ def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
         for one, other in zip(given, expected, strict=True)
     )
+
+
+def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...], share: float = 0.5) -> bool:
+    """Whether two passes gave the same up to a share of their digits, in root mean square."""
+    return len(given) == len(expected) and all(
+        _is_close(one, other, share) for one, other in zip(given, expected, strict=True)
+    )
+
+
+def _is_close(given: Tensor, expected: Tensor, share: float) -> bool:
+    if given.shape != expected.shape or given.dtype != expected.dtype:
+        return False
+    finite = expected.isfinite()
+    if not torch.equal(given.isfinite(), finite):
+        return False
+    zero = torch.zeros((), dtype=torch.float64, device=given.device)
+    error, size = (torch.where(finite, each.double(), zero).norm() for each in (given - expected, expected))
+    # Many models compute norms in float32 in any dtype.
+    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
+    return bool(error <= eps**share * size)

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.kernels import native
 from selfspec.runtime import fusions
 from selfspec.runtime.layer_calls import LayerCall, alike
+from selfspec.runtime.native.program import Native
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.runtime import RECORDING, AnyLength, Function
+from selfspec.runtime.runtime import RECORDING, AnyLength, Function, Runtime
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,14 @@ class Traced(AnyLength):
     In small layers Python takes as long between two kernels as the kernels themselves. A traced program has no Python.
     It is made once for each kind of pass, after some passes of that kind, since making one takes as long as dozens of
     passes. It is used only if it gives the stock modules' result bit for bit, and faster.
+
+    Where selfspec's kernels were built, a pass that a native program can run gets one in place of a trace: see
+    `selfspec.runtime.native`. Its results are the modules' up to rounding.
     """
+
+    @property
+    def in_turn(self) -> tuple[Runtime, ...]:
+        return (Native(self.after), self) if native.load_kernels() else (self,)
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return traced(function, example.flat(), function.layers)

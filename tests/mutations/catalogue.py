@@ -435,7 +435,7 @@ CATALOGUE = (
         "self.lengths.count(length)", "len(self.lengths)",
         ("test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number",)),
     # Compiled passes.
-    Mutation("a compiled pass is trusted whatever it gives", "_is_close", "bool(error <= eps ** 0.5 * size)", "True",
+    Mutation("a compiled pass is trusted whatever it gives", "_is_close", "bool(error <= eps ** share * size)", "True",
         ("test_what_gives_something_else_is_never_used",)),
     Mutation("a compiled pass runs over sizes that it was not compiled for", "_Compiled._holds_for",
         "if min(sizes) < _SMALLEST:\n    return False", "return True",

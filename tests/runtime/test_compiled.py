@@ -23,9 +23,10 @@ from helpers.captures import Interpreted
 from helpers.proving import as_stock, ragged_samples, ticking
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedOptionError
+from selfspec.model.layer_path import LayerPath
 from selfspec.runtime import Compiled, Eager, Runtime
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.runtime import Function, OtherSizesError
 
 PROMPT, NEW = 5, 20
@@ -166,6 +167,21 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
     assert [ref for ref in seen if ref() is not None] == []
 
 
+KIND = PassKind(
+    path=LayerPath.full(2),
+    head=None,
+    base=None,
+    rows=1,
+    width=1,
+    uniform=True,
+    masked=False,
+    nodes=None,
+    windowed=False,
+    padded=False,
+    entering=None,
+)
+
+
 @pytest.mark.parametrize(
     ("change", "closes"),
     [
@@ -181,8 +197,8 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
 def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tensor], closes: bool) -> None:
     logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits[0, 0, 0] = -torch.inf
-    assert Compiled().agree((change(logits),), (logits,)) is closes
-    assert not Compiled().agree((logits, logits), (logits,))
+    assert Compiled().agree(KIND, (change(logits),), (logits,)) is closes
+    assert not Compiled().agree(KIND, (logits, logits), (logits,))
 
 
 def test_what_gives_something_else_is_never_used(llama: PreTrainedModel) -> None:

@@ -55,7 +55,7 @@ class Bench:
         slots = self.cache.slots(width)
         assert slots is not None
         kind = self.runner._kind(PassCall(path, tokens, entering=entering, base=base), slots)
-        return self.runner._function(kind), PassTensors(tokens, entering, slots)
+        return self.runner._function(kind, self.runner._programs.runtime), PassTensors(tokens, entering, slots)
 
 
 def groups(model: PreTrainedModel, path: LayerPath | None = None) -> list[list[int]]:

@@ -1,0 +1,186 @@
+// Products of a few rows with plain weights, tile by tile.
+//
+// Each output of each row is summed in one order, whatever the number of rows and threads: vectors of inputs one
+// after the other, then their lanes. So a token's logits are the same bits alone, in a draft and in a batch.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "lanes.h"
+
+// How weights are stored, in what they are summed, and how a vector of them is read.
+template <typename Number>
+struct Plain {
+  using Stored = Number;
+  using Sum = Number;
+  static inline auto lanes(const Number* from) { return read<Number, kLanes<Number>>(from); }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Sum = float;
+  static inline auto lanes(const uint16_t* from) {
+    constexpr int lanes = kLanes<float>;
+    const auto bits = __builtin_convertvector(read<uint16_t, lanes>(from), typename Lanes<uint32_t, lanes>::Vector) << 16;
+    return read<float, lanes>(&bits);
+  }
+};
+
+#if !defined(__AVX512VNNI__)
+struct Int8 {
+  using Stored = int8_t;
+  using Sum = float;
+  static inline auto lanes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    constexpr int lanes = kLanes<float>;
+    return __builtin_convertvector(read<int8_t, lanes>(from), typename Lanes<float, lanes>::Vector);
+#endif
+  }
+};
+#endif
+
+// What a product reads and writes; scales, bias and what is added to it, `[rows, out]`, are null where there are none.
+template <typename Weight>
+struct Product {
+  using Sum = typename Weight::Sum;
+  static constexpr int lanes = kLanes<Sum>;
+  using Vector = typename Lanes<Sum, lanes>::Vector;
+
+  // The inputs of all rows, `[rows, in]`.
+  struct Inputs {
+    const Sum* x;
+
+    Inputs(const Sum* x, int64_t, int64_t) : x(x) {}
+    const Sum* data() const { return x; }
+  };
+
+  const Sum* x;
+  const typename Weight::Stored* weight;
+  Sum* y;
+  const Sum* scales;
+  const Sum* bias;
+  const Sum* residual;
+  int64_t in;
+  int64_t out;
+
+  Product from_row(int64_t row) const {
+    Product rest = *this;
+    rest.x += row * in;
+    rest.y += row * out;
+    if (residual) rest.residual += row * out;
+    return rest;
+  }
+
+  // `Outputs` outputs of `Rows` rows, from output `first`.
+  template <int Rows, int Outputs>
+  inline void tile(int64_t first) const {
+    Vector sums[Outputs][Rows] = {};
+    const auto* w = weight + first * in;
+    // Memory gives most where it is read in one line from start to end, so the next outputs are asked for in that order,
+    // and into the second cache, which holds them all.
+    const auto* ahead = w + Outputs * in;
+    int64_t i = 0;
+    for (; i + lanes <= in; i += lanes) {
+      Vector states[Rows];
+      for (int row = 0; row < Rows; ++row) states[row] = read<Sum, lanes>(x + row * in + i);
+      for (int output = 0; output < Outputs; ++output) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += lanes;
+        Vector weights = Weight::lanes(w + output * in + i);
+        KEEP_IN_REGISTER(weights);
+        for (int row = 0; row < Rows; ++row) sums[output][row] += weights * states[row];
+      }
+    }
+    if (i < in) {
+      // Zeros behind the last inputs: added up one by one, they would be rounded in one way or another.
+      const auto rest = in - i;
+      for (int output = 0; output < Outputs; ++output) {
+        typename Weight::Stored end[lanes] = {};
+        std::copy_n(w + output * in + i, rest, end);
+        for (int row = 0; row < Rows; ++row) {
+          Sum states[lanes] = {};
+          std::copy_n(x + row * in + i, rest, states);
+          Vector weights = Weight::lanes(end), inputs = read<Sum, lanes>(states);
+          KEEP_IN_REGISTER(weights);
+          KEEP_IN_REGISTER(inputs);
+          sums[output][row] += weights * inputs;
+        }
+      }
+    }
+    for (int output = 0; output < Outputs; ++output) {
+      for (int row = 0; row < Rows; ++row) {
+        Sum sum = total<Sum, lanes>(sums[output][row]);
+        if (scales) sum *= scales[first + output];
+        if (bias) sum += bias[first + output];
+        const int64_t place = row * out + first + output;
+        y[place] = residual ? residual[place] + sum : sum;
+      }
+    }
+  }
+};
+
+// The same with a weight that lies as `[in, out]`: an output is summed over its inputs one after the other.
+struct ColumnsProduct {
+  static constexpr int lanes = kLanes<float>;
+  using Vector = Lanes<float, lanes>::Vector;
+
+  const float* x;
+  const float* weight;
+  float* y;
+  const float* bias;
+  const float* residual;
+  int64_t in;
+  int64_t out;
+
+  template <int Rows>
+  void rows_of(int64_t row, int64_t begin, int64_t end) const {
+    constexpr int vectors = std::max(1, std::min(8, kSums / Rows));
+    int64_t first = begin;
+    for (; first + vectors * lanes <= end; first += vectors * lanes) tile<Rows, vectors>(row, first);
+    for (; first + lanes <= end; first += lanes) tile<Rows, 1>(row, first);
+    for (; first < end; ++first) {
+      for (int64_t r = row; r < row + Rows; ++r) {
+        float sum = 0;
+        for (int64_t i = 0; i < in; ++i) sum = std::fma(x[r * in + i], weight[i * out + first], sum);
+        put(r, first, sum);
+      }
+    }
+  }
+
+  template <int Rows, int Vectors>
+  void tile(int64_t row, int64_t first) const {
+    Vector sums[Rows][Vectors] = {};
+    for (int64_t i = 0; i < in; ++i) {
+      const float* w = weight + i * out + first;
+      for (int v = 0; v < Vectors; ++v) {
+        const Vector weights = read<float, lanes>(w + v * lanes);
+        for (int r = 0; r < Rows; ++r) sums[r][v] += weights * x[(row + r) * in + i];
+      }
+    }
+    for (int r = 0; r < Rows; ++r) {
+      for (int v = 0; v < Vectors; ++v) {
+        for (int lane = 0; lane < lanes; ++lane) put(row + r, first + v * lanes + lane, sums[r][v][lane]);
+      }
+    }
+  }
+
+  void put(int64_t row, int64_t output, float sum) const {
+    if (bias) sum += bias[output];
+    const int64_t place = row * out + output;
+    y[place] = residual ? residual[place] + sum : sum;
+  }
+
+  // Outputs `begin` to `end` of all rows.
+  void run(int64_t rows, int64_t begin, int64_t end) const {
+    int64_t row = 0;
+    for (; row + 8 <= rows; row += 8) rows_of<8>(row, begin, end);
+    for (; row + 4 <= rows; row += 4) rows_of<4>(row, begin, end);
+    for (; row < rows; ++row) rows_of<1>(row, begin, end);
+  }
+};

@@ -1,0 +1,108 @@
+"""The graph of one pass: what the stock view computes, with attention, products and norms as operators of selfspec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import AttentionInterface
+
+from selfspec.runtime.grouped_queries import with_kernel
+from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.runtime import RecordingError
+
+_NAME = "selfspec_recorded_attention"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured pass.
+
+    Attributes:
+        module: its graph; takes the tensors of `PassTensors.flat` and then the masks.
+        windows: of each mask, how many positions a token looks back over, itself included; None: over all.
+    """
+
+    module: GraphModule
+    windows: tuple[int | None, ...]
+
+
+def with_recorded_attention(model: nn.Module) -> nn.Module:
+    """Make a view of a model whose attentions are one operator each, which stands for them in a graph."""
+    return with_kernel(model, _NAME, _can_be_recorded)
+
+
+@torch.no_grad()
+def captured(function: PassFunction, example: PassTensors) -> Capture:
+    """Capture a pass of a view `with_recorded_attention`, without running it.
+
+    Raises:
+        RecordingError: its masks are of a kind that programs do not know.
+    """
+    flat = example.flat()
+    masks = function.masks(flat)
+    by_type = masks if isinstance(masks, dict) else {None: masks}
+    made = {name: mask for name, mask in by_type.items() if mask is not None}
+    windows = tuple(_window(name, function.config) for name in made)
+
+    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(made, tensors[len(flat) :], strict=True))
+        mask = {**by_type, **given} if isinstance(masks, dict) else given[None]
+        return function.masked(tensors[: len(flat)], mask).flat()
+
+    trace = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)
+    return Capture(trace(*flat, *made.values()), windows)
+
+
+def _window(name: str | None, config: Any) -> int | None:
+    if name == "full_attention":
+        return None
+    if name in ("sliding_attention", None):
+        window: int | None = getattr(config, "sliding_window", None)
+        return window
+    raise RecordingError(f"masks of {name} are not known to programs")
+
+
+def _can_be_recorded(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) in ("sdpa", "eager")
+
+
+def _recorded(
+    _: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with as many or fewer."""
+    unknown = [name for name, value in others.items() if name not in _SAID_ELSEWHERE and value]
+    if unknown:
+        raise RecordingError(f"attention takes {', '.join(unknown)}, which programs do not know")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = torch.ops.selfspec.attend(query, key, value, attention_mask, float(scale), softcap or 0.0)
+    return output, None
+
+
+# Masks say what these say.
+_SAID_ELSEWHERE = (
+    "is_causal",
+    "sliding_window",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "position_ids",
+    "cache_position",
+    "cache",
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+)
+AttentionInterface.register(_NAME, _recorded)

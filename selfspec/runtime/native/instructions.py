@@ -1,0 +1,173 @@
+"""What a native program is made of: operations over storages, as words that `selfspec/kernels/program.cpp` reads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+DIMS = 4
+"""Dimensions of what a map runs over."""
+
+
+class Kind(IntEnum):
+    """Kinds of operations, in the order of `program.cpp`."""
+
+    END = 0
+    WAIT = 1
+    PRODUCT = 2
+    NORM = 3
+    ROTATE = 4
+    WRITE = 5
+    ATTEND = 6
+    MAP = 7
+    EMBED = 8
+
+
+class Function(IntEnum):
+    """What a map computes of one or two numbers, in the order of `program.cpp`."""
+
+    COPY = 0
+    NEGATIVE = 1
+    COSINE = 2
+    SINE = 3
+    TANH = 4
+    SIGMOID = 5
+    SILU = 6
+    GELU = 7
+    GELU_BY_TANH = 8
+    RELU = 9
+    EXPONENTIAL = 10
+    ROOT_OF_INVERSE = 11
+    POWER = 12
+    SUM = 13
+    DIFFERENCE = 14
+    MULTIPLY = 15
+    QUOTIENT = 16
+    SILU_TIMES = 17
+    GELU_TIMES = 18
+    GELU_BY_TANH_TIMES = 19
+
+
+class Given(IntEnum):
+    """What every call gives before the addresses of its tensors."""
+
+    MEMORY = 0
+    CAPACITY = 1
+    SLOTS = 2
+    START = 3
+    DEPTHS = 4
+    SEES = 5
+    NODES = 6
+    FIRST_TENSOR = 7
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
+"""Numbers of dtypes in `program.cpp`; a weight in bytes has 4 bits."""
+
+FLOAT_COLUMNS = 5
+"""The number there of a float32 weight that lies as `[in, out]`."""
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that operations read and write.
+
+    Attributes:
+        numbers: float32 numbers that it holds, where the program keeps it.
+        argument: which tensor of a call it is; None: none.
+        constant: the tensor it is, a weight; None: none.
+    """
+
+    numbers: int = 0
+    argument: int | None = None
+    constant: Tensor | None = None
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the program keeps it, and only while it runs."""
+        return self.argument is None and self.constant is None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operand begins.
+
+    Attributes:
+        storage: what it lies in.
+        offset: bytes from its beginning.
+    """
+
+    storage: Storage
+    offset: int = 0
+
+
+NOWHERE = Place(Storage(), -1)
+"""In place of an operand that is not there."""
+
+Word = int | float | Place
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation.
+
+    Attributes:
+        words: what `program.cpp` reads for it, in order; a float is one word, a place two.
+        writes: the storage that it writes.
+    """
+
+    kind: Kind
+    words: list[Word]
+    writes: Storage
+
+    @property
+    def reads(self) -> Iterator[Storage]:
+        """The storages that it reads."""
+        for word in self.words:
+            if isinstance(word, Place) and word is not NOWHERE and word.storage is not self.writes:
+                yield word.storage
+
+
+def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arguments: int) -> Tensor:
+    """The words of a program.
+
+    Args:
+        operations: None: threads wait for each other.
+        offsets: of temporary storages in the memory of a call, in bytes, by id.
+        arguments: tensors of each call.
+    """
+    constants: dict[int, int] = {}
+    words: list[int] = []
+    first = Given.FIRST_TENSOR + arguments
+
+    def address(place: Place) -> tuple[int, int]:
+        storage = place.storage
+        if place is NOWHERE:
+            return -1, 0
+        if storage.argument is not None:
+            return Given.FIRST_TENSOR + storage.argument, place.offset
+        if storage.constant is not None:
+            return first + constants.setdefault(storage.constant.data_ptr(), len(constants)), place.offset
+        return Given.MEMORY, offsets[id(storage)] + place.offset
+
+    for operation in operations:
+        if operation is None:
+            words.append(Kind.WAIT)
+            continue
+        words.append(operation.kind)
+        for word in operation.words:
+            if isinstance(word, Place):
+                words += address(word)
+            else:
+                words.append(_bits(word) if isinstance(word, float) else int(word))
+    return torch.tensor([len(constants), *constants, *words, Kind.END], dtype=torch.int64)
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits

@@ -1,0 +1,478 @@
+"""Turns the graph of a pass into operations of a native program."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from selfspec.kernels import native
+from selfspec.runtime.native import patterns
+from selfspec.runtime.native.instructions import (
+    DIMS,
+    DTYPES,
+    FLOAT_COLUMNS,
+    NOWHERE,
+    Function,
+    Kind,
+    Operation,
+    Place,
+    Storage,
+    Word,
+)
+from selfspec.runtime.runtime import RecordingError
+
+aten = torch.ops.aten
+
+_ACTIVATIONS = {"silu": Function.SILU, "gelu": Function.GELU, "gelu_by_tanh": Function.GELU_BY_TANH}
+_GATES = {"silu": Function.SILU_TIMES, "gelu": Function.GELU_TIMES, "gelu_by_tanh": Function.GELU_BY_TANH_TIMES}
+_MAPS = {
+    aten.neg.default: Function.NEGATIVE,
+    aten.cos.default: Function.COSINE,
+    aten.sin.default: Function.SINE,
+    aten.tanh.default: Function.TANH,
+    aten.sigmoid.default: Function.SIGMOID,
+    aten.relu.default: Function.RELU,
+    aten.exp.default: Function.EXPONENTIAL,
+    aten.rsqrt.default: Function.ROOT_OF_INVERSE,
+    aten.pow.Tensor_Scalar: Function.POWER,
+    aten.sub.Tensor: Function.DIFFERENCE,
+    aten.mul.Tensor: Function.MULTIPLY,
+    aten.mul.Scalar: Function.MULTIPLY,
+    aten.div.Tensor: Function.QUOTIENT,
+    aten._to_copy.default: Function.COPY,
+}
+_VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.t.default,
+)
+
+
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph.
+
+    Attributes:
+        storage: where it lies.
+        layout: its sizes, strides, offset and dtype, on the meta device. What a program keeps is in float32.
+    """
+
+    storage: Storage
+    layout: Tensor
+
+    @property
+    def place(self) -> Place:
+        """Where it begins."""
+        return Place(self.storage, int(self.layout.storage_offset()) * self.layout.element_size())
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A pass as operations.
+
+    Attributes:
+        operations: in order.
+        shapes: of the results, which are the last arguments of a call.
+    """
+
+    operations: tuple[Operation, ...]
+    shapes: tuple[torch.Size, ...]
+
+
+def lowered(module: GraphModule, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> Lowered:
+    """Lower the graph of a pass, as `capture` gives it.
+
+    Args:
+        module: patterns are joined in it.
+        windows: of its masks, which are its last arguments.
+        uniform: whether all rows write the same slots.
+        tree: whether the pass is over nodes of a tree.
+        buffers: keys and values of all layers, its last arguments before the masks.
+
+    Raises:
+        RecordingError: it computes what programs do not.
+    """
+    patterns.joined(module)
+    return _Lowering(module, windows, uniform, tree, buffers).run()
+
+
+class _Lowering:
+    def __init__(
+        self, module: GraphModule, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int
+    ) -> None:
+        self._module = module
+        self._windows = windows
+        self._uniform, self._tree = uniform, tree
+        self._buffers = buffers
+        self._values: dict[Node, Value] = {}
+        self._masks: dict[Node, int | None] = {}
+        self._parts: dict[Node, list[Value]] = {}
+        self._operations: list[Operation] = []
+        self._products: dict[int, Operation] = {}
+        self._held: dict[int, Value] = {}
+        self._caches: set[int] = set()
+        self._handlers: dict[Any, Callable[[Node], Value | None]] = {
+            aten.embedding.default: self._embedding,
+            aten.add.Tensor: self._add,
+            aten.arange.default: self._numbers,
+            aten.cat.default: self._cat,
+            aten.zeros_like.default: self._zeros,
+            aten.native_layer_norm.default: self._layer_norm,
+            aten.index_copy_.default: self._write,
+            aten.index_put_.default: self._write_by_row,
+            aten.silu.default: self._activation,
+            aten.gelu.default: self._activation,
+            aten.addmm.default: self._product_of_columns,
+            aten.mm.default: self._product_of_columns,
+            torch.ops.selfspec.few_rows.default: self._product,
+            torch.ops.selfspec.few_rows_in_four_bits.default: self._product_in_four_bits,
+            torch.ops.selfspec.rms_norm.default: self._rms_norm,
+            torch.ops.selfspec.attend.default: self._attend,
+            patterns.rms_norm: self._rms_norm,
+            patterns.rotate: self._rotate,
+            patterns.gated: self._gated,
+        }
+
+    def run(self) -> Lowered:
+        nodes = list(self._module.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        arguments = len(inputs) - len(self._windows)
+        for number, node in enumerate(inputs[:arguments]):
+            value = Value(Storage(argument=number), _layout(node.meta["val"]))
+            self._values[node] = value
+            if number >= arguments - self._buffers:
+                self._caches.add(id(value.storage))
+        self._masks = dict(zip(inputs[arguments:], self._windows, strict=True))
+        for node in nodes:
+            if node.op == "get_attr":
+                self._values[node] = self._constant(_attribute(self._module, str(node.target)))
+            elif node.op == "call_function":
+                found = self._lower(node)
+                if found is not None:
+                    self._values[node] = found
+        results = nodes[-1].args[0]
+        shapes = [self._result(self._values[node], arguments + number) for number, node in enumerate(results)]
+        return Lowered(tuple(self._operations), tuple(shapes))
+
+    def _lower(self, node: Any) -> Value | None:
+        if node.target in self._handlers:
+            return self._handlers[node.target](node)
+        if node.target in _VIEWS:
+            return self._view(node)
+        if node.target in _MAPS:
+            return self._map_of(node, _MAPS[node.target])
+        if node.target in _SPLITS:
+            value = self._value(node.args[0])
+            layouts = node.target(value.layout, *node.args[1:], **node.kwargs)
+            self._parts[node] = [Value(value.storage, layout) for layout in layouts]
+            return None
+        if node.target is operator.getitem:
+            whole, number = node.args
+            return self._parts[whole][number] if whole in self._parts else self._value(whole)
+        raise RecordingError(f"programs do not know {node.target}")
+
+    def _value(self, argument: Any) -> Value:
+        if not isinstance(argument, Node) or argument not in self._values:
+            raise RecordingError(f"programs do not know {argument} here")
+        return self._values[argument]
+
+    def _constant(self, tensor: Tensor) -> Value:
+        if id(tensor) not in self._held:
+            if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+                raise RecordingError(f"programs do not know weights in {tensor.layout} and {tensor.dtype}")
+            self._held[id(tensor)] = Value(Storage(constant=tensor), _layout(tensor))
+        return self._held[id(tensor)]
+
+    def _new(self, shape: Sequence[int]) -> Value:
+        return Value(Storage(numbers=math.prod(shape)), torch.empty(tuple(shape), device="meta"))
+
+    def _emit(self, kind: Kind, words: list[Word], result: Value) -> Value:
+        self._operations.append(Operation(kind, words, result.storage))
+        return result
+
+    # What lies in memory.
+
+    def _view(self, node: Any) -> Value | None:
+        if node.args[0] in self._masks:
+            self._masks[node] = self._masks[node.args[0]]
+            return None
+        value = self._value(node.args[0])
+        try:
+            return Value(value.storage, node.target(value.layout, *node.args[1:], **node.kwargs))
+        except RuntimeError:
+            # It does not fit the strides.
+            copy = self._copied(value)
+        return Value(copy.storage, node.target(copy.layout, *node.args[1:], **node.kwargs))
+
+    def _copied(self, value: Value) -> Value:
+        return self._map(Function.COPY, [value], self._new(value.layout.shape))
+
+    def _contiguous(self, value: Value) -> Value:
+        """The value in float32, its numbers side by side."""
+        if id(value.storage) in self._caches:
+            raise RecordingError("a pass reads its cache otherwise than by attention")
+        fits = value.layout.dtype == torch.float32 or value.storage.is_temporary
+        return value if fits and value.layout.is_contiguous() else self._copied(value)
+
+    def _rows(self, value: Value, inner: int = 1) -> Value:
+        """The value in float32, with the numbers of its last dimensions side by side."""
+        strides, sizes = value.layout.stride(), value.layout.shape
+        dense = all(strides[-place] == math.prod(sizes[len(sizes) - place + 1 :]) for place in range(1, inner + 1))
+        return value if dense and value.layout.dtype == torch.float32 else self._copied(value)
+
+    def _result(self, value: Value, argument: int) -> torch.Size:
+        storage, layout = value.storage, value.layout
+        whole = layout.is_contiguous() and storage.is_temporary and storage.numbers == layout.numel()
+        if whole:
+            storage.argument = argument
+        else:
+            self._map(Function.COPY, [value], Value(Storage(argument=argument), _layout(torch.empty(layout.shape))))
+        return layout.shape
+
+    # Maps.
+
+    def _map_of(self, node: Any, function: Function) -> Value:
+        if node.kwargs.keys() - {"dtype"}:
+            raise RecordingError(f"programs do not know {node.target} with {', '.join(node.kwargs)}")
+        to = node.kwargs.get("dtype")
+        if to is not None and not to.is_floating_point:
+            raise RecordingError("programs compute with floats")
+        sources = [each if isinstance(each, int | float) else self._value(each) for each in node.args]
+        return self._map(function, sources, self._new(node.meta["val"].shape))
+
+    def _map(self, function: Function, sources: Sequence[Value | float], result: Value) -> Value:
+        sizes = result.layout.shape
+        if len(sizes) > DIMS or not 1 <= len(sources) <= 2:
+            raise RecordingError(f"programs do not map {len(sources)} tensors of {len(sizes)} dimensions")
+        missing = DIMS - len(sizes)
+        words: list[Word] = [function, *[1] * missing, *sizes, len(sources)]
+        for source in sources:
+            if isinstance(source, Value):
+                if id(source.storage) in self._caches:
+                    raise RecordingError("a pass reads its cache otherwise than by attention")
+                layout = source.layout.expand(sizes)
+                words += [DTYPES[layout.dtype], source.place, *[0] * missing, *layout.stride(), 0.0]
+            else:
+                words += [0, NOWHERE, *[0] * DIMS, float(source)]
+        strides = result.layout.stride() if sizes else ()
+        return self._emit(Kind.MAP, [*words, result.place, *[0] * missing, *strides], result)
+
+    def _activation(self, node: Any) -> Value:
+        name = patterns.activation(node)
+        assert name is not None
+        return self._map(_ACTIVATIONS[name], [self._value(node.args[0])], self._new(node.meta["val"].shape))
+
+    def _gated(self, node: Any) -> Value:
+        name, states, factor = node.args
+        sources = [self._value(states), self._value(factor)]
+        return self._map(_GATES[str(name)], sources, self._new(node.meta["val"].shape))
+
+    def _zeros(self, node: Any) -> Value:
+        return self._map(Function.COPY, [0.0], self._new(node.meta["val"].shape))
+
+    def _numbers(self, node: Any) -> Value:
+        return self._constant(node.target(*node.args, **node.kwargs))
+
+    def _cat(self, node: Any) -> Value:
+        parts, dim = [self._value(each) for each in node.args[0]], node.args[1] if len(node.args) > 1 else 0
+        whole, first = self._new(node.meta["val"].shape), 0
+        for part in parts:
+            size = part.layout.shape[dim]
+            self._map(Function.COPY, [part], Value(whole.storage, whole.layout.narrow(dim, first, size)))
+            first += size
+        return whole
+
+    def _add(self, node: Any) -> Value:
+        if node.kwargs:
+            raise RecordingError("programs add without factors")
+        for product, added in (node.args, reversed(node.args)):
+            joint = self._added_to_product(product, added)
+            if joint is not None:
+                return joint
+        return self._map_of(node, Function.SUM)
+
+    def _added_to_product(self, node: Any, added: Any) -> Value | None:
+        """Add to a product while it is computed, where nothing else reads it."""
+        if not isinstance(node, Node) or not isinstance(added, Node) or len(node.users) > 1:
+            return None
+        value, other = self._value(node), self._value(added)
+        operation = self._products.get(id(value.storage))
+        if operation is None or node.target in _VIEWS:
+            return None
+        is_bias = other.storage.constant is not None and other.layout.shape == value.layout.shape[-1:]
+        place = _BIAS if is_bias else _RESIDUAL
+        if operation.words[_RESIDUAL] is not NOWHERE or operation.words[place] is not NOWHERE:
+            return None
+        if not is_bias and other.layout.shape != value.layout.shape:
+            return None
+        if not other.layout.is_contiguous() or other.layout.dtype != torch.float32:
+            return None
+        number = self._operations.index(operation)
+        if any(later.writes is other.storage for later in self._operations[number:]):
+            return None
+        operation.words[place] = other.place
+        return value
+
+    # Products and norms.
+
+    def _product(self, node: Any) -> Value:
+        states, weight, bias, scales = (None if each is None else self._value(each) for each in node.args)
+        assert states is not None
+        assert weight is not None
+        return self._multiplied(states, weight, _rows_of(weight), bias, scales)
+
+    def _product_in_four_bits(self, node: Any) -> Value:
+        states, weight = map(self._value, node.args)
+        return self._multiplied(states, weight, _rows_of(weight), None, None)
+
+    def _product_of_columns(self, node: Any) -> Value:
+        *bias, states, weight = map(self._value, node.args)
+        if node.kwargs or weight.layout.dtype != torch.float32 or weight.storage.constant is None:
+            raise RecordingError(f"programs do not know this {node.target}")
+        held = bias[0] if bias else None
+        if weight.layout.t().is_contiguous():
+            return self._multiplied(states, weight, _rows_of(weight, 1), held, None)
+        if not weight.layout.is_contiguous():
+            raise RecordingError("programs read weights in the order of memory")
+        return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held, None)
+
+    def _multiplied(
+        self, states: Value, weight: Value, outputs: _Outputs, bias: Value | None, scales: Value | None
+    ) -> Value:
+        states = self._contiguous(states)
+        *shape, inputs = states.layout.shape
+        result = self._new([*shape, outputs.number])
+        rows = math.prod(shape)
+        if rows > native.MOST_ROWS:
+            raise RecordingError("a program multiplies few rows")
+        words: list[Word] = [outputs.dtype, rows, inputs, outputs.number, states.place, weight.place]
+        words += [_place(None if each is None else self._contiguous(each)) for each in (scales, bias)]
+        self._emit(Kind.PRODUCT, [*words, NOWHERE, result.place], result)
+        self._products[id(result.storage)] = self._operations[-1]
+        return result
+
+    def _rms_norm(self, node: Any) -> Value:
+        states, weight, epsilon, *shift = node.args
+        held = None if weight is None else self._value(weight)
+        return self._normed(self._value(states), held, None, float(epsilon), float(shift[0]) if shift else 0.0)
+
+    def _layer_norm(self, node: Any) -> Value:
+        states, shape, weight, bias, epsilon = node.args
+        value = self._value(states)
+        if list(shape) != [value.layout.shape[-1]] or weight is None or bias is None:
+            raise RecordingError("programs norm the last dimension, with weight and bias")
+        return self._normed(value, self._value(weight), self._value(bias), float(epsilon), 0.0)
+
+    def _normed(self, states: Value, weight: Value | None, bias: Value | None, epsilon: float, shift: float) -> Value:
+        states = self._contiguous(states)
+        result, size = self._new(states.layout.shape), states.layout.shape[-1]
+        factors = [_place(None if each is None else self._contiguous(each)) for each in (weight, bias)]
+        rows = states.layout.numel() // size
+        return self._emit(Kind.NORM, [rows, size, epsilon, shift, states.place, *factors, result.place], result)
+
+    # Attention.
+
+    def _rotate(self, node: Any) -> Value:
+        *tensors, half = node.args
+        states = self._rows(self._value(tensors[0]))
+        sizes = states.layout.shape
+        result = self._new(sizes)
+        words: list[Word] = [*sizes[:3], half]
+        for value in (states, *(self._rows(self._value(each)) for each in tensors[1:])):
+            layout = value.layout.expand(sizes)
+            words += [value.place, *layout.stride()[:3]]
+        return self._emit(Kind.ROTATE, [*words, result.place], result)
+
+    def _write(self, node: Any) -> Value:
+        buffer, dim, _, states = node.args
+        if dim != 2:
+            raise RecordingError("programs write slots")
+        return self._written(self._value(buffer), self._value(states))
+
+    def _write_by_row(self, node: Any) -> Value:
+        buffer, indices, states = node.args[:3]
+        if len(indices) != 3 or indices[1] is not None:
+            raise RecordingError("programs write slots")
+        value = self._value(states)
+        return self._written(self._value(buffer), Value(value.storage, value.layout.transpose(1, 2)))
+
+    def _written(self, buffer: Value, states: Value) -> Value:
+        if id(buffer.storage) not in self._caches or states.layout.dtype != torch.float32:
+            raise RecordingError("programs write the cache alone")
+        words: list[Word] = [DTYPES[buffer.layout.dtype], *states.layout.shape, self._uniform, buffer.place]
+        return self._emit(Kind.WRITE, [*words, states.place, *states.layout.stride()], buffer)
+
+    def _attend(self, node: Any) -> Value:
+        query, key, value, mask, scale, cap = node.args
+        queries, keys, values = self._rows(self._value(query)), self._value(key), self._value(value)
+        if not {id(keys.storage), id(values.storage)} <= self._caches or keys.layout.storage_offset():
+            raise RecordingError("programs attend to the shared cache alone")
+        if mask not in self._masks:
+            raise RecordingError("programs do not know this mask")
+        batch, heads, tokens, size = queries.layout.shape
+        shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
+        result = self._new([batch, tokens, heads, size_of_values])
+        words: list[Word] = [DTYPES[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values]
+        words += [self._uniform, self._tree, self._masks[mask] or 0, float(scale), float(cap)]
+        words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place]
+        return self._emit(Kind.ATTEND, words, result)
+
+    def _embedding(self, node: Any) -> Value:
+        table, ids = self._value(node.args[0]), self._value(node.args[1])
+        if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64 or not table.layout.is_contiguous():
+            raise RecordingError("programs look ids up in tables")
+        rows, size = table.layout.shape
+        result = self._new([*ids.layout.shape, size])
+        words: list[Word] = [DTYPES[table.layout.dtype], rows, size, ids.layout.numel(), table.place, ids.place]
+        return self._emit(Kind.EMBED, [*words, result.place], result)
+
+
+# Among the words of a product.
+_BIAS, _RESIDUAL = 7, 8
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """How a weight lies: the number of its outputs, and what `program.cpp` knows it by."""
+
+    number: int
+    dtype: int
+
+
+def _rows_of(weight: Value, dim: int = 0) -> _Outputs:
+    """The outputs of a weight whose rows lie side by side."""
+    if dim == 0 and not weight.layout.is_contiguous():
+        raise RecordingError("programs read weights row by row")
+    return _Outputs(weight.layout.shape[dim], DTYPES[weight.layout.dtype])
+
+
+def _place(value: Value | None) -> Place:
+    return NOWHERE if value is None else value.place
+
+
+def _layout(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _attribute(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,108 @@
+"""Passes as native programs: one call of selfspec's extension runs a pass, without Python or joins of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.kernels import native
+from selfspec.runtime.native.capture import captured, with_recorded_attention
+from selfspec.runtime.native.instructions import Given, encoded
+from selfspec.runtime.native.lowering import Lowered, lowered
+from selfspec.runtime.native.memory import planned, with_waits
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError, close
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# Bytes of weights that threads read between two waits, below which they take longer to wait than to read.
+_WORTH_A_THREAD = 1 << 15
+# Of a cache, in bytes.
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class Native(AnyLength):
+    """Programs that selfspec's extension runs, each in one call: its own kernels, by threads that never part.
+
+    A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's
+    are the same bits whatever other tokens it is read with.
+    """
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return with_recorded_attention(model)
+
+    def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+        # A sum that differs in its last bit may round an input of the next product to the level beside it.
+        return close(given, expected, 0.5 if kind.path.precision is None else 0.25)
+
+    def takes(self, example: PassTensors) -> bool:
+        slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
+        known = slots.device.type == "cpu" and slots.dtype in _DTYPES and not example.packed
+        return known and rows <= native.MOST_ROWS and native.load_kernels()
+
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        if not self.takes(example):
+            raise RecordingError("native programs take few tokens on the CPU, in float32 or bfloat16, by the extension")
+        buffers, tree = len(example.slots.buffers), example.slots.block is not None
+        with RECORDING:
+            capture = captured(function, example)
+        return _Program(lowered(capture.module, capture.windows, function.kind.uniform, tree, buffers), example)
+
+
+class _Program:
+    """A native program, called like the pass. It reads weights where they are."""
+
+    def __init__(self, pass_: Lowered, example: PassTensors) -> None:
+        flat = example.flat()
+        self._places = {id(tensor): place for place, tensor in enumerate(flat)}
+        slots = example.slots
+        self._buffers = range(len(flat) - len(slots.buffers), len(flat))
+        operations = with_waits(pass_.operations)
+        offsets, self._bytes = planned(operations)
+        self._shapes = pass_.shapes
+        self._words = encoded(operations, offsets, len(flat) + len(pass_.shapes))
+        self._weights = _constants(pass_)
+        read = sum(weight.nbytes for weight in self._weights)
+        self._bytes_between_waits = read / (1 + operations.count(None))
+        self._slot_mapping = self._places[id(slots.slot_mapping)]
+        self._block = None if slots.block is None else [self._places[id(each)] for each in slots.block.tensors]
+        self._dtype = slots.buffers[0].dtype
+        self._memories: list[Tensor] = []
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        buffers = [tensors[place] for place in self._buffers]
+        capacity = buffers[0].shape[2]
+        if any(not each.is_contiguous() or each.shape[2] != capacity for each in buffers):
+            raise OtherSizesError
+        results = tuple(torch.empty(shape, dtype=torch.float32) for shape in self._shapes)
+        held = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+        # Several threads may run it at once.
+        try:
+            memory = self._memories.pop()
+        except IndexError:
+            memory = torch.empty(self._bytes + 2 * _LINE, dtype=torch.uint8)
+        start, depths, sees = (0, 0, 0) if self._block is None else (held[place].data_ptr() for place in self._block)
+        nodes = 0 if self._block is None else held[self._block[1]].shape[0]
+        given = {
+            Given.MEMORY: -(-memory.data_ptr() // _LINE) * _LINE,
+            Given.CAPACITY: capacity,
+            Given.SLOTS: held[self._slot_mapping].data_ptr(),
+            Given.START: start,
+            Given.DEPTHS: depths,
+            Given.SEES: sees,
+            Given.NODES: nodes,
+        }
+        addresses = [each.data_ptr() for each in (*held, *results)]
+        threads = torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
+        torch.ops.selfspec.run_program(self._words, [*given.values(), *addresses], threads)
+        self._memories.append(memory)
+        return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
+
+
+def _constants(pass_: Lowered) -> Sequence[Tensor]:
+    """The weights that a program reads, which must not go before it."""
+    read = (storage.constant for operation in pass_.operations for storage in operation.reads)
+    return list({id(each): each for each in read if each is not None}.values())

@@ -1,0 +1,217 @@
+"""Native programs: the stock model's tokens, the same bits for any rows and threads, and nothing run unproved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.proving import greedy_together, ragged_samples, ticking
+from helpers.snapshot import Snapshot
+from helpers.tiers import in_turns
+from selfspec.cache.tree import Tree
+from selfspec.kernels import native
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.registry import find_adapter
+from selfspec.runtime import Eager, Native, Runtime, Traced
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.native import program
+from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import ModelRunner
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("kernels")]
+
+PROMPT, NEW = 7, 30
+DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
+    "plain": None,
+    "exit": selfspec.drafts.EarlyExit(1),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "look-up": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
+    "int4": selfspec.drafts.LowPrecision(bits=4),
+}
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES = {
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": 8},
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 8},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 8},
+    "phi3": GROUPED,
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4},
+    "gpt_neox": {},
+}
+
+
+@pytest.fixture
+def kernels() -> None:
+    native.build_kernels()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets small models run by several threads too."""
+    monkeypatch.setattr(program, "_WORTH_A_THREAD", 0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def built(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    options = {"vocab_size": 64, "max_position_embeddings": 128, **dict.fromkeys(_SPECIAL), **FAMILIES[family]}
+    if family != "gpt2":
+        options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).eval().to(dtype)
+    for weight in model.parameters():
+        weight.data += 0.05 * torch.randn_like(weight)
+    return model
+
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def wrapped(
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, runtime: Runtime | None = None
+) -> selfspec.SelfSpeculative:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Native(after=0))
+    spec.programs = GraphCache(spec.runtime, ticking())
+    return spec
+
+
+@pytest.mark.parametrize(("family", "draft"), in_turns(sorted(FAMILIES), tuple(DRAFTS)))
+def test_greedy_text_is_the_stock_models(family: str, draft: str) -> None:
+    model = built(family)
+    before = Snapshot(model)
+    spec, prompt = wrapped(model, DRAFTS[draft]), tiny.prompt(PROMPT, vocabulary=64)
+    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+    before.assert_same(model)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(draft: str) -> None:
+    model = tiny.BUILDERS["llama"]().float()
+    stock = ragged_samples(wrapped(model, DRAFTS[draft], Eager()), PROMPT, NEW)
+    spec = wrapped(model, DRAFTS[draft])
+    assert ragged_samples(spec, PROMPT, NEW) == stock
+    assert any(not kind.uniform for kind in spec.programs.proved)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_bfloat16_agrees_to_half_its_digits(family: str) -> None:
+    spec = wrapped(built(family, torch.bfloat16), selfspec.drafts.LowPrecision())
+    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def test_the_default_takes_native_programs_where_they_fit() -> None:
+    spec = wrapped(built("llama"), None, Traced(after=0))
+    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    assert {type(each.program.runtime) for each in spec.programs._candidates.values() if each.program} == {Native}
+    doubles = wrapped(built("llama", torch.float64), None, Traced(after=0))
+    doubles.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    assert {type(each.program.runtime) for each in doubles.programs._candidates.values() if each.program} == {Traced}
+
+
+def test_threads_share_programs() -> None:
+    spec = wrapped(built("llama"), selfspec.drafts.EarlyExit(1))
+    prompts = [tiny.prompt(PROMPT, seed=seed, vocabulary=64) for seed in range(3)]
+    expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+    assert greedy_together(spec, prompts, NEW) == expected
+
+
+class Bench:
+    """A model whose cache holds a prompt, and passes over what comes next."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        adapter = find_adapter(model)
+        self.depth = len(adapter.decoder_layers(model))
+        self.cache = adapter.shared_cache(model, 1, 64, 16, device=torch.device("cpu"), bucket=1)
+        self.programs = GraphCache(Native(after=0), ticking())
+        self.runner: ModelRunner = runner_for(model, adapter, self.cache, self.programs)
+        self.cache.reserve(32)
+        self.runner.prefill(tiny.prompt(PROMPT, vocabulary=64), [PROMPT])
+        self.cache.commit([PROMPT])
+
+    @property
+    def served(self) -> bool:
+        """Whether some passes are run by a program."""
+        return any(
+            each.lengths.count(each.lengths[0]) > 2 for each in self.programs._candidates.values() if each.lengths
+        )
+
+    def logits(self, tokens: torch.Tensor, tree: Tree | None = None) -> torch.Tensor:
+        if tree is not None:
+            self.cache.open(tree)
+        logits = self.runner.logits(LayerPath.full(self.depth), tokens).logits
+        self.cache.commit([0])
+        return logits
+
+
+@torch.no_grad()
+def test_a_token_has_the_same_bits_alone_and_with_others(threads: None) -> None:
+    bench, tokens = Bench(built("llama")), tiny.prompt(8, vocabulary=64, seed=3)
+    by_threads = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        # Comparisons come first; another number of threads has programs of its own.
+        passes = {width: [bench.logits(tokens[:, :width]) for _ in range(6)][-1] for width in (1, 3, 8)}
+        assert torch.equal(passes[1], passes[8][:, :1])
+        assert torch.equal(passes[3], passes[8][:, :3])
+        by_threads.append(passes[8])
+    assert all(torch.equal(each, by_threads[0]) for each in by_threads)
+    assert not bench.programs.refusals
+
+
+@torch.no_grad()
+def test_a_branch_of_a_tree_gives_what_a_chain_gives() -> None:
+    bench, tokens = Bench(built("gemma3_text")), tiny.prompt(4, vocabulary=64, seed=3)
+    chain = [bench.logits(tokens[:, [0, 1, 3]]) for _ in range(6)][-1]
+    tree = [bench.logits(tokens, Tree((-1, -1, 1))) for _ in range(6)][-1]
+    other = [bench.logits(tokens[:, [0, 2, 3]]) for _ in range(6)][-1]
+    assert torch.equal(tree[:, :2], chain[:, :2])
+    torch.testing.assert_close(tree[:, 2:], other[:, 1:])
+    assert not bench.programs.refusals
+
+
+@torch.no_grad()
+def test_what_is_not_finite_stays_so() -> None:
+    model = built("llama")
+    bench, tokens = Bench(model), tiny.prompt(4, vocabulary=64, seed=3)
+    for _ in range(6):
+        bench.logits(tokens)
+    model.model.embed_tokens.weight[tokens[0, 2]] = torch.nan
+    assert bench.logits(tokens).isfinite().all(-1).tolist() == [[True, True, False, False]]
+
+
+@torch.no_grad()
+def test_passes_beside_other_load_give_the_same_bits(threads: None) -> None:
+    tokens, stop = tiny.prompt(4, vocabulary=64, seed=3), threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            torch.randn(100, 100) @ torch.randn(100, 100)
+
+    load = threading.Thread(target=busy)
+    load.start()
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            bench = Bench(built("llama"))
+            while not bench.served:
+                bench.logits(tokens)
+            expected = bench.logits(tokens)
+            assert all(torch.equal(bench.logits(tokens), expected) for _ in range(50))
+    finally:
+        stop.set()
+        load.join()
