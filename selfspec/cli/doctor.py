@@ -1,11 +1,12 @@
-"""`selfspec doctor`: what selfspec runs on here, what is slow about it and why; to be pasted into bug reports."""
+"""`selfspec doctor` and `selfspec kernels`: what selfspec runs on here, what is slow and why, and what makes it fast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from selfspec.measure.spare_cores import CoreWatch
@@ -78,3 +79,29 @@ def doctor() -> Diagnosis:
         products = time_products()
     found = findings(machine, packages, products)
     return Diagnosis(machine, packages, products, found, commit())
+
+
+@dataclass(frozen=True)
+class Built:
+    """`selfspec kernels`.
+
+    Attributes:
+        kernels: the library that was built.
+    """
+
+    kernels: str
+
+    def __str__(self) -> str:
+        return f"The CPU kernels are built, and used from now on: {self.kernels}"
+
+
+def kernels(verbose: Annotated[bool, typer.Option(help="Show what the compiler prints.")] = False) -> Built:
+    """Build the CPU kernels with this machine's C++ compiler, once: 15 to 60 seconds.
+
+    They read weights at the speed of memory, for up to sixteen tokens at once. Later processes load them by themselves.
+    Nothing needs them: without them torch's own products run.
+    """
+    from selfspec.kernels.native import build_kernels
+
+    with Console(stderr=True).status("Building the CPU kernels"):
+        return Built(str(build_kernels(verbose)))

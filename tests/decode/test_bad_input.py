@@ -302,16 +302,18 @@ def test_a_decay_of_the_length_needs_an_end() -> None:
 
 # Prompts and masks.
 
+_NO_INTEGERS = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64)
+_NO_IDS = "input_ids.*LongTensor.*return_tensors='pt'"
 PROMPTS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("input_ids", lambda: PROMPT.to("meta"), lambda: None),
     ("input_ids", lambda: PROMPT.to_sparse(), lambda: None),
     ("input_ids", lambda: torch.nested.nested_tensor([PROMPT[0], PROMPT[0, :3]], dtype=torch.long), lambda: None),
-    ("input_ids", lambda: PROMPT.numpy(), lambda: None),
-    ("input_ids", lambda: PROMPT.tolist(), lambda: None),
-    ("input_ids", lambda: PROMPT.double(), lambda: None),
-    ("input_ids", lambda: PROMPT.bool(), lambda: None),
-    ("input_ids", lambda: {"input_ids": PROMPT}, lambda: None),
-    ("input_ids", lambda: "Once", lambda: None),
+    *((_NO_IDS, partial(PROMPT.to, dtype), lambda: None) for dtype in _NO_INTEGERS),
+    (_NO_IDS, lambda: PROMPT.numpy(), lambda: None),
+    (_NO_IDS, lambda: PROMPT.tolist(), lambda: None),
+    (_NO_IDS, lambda: {"input_ids": PROMPT}, lambda: None),
+    (_NO_IDS, lambda: "Once", lambda: None),
+    (_NO_IDS, lambda: 3, lambda: None),
     ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), 0.5)),
     ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[0.0, 0.5, 1.0, 1.0, 1.0]])),
     ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), NAN)),
@@ -325,6 +327,9 @@ PROMPTS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5, device="meta")),
     ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5).to_sparse()),
     ("attention_mask", lambda: PROMPT, lambda: [[1] * 5]),
+    ("attention_mask", lambda: PROMPT, lambda: ((1,) * 5,)),
+    ("attention_mask", lambda: PROMPT, lambda: "all"),
+    ("attention_mask", lambda: PROMPT, lambda: 1),
     ("attention_mask", lambda: PROMPT, lambda: np.ones((1, 5))),
 ]
 

@@ -73,16 +73,6 @@ def test_a_prompt_that_is_no_batch_of_rows_is_refused(spec: selfspec.SelfSpecula
     refused(spec, PromptError, r"\[batch, prompt\]", torch.ones(shape, dtype=torch.long))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
-def test_ids_that_are_no_integers_are_refused(spec: selfspec.SelfSpeculative, dtype: torch.dtype) -> None:
-    refused(spec, PromptError, "LongTensor.*return_tensors='pt'", torch.ones(1, 5, dtype=dtype))
-
-
-@pytest.mark.parametrize("ids", [[[1, 2, 3]], "Once upon a time", 3, {"input_ids": torch.ones(1, 3).long()}], ids=str)
-def test_ids_that_are_no_tensor_are_refused(spec: selfspec.SelfSpeculative, ids: Any) -> None:
-    refused(spec, PromptError, "LongTensor.*return_tensors='pt'", ids)
-
-
 @pytest.mark.parametrize("token", [-1, -100, tiny.VOCABULARY, 10**9, -(2**62)])
 @pytest.mark.parametrize("place", [0, 4])
 def test_ids_outside_the_vocabulary_are_refused(spec: selfspec.SelfSpeculative, token: int, place: int) -> None:
@@ -171,11 +161,6 @@ def test_a_row_of_padding_alone_is_refused(spec: selfspec.SelfSpeculative) -> No
     refused(spec, PromptError, r"row\(s\) \[1, 3\] .*all zero; drop these rows", tiny.prompt(3, 4), mask)
 
 
-@pytest.mark.parametrize("mask", [[[1, 1, 1]], "all", 1, ((1, 1, 1),)], ids=str)
-def test_a_mask_that_is_no_tensor_is_refused(spec: selfspec.SelfSpeculative, mask: Any) -> None:
-    refused(spec, PromptError, "attention_mask", tiny.prompt(3), mask)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
 def test_a_mask_of_any_dtype_means_the_same(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     prompts, mask = tiny.prompt(6, 2), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -226,13 +211,6 @@ def test_padding_does_not_count_towards_the_context() -> None:
     mask[1, 19] = 1
     with pytest.raises(PromptError, match=r"prompt \(5 tokens\).*at most 27"):
         spec.generate(prompts, mask, max_new_tokens=28)
-
-
-@pytest.mark.parametrize("new", [0, -1, 1.5, "3"])
-def test_a_number_of_new_tokens_that_is_no_positive_integer_is_refused(
-    spec: selfspec.SelfSpeculative, new: Any
-) -> None:
-    refused(spec, selfspec.errors.SelfSpecError, "max_new_tokens", tiny.prompt(5), max_new_tokens=new)
 
 
 def test_max_length_counts_the_prompt(llama: PreTrainedModel) -> None:
@@ -433,11 +411,6 @@ def test_options_at_their_defaults_are_no_reason_to_refuse(llama: PreTrainedMode
         tiny.prompt(5), max_new_tokens=6, do_sample=False, **options
     )
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_means_nothing_is_refused(spec: selfspec.SelfSpeculative, temperature: float) -> None:
-    refused(spec, UnsupportedOptionError, "temperature", tiny.prompt(5), do_sample=True, temperature=temperature)
 
 
 def test_several_returned_sequences_repeat_their_prompt_and_mask(llama: PreTrainedModel) -> None:
