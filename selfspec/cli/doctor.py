@@ -1,4 +1,4 @@
-"""`selfspec doctor` and `selfspec kernels`: what selfspec runs on here, what is slow and why, and what makes it fast."""
+"""`selfspec doctor` and `selfspec kernels`: what selfspec runs on here, what is slow and why, what makes it fast."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def read_given(
         if prompts.ndim != 2 or not prompts.numel():
             raise PromptError(f"prompts have shape {list(prompts.shape)}, not [texts, tokens]")
         return [checked_ids(model, each).to(model.device) for each in prompts.split(1)]
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise PromptError("prompts must be several texts, or token ids, [texts, tokens]")
     if tokenizer is not None and not callable(tokenizer):
         raise PromptError(f"tokenizer={shown(tokenizer)} is none; pass the model's own, as AutoTokenizer loads it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -359,86 +358,7 @@ def test_a_batch_is_filled_up_with_tokens(pad: int) -> None:
         spec.generate(tiny.prompt(5, 2), max_new_tokens=3, pad_token_id=pad, eos_token_id=1)
 
 
-# What a wrapper is made of.
-
-
-def _wrap(**arguments: Any) -> Any:
-    return selfspec.wrap(**{"model": _model(), "draft": DRAFT, **arguments})
-
-
-def _skipping(**layers: Any) -> Any:
-    return _wrap(draft=selfspec.drafts.LayerSkip(**layers))
-
-
-def _looking_up(sizes: Any) -> Any:
-    return selfspec.drafts.PromptLookup(*sizes)
-
-
-def _cascade(drafters: Any) -> Any:
-    return selfspec.drafts.Cascade(*drafters)
-
-
-RULE: Any = type(selfspec.accept.rules()["block"])
-MADE: list[tuple[str, Callable[..., Any], str, list[Any]]] = [
-    ("adapter", _wrap, "adapter", ["llama", selfspec.Adapter, 0]),
-    ("runtime", _wrap, "runtime", ["eager", selfspec.runtime.Eager, 0]),
-    ("accept", _wrap, "accept", [3, RULE]),
-    ("choose one of", _wrap, "accept", ["tokn"]),
-    ("draft", _wrap, "draft", [4, selfspec.drafts.EarlyExit, ["exit:2"], b"exit:2"]),
-    ("draft length", _wrap, "draft_length", [0, "many"]),
-    ("transformers model", _wrap, "model", ["llama", None]),
-    ("meta device", _wrap, "model", [tiny.llama().to("meta")]),
-    (
-        "exit layer",
-        lambda layer: _wrap(draft=selfspec.drafts.EarlyExit(layer)),
-        "layer",
-        [0, -1, tiny.DEPTH, 10**30, 2.0, "2", True, None],
-    ),
-    ("skip set", _skipping, "layers", [[], range(tiny.DEPTH)]),
-    ("layers", _skipping, "layers", [[-1], [10**30], range(10**12)]),
-    ("mlp", _skipping, "mlp", [[1, 1]]),
-    ("attention", _skipping, "attention", [3, "12", b"12", [1.0], itertools.count()]),
-    ("longest <= 64", _looking_up, "sizes", [(0, 3), (3, 2), (1, 10**9), (1.0, 2), (True, 2), ("1", 2)]),
-    (
-        "cascade",
-        _cascade,
-        "drafters",
-        [
-            (DRAFT, selfspec.drafts.LayerSkip(mlp=[1])),
-            (selfspec.drafts.PromptLookup(), 4),
-            (selfspec.drafts.PromptLookup, DRAFT),
-        ],
-    ),
-    ("threshold", selfspec.ConfidenceStop, "threshold", [NAN, 1.5, -0.1, "0.5", None, True]),
-    ("draft length", selfspec.ConfidenceStop, "longest", [0]),
-    ("draft length", selfspec.CostAware, "longest", [0, 2.5, NAN]),
-    ("costs", selfspec.CostAware, "costs", [0.3, {"draft": 0.3}, selfspec.Costs]),
-    ("draft", selfspec.Costs, "draft", [NAN, INF, -0.1, "0.3", None, True]),
-    ("costs", selfspec.BatchCosts, "measured", [(), (0.3,), (selfspec.Costs,)]),
-]
-PARTS_OF_COSTS: dict[str, list[Any]] = {
-    "verify": [0.0, -1.0, NAN],
-    "widening": [-0.1, INF],
-    "overhead": [NAN],
-    "out_of_step": [0.5],
-    "rows": [0],
-    "each_row": [-0.1],
-}
-MADE += [(name, partial(selfspec.Costs, 0.3), name, values) for name, values in PARTS_OF_COSTS.items()]
-WRAPPED = [(match, make, {name: value}) for match, make, name, values in MADE for value in values]
-
-
-@pytest.mark.parametrize(
-    ("match", "make", "arguments"),
-    WRAPPED,
-    ids=[f"{number} {next(iter(arguments))}" for number, (_, _, arguments) in enumerate(WRAPPED)],
-)
-def test_wrappers_are_made_of_nothing_that_does_not_fit(
-    match: str, make: Callable[..., Any], arguments: dict[str, Any]
-) -> None:
-    with nothing_runs(), pytest.raises(SelfSpecError, match=match):
-        make(**arguments)
-
+# Names of drafts.
 
 NAMES = [
     "",
@@ -522,7 +442,7 @@ def test_a_profile_that_is_nested_without_end_is_refused(tmp_path: Path) -> None
 
 
 def test_there_are_many_kinds() -> None:
-    assert len(BAD_OPTIONS) + len(KEYWORDS) + len(PROMPTS) + len(WRAPPED) + len(NAMES) + len(PROFILES) >= 150
+    assert len(BAD_OPTIONS) + len(KEYWORDS) + len(PROMPTS) + len(NAMES) + len(PROFILES) >= 150
 
 
 # What looks odd and means something in transformers means the same here.
