@@ -344,8 +344,10 @@ _each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(lev
 _each("Settings seed", [1.5, "3", None, NAN, [1]], lambda g, v: Settings(seed=v))
 for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumulate"):
     _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))
-for name in ("learning_rate", "warmup", "decay"):
+for name in ("warmup", "decay"):
     _each(f"Course {name}", [*NO_NUMBERS, -0.1], _field(name, lambda g: Course))
+_each("Course learning_rate", [v for v in NO_NUMBERS if v is not None] + [-0.1],  # None: what suits the model's size
+    _field("learning_rate", lambda g: Course))
 _each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, drafts.EarlyExit(2), v))
 _each("export drafter", [3, "exit:2", drafts.PromptLookup()],
     lambda g, v: export_checkpoint(g.model, None, v, g.folder / "x"))
