@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
+NEWEST_TESTED = {"torch": "2.15", "transformers": "5.24"}
 """The newest minor release of each that the tests have run on; one more is accepted, and `doctor` says so."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")

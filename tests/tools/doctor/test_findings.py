@@ -70,12 +70,12 @@ def test_versions_newer_than_tested_are_named() -> None:
 
 
 def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.15.1+cpu", "transformers": "5.24.9"}
+    installed = {"torch": "2.16.1+cpu", "transformers": "5.24.9"}
     monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "9.0"))
-    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=2.13,<2.16", "transformers>=5.20,<5.26"])
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=2.13,<2.17", "transformers>=5.20,<5.26"])
     monkeypatch.setattr(metadata, "metadata", lambda _: Message())
     found = read_packages()
-    assert found.newer == {"torch": "2.14"}
+    assert found.newer == {"torch": "2.15"}
     assert not found.untested
 
 
