@@ -143,9 +143,9 @@ def spied(widths: list[int]) -> Iterator[None]:
     """Note the widths of passes over prompts."""
     stock = ModelRunner.prefill
 
-    def prefill(runner: ModelRunner, tokens: torch.Tensor, counts: list[int]) -> None:
+    def prefill(runner: ModelRunner, tokens: torch.Tensor, *given: Any) -> Any:
         widths.append(tokens.shape[1])
-        stock(runner, tokens, counts)
+        return stock(runner, tokens, *given)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ModelRunner, "prefill", prefill)

@@ -108,6 +108,7 @@ def test_programs_go_on_after_the_weights_were_packed_anew() -> None:
     model = _model()
     pack(model)
     spec = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=1))
+    spec.programs = GraphCache(spec.runtime, ticking())
     prompt = tiny.prompt(8)
     spec.generate(prompt, max_new_tokens=20, do_sample=False)
     assert spec.programs.proved
