@@ -6,7 +6,8 @@ import math
 from numbers import Real
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from selfspec.errors import SelfSpecError, UnsupportedOptionError
 
@@ -40,14 +41,16 @@ def is_finite(value: object) -> bool:
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
     """Refuse a dataclass whose fields of type `int` or `float` hold no such numbers, or less than options may.
 
-    The least is the `min` of what annotates the field.
+    The least is the `min` of what annotates the field. None is right where the type has it.
     """
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         kind, least = getattr(hint, "__origin__", hint), None
         for each in getattr(hint, "__metadata__", ()):
             least = getattr(each, "min", least)
-        value = getattr(settings, name)
-        if (kind is int and not is_whole(value)) or (kind is float and not is_finite(value)):
-            raise error(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {shown(value)}")
-        if least is not None and value is not None and value < least:
+        value, kinds = getattr(settings, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if value is None and NoneType in kinds:
+            continue
+        if (int in kinds and not is_whole(value)) or (float in kinds and not is_finite(value)):
+            raise error(f"{name} must be {'an integer' if int in kinds else 'a finite number'}, got {shown(value)}")
+        if least is not None and value < least:
             raise error(f"{name} must be at least {least:g}, got {shown(value)}")
