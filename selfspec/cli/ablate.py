@@ -68,12 +68,14 @@ class Ablated:
 
     Attributes:
         best: the most promising draft of each model, text and temperature.
+        doubts: which figures cannot be, or say less than they seem to.
     """
 
     study: dict[str, Any]
     points: int
     failed: list[dict[str, Any]]
     best: list[dict[str, Any]]
+    doubts: list[str]
     files: list[str]
 
 
@@ -99,7 +101,7 @@ def ablate(
 
     from selfspec.tools.lab.ablation import work_on
     from selfspec.tools.lab.drafts import named_drafts
-    from selfspec.tools.lab.findings import findings
+    from selfspec.tools.lab.findings import findings, timing_doubts
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.studied import check_inputs, load
@@ -127,10 +129,13 @@ def ablate(
     files = write_report(finding, folder)
     shown = findings(finding)
     about = described(finding)
+    doubts = [*timing_doubts(finding), *(f"{each.title}: {said}" for each in shown for said in each.doubts)]
     if output == "text":
         for each in shown:
             print_rows(each.title, each.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
             print(f"{each.sentence()}\n" if each.best else f"{each.title}: there is no draft to judge.\n")
+        for doubt in doubts:
+            print(doubt)
         for run in finding.failed:
             print(f"failed: {dict(run.asked.place)}: {run.error}")
         print(f"{len(finding.runs)} points, {len(finding.failed)} failed; the report is in {folder}")
@@ -139,6 +144,7 @@ def ablate(
         points=about["points"],
         failed=about["failed"],
         best=[dict(each.best[0]) for each in shown if each.best],
+        doubts=doubts,
         files=[str(file) for file in files],
     )
 

@@ -116,6 +116,8 @@ def calibrate(
     profile.save(file)
     if output == "text":
         _print(model.model, profile, seconds)
+        for doubt in profile.report["doubts"]:
+            console().print("", doubt, sep="\n", soft_wrap=True)
         auto = "auto" if to is None else f"auto:{file}"
         use = f'--draft {auto}, or selfspec.wrap(model, draft="{auto}")'
         console().print("", f"Profile: {file}. Use it: {use}.", sep="\n", soft_wrap=True)

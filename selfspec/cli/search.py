@@ -25,6 +25,7 @@ class Searched:
     Attributes:
         front: no set is both cheaper and better than one of these.
         sublayers: the fewest and the most that sets leave out.
+        doubts: which figures say less than they seem to.
     """
 
     best: dict[str, Any]
@@ -34,6 +35,7 @@ class Searched:
     study: dict[str, Any]
     sublayers: list[int | None]
     evaluations: int
+    doubts: list[str]
 
 
 def search(
@@ -101,10 +103,11 @@ def search(
         "evaluations": len(scores),
     }
     searching.save(best, studied, to, about)
+    doubts = [f"while timing costs {run.doubt}" for run in runs.of_kind("costs") if run.doubt is not None]
     if output == "text":
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
-        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), sep="\n")
-    return Searched(best=best, front=front, scores=scores, file=str(to), **about)
+        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *doubts, sep="\n")
+    return Searched(best=best, front=front, scores=scores, file=str(to), doubts=doubts, **about)
 
 
 def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:

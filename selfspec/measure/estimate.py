@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 LEVEL = 0.9
 """The least confidence of a median's interval, where there are enough samples for it."""
 
+# How much better than its tokens a pass a draft may look.
+_NOISE = 1.1
 _Floats = NDArray[np.float64]
 
 
@@ -97,6 +99,18 @@ class Estimate:
         upper, lower = (self, other) if self.value >= other.value else (other, self)
         spread = math.hypot(upper.value - upper.low, lower.high - lower.value)
         return upper.value - lower.value <= spread + 1e-12
+
+    def doubt(self, tokens_a_pass: float) -> str | None:
+        """Say why a speed-up over plain decoding cannot be, with so many times its tokens a pass; None: it can.
+
+        A round that drafts costs no less than a plain one; a little more is noise.
+        """
+        if self.low <= _NOISE * tokens_a_pass:
+            return None
+        return (
+            f"{self.value:.2f} times plain decoding with {tokens_a_pass:.2f} times its tokens a pass cannot be; the "
+            "machine did something else at times"
+        )
 
     def shown(self, digits: int) -> str:
         """Return it as tables show it: `1.23 (1.10-1.31)`; without an interval where a single sample gave none."""

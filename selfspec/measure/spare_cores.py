@@ -12,6 +12,8 @@ _STATISTICS = Path("/proc/stat")
 _FIELDS, _IDLE = 8, (3, 4)
 # A core of which others take no more than this counts as free.
 _SPARE = 0.35
+# Of the cores that the threads of torch need, as many as this may be another's.
+_BUSY = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,15 @@ class SpareCores:
         if self.free is None:
             return most
         return max(1, min(most, int(self.free + _SPARE)))
+
+    def doubt(self, threads: int) -> str | None:
+        """Say why times on so many threads are unsure; None: they are not, as far as is known."""
+        if self.free is None or self.free >= min(threads, self.cores) - _BUSY:
+            return None
+        return (
+            f"other processes kept the machine busy: of {self.cores} cores {self.free:.1f} were free for {threads} "
+            f"thread{'s' * (threads != 1)}, so speeds are lower and less sure than on an idle machine"
+        )
 
 
 class CoreWatch:

@@ -91,3 +91,12 @@ def test_of_a_search_in_which_all_sets_lose(promised: float, shown: str) -> None
     assert "best" not in found
     assert "selfspec calibrate demo" in next_step
     assert "skip-file" not in next_step
+
+
+def test_a_study_says_which_speeds_cannot_be() -> None:
+    speed = {f"measured_speedup{end}": value for end, value in (("", 1.5), ("_low", 1.4), ("_high", 1.6))}
+    row = {**CONFIRMED, **speed, "measured_mean_accepted_length": 1.19}
+    one, wrong = TextFindings("texts", [row], [["a"]], {}).doubts
+    assert "one text" in one
+    assert "1.50 times plain decoding with 1.19 times its tokens a pass cannot be" in wrong
+    assert TextFindings("texts", [{**row, "measured_mean_accepted_length": 2.0}], [["a"], ["b"]], {}).doubts == []

@@ -27,6 +27,7 @@ from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.own_text import continued
 from selfspec.measure.prompts import read_given
+from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Traced
@@ -124,6 +125,7 @@ def calibrate(
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
+    busy = CoreWatch()
     plain = wrap(bare(model), adapter=found, accept=accept, runtime=Traced(after=0))
     grouped = _checked(plain, prompts, asked)
 
@@ -176,7 +178,10 @@ def calibrate(
         kind if winner is None else _in_batches(kind, winner, by_rows, plain, prompts, asked, progress)
         for kind, winner in zip(kinds, winners, strict=True)
     )
+    load = busy.read()
     report = {
+        "load": asdict(load),
+        "doubts": _doubts(load, setting.threads, (greedy, sampled)),
         "settings": {**asdict(asked), "prompts": len(prompts)},
         "costs": costs.to_dict(),
         "in_batches": [each.to_dict() for each in in_batches],
@@ -191,6 +196,14 @@ def _drafter(draft: str | Drafter) -> Drafter:
     if found is None:
         raise DraftConfigError("plain decoding is what all drafts are set beside; name drafts alone")
     return found
+
+
+def _doubts(load: SpareCores, threads: int, kinds: Sequence[_Kind]) -> list[str]:
+    """Say which figures cannot be, or were measured beside other work."""
+    every = [each for kind in kinds for each in kind.confirmed]
+    wrong = {each.name: each.speedup.doubt(each.mean_accepted_length) for each in every}
+    busy = load.doubt(threads)
+    return [*([busy] if busy else []), *(f"{name}: {doubt}" for name, doubt in wrong.items() if doubt)]
 
 
 def fastest(confirmed: Sequence[Confirmed]) -> Confirmed | None:

@@ -62,9 +62,14 @@ class _Arm:
         """What it was worth, beside plain decoding in the turns that it took part in."""
         counted = [stats for each in self.turns for stats in each]
         judged, turns = sum(stats.judged for stats in counted), len(self.turns[0])
+        speedup = Estimate.of_ratio(plain.seconds(turns), self.seconds(turns))
+        if len(self.turns) == 1:
+            # Over a single prompt nothing but its turns says how sure that is.
+            pairs = zip(plain.turns[0], self.turns[0], strict=False)
+            speedup = Estimate.of_median([_seconds_a_token(one) / _seconds_a_token(other) for one, other in pairs])
         return Confirmed(
             name=self.name,
-            speedup=Estimate.of_ratio(plain.seconds(turns), self.seconds(turns)),
+            speedup=speedup,
             acceptance_rate=sum(stats.accepted for stats in counted) / judged if judged else None,
             mean_accepted_length=sum(stats.new_tokens for stats in counted)
             / sum(stats.row_rounds for stats in counted),

@@ -19,8 +19,6 @@ CYCLING = 0.1
 
 # Tokens per second over some of the calls, one figure for each repeat.
 _Speeds = NDArray[np.float64]
-# How much better than its tokens a pass an arm may look, for noise, before its figures are doubted.
-_NOISE = 1.1
 
 
 @dataclass(frozen=True)
@@ -142,14 +140,10 @@ def doubts(record: Record, found: Figures, plain: Figures | None) -> Iterator[st
     against = found.decoding_against.get("plain")
     if plain is None or against is None or record.arm.kind != "draft":
         return
-    # A round costs no less than a plain one.
-    most = found.mean_accepted_length.value / plain.mean_accepted_length.value
-    if against.low > _NOISE * most:
-        yield (
-            f"{record.arm.name}: {against.value:.2f} times plain decoding with {most:.2f} times its tokens a pass "
-            "cannot be; the machine did something else at times"
-        )
-    elif found.prediction is not None and found.prediction.measured.low > _NOISE * found.prediction.predicted.high:
+    doubt = against.doubt(found.mean_accepted_length.value / plain.mean_accepted_length.value)
+    if doubt is not None:
+        yield f"{record.arm.name}: {doubt}"
+    elif found.prediction is not None and found.prediction.measured.doubt(found.prediction.predicted.high):
         yield (
             f"{record.arm.name}: an efficiency of {found.prediction.efficiency:.2f} cannot be; its parts were timed "
             "while the machine was slower than in the run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,7 +10,7 @@ from typing import Any
 
 from selfspec.tools.lab.ablation import Finding
 from selfspec.tools.lab.drafts import skip_set
-from selfspec.tools.lab.table import Row
+from selfspec.tools.lab.table import Row, estimate_in
 
 # Of rounds; look-ups draft in fewer.
 _ALWAYS = 0.95
@@ -72,6 +73,18 @@ class TextFindings:
         """Return the rows whose estimates do not come from generations themselves."""
         return [row for row in self.confirmed if row["judged_by"] == "teacher forcing"]
 
+    @property
+    def doubts(self) -> list[str]:
+        """Say which figures cannot be, or say less than they seem to."""
+        found = []
+        if self.tokens and len(self.tokens) == 1:
+            found.append("there is one text, so acceptance has no interval; give more texts")
+        for row in self.confirmed:
+            doubt = estimate_in(row, "measured_speedup").doubt(row["measured_mean_accepted_length"])
+            if doubt is not None:
+                found.append(f"{_named(row)}: {doubt}")
+        return found
+
     def promising(self, count: int) -> list[Row]:
         """Return the most promising drafts of each kind in turns, at their best draft lengths; cheapest first."""
         by_kind: dict[str, list[Row]] = {}
@@ -110,6 +123,20 @@ def _named(row: Row) -> str:
 def _predicted(row: Row) -> str:
     value, low, high = (row[f"predicted_speedup{end}"] for end in ("", "_low", "_high"))
     return f"{value:.2f} ({low:.2f}-{high:.2f})"
+
+
+def timing_doubts(finding: Finding) -> list[str]:
+    """Say which times of a study were taken beside other work, a sentence for each kind."""
+    kinds = {"costs": "timing costs", "confirm": "confirming drafts"}
+    found = {}
+    for kind, words in kinds.items():
+        runs = [run for run in finding.runs if run.asked.kind == kind and run.doubt is not None]
+        if runs:
+            busiest = min(
+                runs, key=lambda run: math.inf if run.load is None or run.load.free is None else run.load.free
+            )
+            found[words] = f"while {words} {busiest.doubt}"
+    return list(found.values())
 
 
 def findings(finding: Finding) -> list[TextFindings]:

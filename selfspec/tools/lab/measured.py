@@ -22,9 +22,6 @@ from selfspec.tools.lab.runs import Asked, Run
 
 KIND = "cell"
 
-# Of the cores that the threads of torch need, as many as this may be another's.
-_BUSY = 0.5
-
 
 @dataclass(frozen=True)
 class MeasuredCell:
@@ -50,7 +47,8 @@ class MeasuredCell:
         Raises:
             BenchError: it is none of this version.
         """
-        content = {**run.asked.under, **run.found, "environment": run.environment}
+        load = asdict(run.load or SpareCores(0, None))
+        content = {**run.asked.under, **run.found, "environment": run.environment, "load": load}
         try:
             return _MEASURED.validate_json(json.dumps(content), strict=True)
         except ValidationError as wrong:
@@ -68,8 +66,8 @@ class MeasuredCell:
     def run(self) -> Run:
         """The run to be kept."""
         arms = [asdict(record) for record in self.arms]
-        found = {"arms": arms, "load": asdict(self.load), "asked": self.asked}
-        return Run(self.question(self.cell, self.settings), found, environment=self.environment)
+        found = {"arms": arms, "asked": self.asked}
+        return Run(self.question(self.cell, self.settings), found, environment=self.environment, load=self.load)
 
     @property
     def timed(self) -> bool:
@@ -105,12 +103,8 @@ class MeasuredCell:
             if record.arm in self.figures
             for said in doubts(record, self.figures[record.arm], beside)
         ]
-        free, threads = self.load.free, min(self.settings.threads, self.load.cores)
-        if self.timed and self.settings.device == "cpu" and free is not None and free < threads - _BUSY:
-            found.append(
-                f"other processes kept the machine busy: of {self.load.cores} cores {free:.1f} were free for "
-                f"{threads} threads, so speeds are lower and less sure than on an idle machine"
-            )
+        if self.timed and self.settings.device == "cpu" and (busy := self.load.doubt(self.settings.threads)):
+            found.append(busy)
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from selfspec.errors import BenchError, SelfSpecError
 from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import check_output_file, writing
+from selfspec.measure.spare_cores import CoreWatch, SpareCores
 
 FILE = "runs.jsonl"
 
@@ -49,6 +50,7 @@ class Run:
         found: the findings; empty after an error.
         error: what went wrong; None if nothing did.
         environment: with what it was made.
+        load: cores that were free meanwhile, this process's own among them; None: not watched.
     """
 
     asked: Asked
@@ -56,6 +58,14 @@ class Run:
     error: str | None = None
     seconds: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
+    load: SpareCores | None = None
+
+    @property
+    def doubt(self) -> str | None:
+        """Why its times are unsure; None: they are not, as far as is known."""
+        if self.load is None or self.environment.get("device") != "cpu":
+            return None
+        return self.load.doubt(int(self.environment["threads"]))
 
 
 class Runs:
@@ -120,7 +130,7 @@ class Runs:
         missing = [each for each in asked if each not in self]
         if not missing:
             return
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), CoreWatch()
         try:
             found = find(missing)
         except Exception as error:
@@ -129,8 +139,8 @@ class Runs:
             for each in missing if len(missing) > 1 else ():
                 self.find_out([each], find, environment)
             return
-        seconds = (time.perf_counter() - begun) / len(missing)
-        self.keep(Run(*pair, None, seconds, environment) for pair in zip(missing, found, strict=True))
+        seconds, load = (time.perf_counter() - begun) / len(missing), busy.read()
+        self.keep(Run(*pair, None, seconds, environment, load) for pair in zip(missing, found, strict=True))
 
     def _read(self, number: int, line: str) -> Run:
         try:

@@ -14,7 +14,7 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.palette import PALE, VERMILION, Mark, mark_of, marks_of
 from selfspec.tools.lab.drawing import Panel, Picture, curves, heat, interval, one_scale
 from selfspec.tools.lab.findings import TextFindings
-from selfspec.tools.lab.table import Row, pareto_front
+from selfspec.tools.lab.table import Row, estimate_in, pareto_front
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -181,7 +181,7 @@ def _agreement(found: Sequence[TextFindings]) -> Picture:
 def _beside_each_other(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axline((0, 0), slope=1, color=PALE, lw=0.8)
     for row in rows:
-        x, y = (_estimate(row, f"{how}acceptance_rate") for how in ("", "measured_"))
+        x, y = (estimate_in(row, f"{how}acceptance_rate") for how in ("", "measured_"))
         how = {**mark_of(row["kind"]).of_line, "linestyle": ""}
         ends = [[[each.value - each.low], [each.high - each.value]] for each in (x, y)]
         axes.errorbar(x.value, y.value, ends[1], ends[0], ms=3, lw=0.8, **how)
@@ -191,11 +191,7 @@ def _beside_each_other(axes: Axes, rows: Sequence[Row]) -> None:
 
 def row_agrees(row: Row) -> bool:
     """Return whether estimate and measurement of a row differ by no more than their intervals explain."""
-    return _estimate(row, "acceptance_rate").agrees_with(_estimate(row, "measured_acceptance_rate"))
-
-
-def _estimate(row: Row, name: str) -> Estimate:
-    return Estimate(*(float(row[f"{name}{end}"]) for end in ("", "_low", "_high")))
+    return estimate_in(row, "acceptance_rate").agrees_with(estimate_in(row, "measured_acceptance_rate"))
 
 
 def _short(draft: str) -> str:

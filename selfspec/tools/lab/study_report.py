@@ -11,10 +11,10 @@ from typing import Any
 
 from selfspec.measure.palette import PALE, SEQUENCE
 from selfspec.tools.lab.ablation import Finding
-from selfspec.tools.lab.findings import TextFindings, findings
+from selfspec.tools.lab.findings import TextFindings, findings, timing_doubts
 from selfspec.tools.lab.report import Report, write_data
 from selfspec.tools.lab.study_pictures import draw
-from selfspec.tools.lab.table import Row
+from selfspec.tools.lab.table import Row, estimate_in
 
 # Drafts that colour a text, texts that are shown, and drafts of a table; the file of points has all.
 _COLOURS, _TEXTS, _DRAFTS = 6, 4, 40
@@ -44,10 +44,12 @@ def page(finding: Finding, shown: Sequence[TextFindings], pictures: Sequence[Pat
     report.table(["declared", ""], [[name, _listed(value)] for name, value in about["study"].items()])
     for around in about["environments"]:
         report.table(["made with", ""], [[name, str(value)] for name, value in around.items() if value is not None])
+    report.points(timing_doubts(finding))
     for picture in pictures:
         report.picture(picture)
     for each in shown:
         report.heading(each.title)
+        report.points(each.doubts)
         report.table(["draft", "draft length", "acceptance", "c", "predicted", "measured"], _rows(each.best[:_DRAFTS]))
         if len(each.best) > _DRAFTS:
             report.paragraph(f"The best {_DRAFTS} of {len(each.best)} drafts, each at its best draft length.")
@@ -86,7 +88,7 @@ def _rows(rows: Sequence[Row]) -> list[list[str]]:
 def _shown(row: Row, name: str) -> str:
     if row.get(name) is None:
         return ""
-    return f"{row[name]:.2f} ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})"
+    return estimate_in(row, name).shown(2)
 
 
 def _texts(found: TextFindings) -> str:

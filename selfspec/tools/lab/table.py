@@ -168,5 +168,10 @@ def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
     }
 
 
+def estimate_in(row: Row, name: str) -> Estimate:
+    """Return a figure of a row with its interval."""
+    return Estimate(*(float(row[f"{name}{end}"]) for end in _ENDS))
+
+
 def _spread(name: str, estimate: Estimate | None) -> Row:
     return {name + end: estimate and getattr(estimate, part) for end, part in _ENDS.items()}

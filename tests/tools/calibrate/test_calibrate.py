@@ -306,7 +306,7 @@ def test_its_profile_can_be_written_read_and_drafted_with(
     found.save(tmp_path / "profile.json")
     read = Profile.load(tmp_path / "profile.json")
     assert read == found
-    assert set(read.report) == {"settings", "costs", "in_batches", "greedy", "sampled"}
+    assert set(read.report) == {"load", "doubts", "settings", "costs", "in_batches", "greedy", "sampled"}
     out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
     assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
 

@@ -217,7 +217,7 @@ def test_a_single_repeat_and_a_busy_machine_are_said() -> None:
     assert any("timed once" in each for each in doubts(once[1], shown(PLAIN), None))
     busy = cell_of(STOCK, PLAIN, free=0.2)
     (doubt,) = busy.doubts
-    assert "of 2 cores 0.2 were free for 1 threads" in doubt
+    assert "of 2 cores 0.2 were free for 1 thread," in doubt
     assert "0.2 were free" in page([busy]).markdown
     assert cell_of(STOCK, PLAIN, free=1.9).doubts == []
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from selfspec.errors import BenchError, StorageError
+from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.lab.runs import FILE, Asked, Run, Runs
 
 ASKED = [Asked("estimate", {"draft": f"exit:{number}"}, {"text": "w"}) for number in range(4)]
@@ -99,3 +100,17 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("")
     with pytest.raises(StorageError, match="what was measured before is kept"):
         runs.find_out(ASKED[:1], found, {})
+
+
+def test_times_beside_other_work_are_doubted(tmp_path: Path) -> None:
+    around = {"device": "cpu", "threads": 2}
+    Runs(tmp_path).keep([Run(ASKED[0], {"value": 1}, environment=around, load=SpareCores(2, 0.6))])
+    doubt = Runs(tmp_path)[ASKED[0]].doubt
+    assert doubt is not None
+    assert "of 2 cores 0.6 were free for 2 threads" in doubt
+    for run in (
+        Run(ASKED[0], {}, environment=around, load=SpareCores(2, 1.8)),
+        Run(ASKED[0], {}, environment=around),
+        Run(ASKED[0], {}, environment={**around, "device": "gpu"}, load=SpareCores(2, 0.6)),
+    ):
+        assert run.doubt is None
