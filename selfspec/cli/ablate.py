@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfspec.cli.options import MINUTES, DtypeOption, Minutes, Output, WholeMachine, prepare_process
-from selfspec.cli.terminal import announce, counting_bar
+from selfspec.cli.terminal import announce, share_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
@@ -100,7 +100,7 @@ def ablate(
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
 
     from selfspec.tools.lab.ablation import work_on
-    from selfspec.tools.lab.drafts import named_drafts
+    from selfspec.tools.lab.drafts import Given, is_judged_by_teacher_forcing, named_drafts
     from selfspec.tools.lab.findings import findings, timing_doubts
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
@@ -118,12 +118,14 @@ def ablate(
     check_inputs(found)
     first, *_ = found.models
     loaded = {first: load(first, found, machine.device)}
-    drafts = named_drafts(found.drafts, loaded[first].model, loaded[first].adapter, found.seed)
+    adapter = loaded[first].adapter
+    drafts = named_drafts(found.drafts, loaded[first].model, adapter, found.seed)
     free = {name: size for name, size in sizes_of(found).items() if name not in said}
-    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, runs)
+    counted = sum(not is_judged_by_teacher_forcing(parsed, adapter) for parsed in map(Given().drafter, drafts))
+    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, runs, counted)
     announce("studying", fitted, minutes)
     found = resize(found, fitted.sizes)
-    with counting_bar("studying") as count:
+    with share_bar("studying") as count:
         # One model is in memory at a time.
         finding = work_on(found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, count)
     files = write_report(finding, folder)

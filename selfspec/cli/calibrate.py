@@ -71,6 +71,10 @@ def calibrate(
             "in SELFSPEC_PROFILES or one in the user's cache."
         ),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write what each generation counted there, as CSV and Parquet."),
+    ] = None,
     output: Output = "text",
 ) -> Calibrated:
     """Measure which draft decodes fastest on this machine, greedily and sampling, and write a profile for `auto`.
@@ -89,6 +93,7 @@ def calibrate(
     from selfspec.tools.calibrate.calibration import SIZES, work
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.lab.report import require_packages, write_data
 
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings
@@ -99,6 +104,9 @@ def calibrate(
         check_output_folder(profile_place.folder())
     else:
         check_output_file(to)
+    if keep is not None:
+        require_packages()
+        check_output_folder(keep)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
     writer, device = PromptWriter(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
@@ -112,6 +120,8 @@ def calibrate(
     with progress_bar("calibrating") as progress:
         profile = run(checkpoint.model, ids, drafters, measurements, corpus=over, watch=StepBar(progress))
     seconds = time.perf_counter() - started
+    if keep is not None:
+        write_data(_calls(profile), dict(profile.report["settings"]), keep, "calls")
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)
     if output == "text":
@@ -124,6 +134,18 @@ def calibrate(
     found = asdict(profile)
     del found["source"]
     return Calibrated(**found, checkpoint=model.model, profile=str(file), seconds=seconds)
+
+
+def _calls(profile: Profile) -> list[dict[str, Any]]:
+    """Return a row for each timed generation of each candidate."""
+    rows = []
+    for kind in (profile.report["greedy"], profile.report["sampled"]):
+        tried = [(profile.report["settings"]["batch"], each) for each in kind["confirmed"]]
+        tried += [(int(rows_), each) for rows_, each in kind["in_batches"].items()]
+        for batch, each in tried:
+            about = {"temperature": kind["temperature"], "batch": batch, "draft": each["name"]}
+            rows += [{**about, **call} for call in each["calls"]]
+    return rows
 
 
 def _print(model: str, profile: Profile, seconds: float) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
 from selfspec.cli.options import MINUTES, GivenOptions, Minutes, Model, Output, Seed, WholeMachine
-from selfspec.cli.terminal import announce, counting_bar
+from selfspec.cli.terminal import announce, share_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
@@ -26,6 +26,7 @@ class Searched:
         front: no set is both cheaper and better than one of these.
         sublayers: the fewest and the most that sets leave out.
         doubts: which figures say less than they seem to.
+        files: tables, pictures and report, where the search is kept.
     """
 
     best: dict[str, Any]
@@ -36,6 +37,7 @@ class Searched:
     sublayers: list[int | None]
     evaluations: int
     doubts: list[str]
+    files: list[str]
 
 
 def search(
@@ -55,7 +57,9 @@ def search(
     draft_lengths: DraftLengths = None,
     reach: Annotated[int, typer.Option(min=1, help="Positions of a draft to tell apart.")] = 1,
     seed: Seed = 0,
-    keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume it.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume it, and write a report.")
+    ] = None,
     minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Searched:
@@ -68,11 +72,13 @@ def search(
     from selfspec.files.writing import check_output_file
     from selfspec.measure.expected_time import Size
     from selfspec.tools.lab import search as searching
+    from selfspec.tools.lab.ablation import Finding
     from selfspec.tools.lab.drafts import Space
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.studied import check_inputs, load
     from selfspec.tools.lab.study import Study
+    from selfspec.tools.lab.study_report import write_report
     from selfspec.tools.lab.table import pareto_front
     from selfspec.tools.lab.work import fit_study, resize, sizes_of
 
@@ -94,7 +100,7 @@ def search(
     fitted = fit_study(replace(study, confirm=0), free, evaluations, studied, minutes, runs)
     announce("searching", fitted, minutes)
     study, evaluations = resize(study, fitted.sizes), fitted.sizes.get("evaluations", evaluations)
-    with counting_bar("searching") as count:
+    with share_bar("searching") as count:
         scores = searching.search(studied, study, space, evaluations, runs, count)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about: dict[str, Any] = {
@@ -103,11 +109,14 @@ def search(
         "evaluations": len(scores),
     }
     searching.save(best, studied, to, about)
+    files = [] if keep is None else write_report(Finding(study, runs.every), keep)
     doubts = [f"while timing costs {run.doubt}" for run in runs.of_kind("costs") if run.doubt is not None]
     if output == "text":
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
         print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *doubts, sep="\n")
-    return Searched(best=best, front=front, scores=scores, file=str(to), doubts=doubts, **about)
+    return Searched(
+        best=best, front=front, scores=scores, file=str(to), doubts=doubts, files=[*map(str, files)], **about
+    )
 
 
 def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:

@@ -96,6 +96,18 @@ def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
         yield count
 
 
+@contextmanager
+def share_bar(verb: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A progress bar that follows a share of work: call what it gives with points done, all points, and the share."""
+    with progress_bar(verb) as bar:
+        task = bar.add_task("", total=None)
+
+        def count(done: int, known: int, share: float) -> None:
+            bar.update(task, completed=share, total=1.0, description=f"{share:.0%}, {done} of {known} points")
+
+        yield count
+
+
 def announce(verb: str, fitted: FittedWork, minutes: float) -> None:
     """Say on standard error how long work will take, before it starts, whether that is a terminal or not."""
     console(stderr=True).print(f"{verb}: {fitted.sentence(minutes)}", style="dim", soft_wrap=True)
@@ -133,7 +145,7 @@ def _lines(verb: str, progress: Progress) -> Iterator[None]:
     def tell() -> None:
         while not done.wait(_EVERY):
             for task in progress.tasks:
-                counted = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
+                counted = f"{task.completed:.0f} of {task.total:.0f}" if (task.total or 0) > 1 else ""
                 what = ", ".join(dict.fromkeys(each for each in (counted, task.description) if each))
                 said = f"{verb}: {what or 'getting ready'}; {time.monotonic() - began:.0f} s"
                 if task.total and task.completed and task.elapsed:

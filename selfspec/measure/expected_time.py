@@ -17,6 +17,8 @@ from selfspec.runtime.timer import Timer
 
 # Tokens of a timed pass over several, and times that passes are timed while they take less than some seconds.
 _READ, _TIMES, _ENOUGH = 32, 3, 0.5
+# What a token that is read among many takes of one that is passed by itself, where it was not timed.
+_READ_SHARE = 0.15
 # Steps in which sizes shrink, from what is usual to the fewest.
 _STEPS = 32
 
@@ -35,6 +37,11 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.steps + other.steps, self.read + other.read)
+
+    @property
+    def share(self) -> float:
+        """What it takes beside other work, in tokens that are passed one after the other."""
+        return self.steps + _READ_SHARE * self.read
 
     def times(self, count: float) -> Work:
         """Return so many times the work."""

@@ -14,6 +14,8 @@ from helpers.running import Invoke
 from selfspec import Profile
 from selfspec.control.profile_place import VARIABLE
 
+pandas = pytest.importorskip("pandas")
+
 # As quick as it can be: one exit, one short prompt.
 QUICK = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")
 
@@ -32,9 +34,15 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, profiles: Path, prompts: Path) -> None:
-    ending = invoke("calibrate", folder, *QUICK, "--prompt-file", str(prompts), "--output", "json")
+    kept = profiles.parent / "kept"
+    words: tuple[str, ...] = ("--prompt-file", str(prompts), "--keep", str(kept), "--output", "json")
+    ending = invoke("calibrate", folder, *QUICK, *words)
     assert ending.status == 0, ending.stderr
     result = json.loads(ending.stdout)
+    calls = pandas.read_parquet(kept / "calls.parquet")
+    assert set(calls["prompt"]) == {0, 1}
+    assert {each["name"] for each in result["report"]["greedy"]["confirmed"]} <= set(calls["draft"])
+    assert (calls["new_tokens"] == 8).all()
     file = Path(result["profile"])
     assert file.parent == profiles
     profile = Profile.load(file)

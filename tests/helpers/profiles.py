@@ -45,6 +45,7 @@ def calibrated(model: PreTrainedModel) -> Profile:
     }
     lost = replace(confirmed[0], speedup=Estimate(0.75, 0.5, 1.0))
     report = {
+        "doubts": ["the machine was busy"],
         "costs": costs.to_dict(),
         "in_batches": [replace(costs, batch=4, out_of_step=estimate).to_dict()],
         "greedy": {**kind, "in_batches": {"4": asdict(confirmed[0]), "16": asdict(lost)}},

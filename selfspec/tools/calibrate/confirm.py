@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,29 @@ _WARM_UPS = 2
 
 
 @dataclass(frozen=True)
+class TimedCall:
+    """One timed generation.
+
+    Attributes:
+        prompt: its number; in batches that of the batch.
+        turn: its number.
+        new_tokens: of all rows.
+        row_rounds: rounds, each row's by itself.
+        judged: draft tokens that were judged.
+        accepted: of these.
+        seconds: without prefill.
+    """
+
+    prompt: int
+    turn: int
+    new_tokens: int
+    row_rounds: int
+    judged: int
+    accepted: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Confirmed:
     """What a candidate was worth in real generations.
 
@@ -37,6 +60,7 @@ class Confirmed:
         acceptance_rate: share of judged draft tokens that were accepted; None without any.
         mean_accepted_length: tokens committed per target pass of a row.
         turns: times it went through all prompts, timed.
+        calls: what each generation counted and took.
     """
 
     name: str
@@ -44,6 +68,7 @@ class Confirmed:
     acceptance_rate: float | None
     mean_accepted_length: float
     turns: int
+    calls: list[TimedCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,11 @@ class _Arm:
             mean_accepted_length=sum(stats.new_tokens for stats in counted)
             / sum(stats.row_rounds for stats in counted),
             turns=turns,
+            calls=[
+                TimedCall(prompt, turn, each.new_tokens, each.row_rounds, each.judged, each.accepted, _seconds(each))
+                for prompt, by_turn in enumerate(self.turns)
+                for turn, each in enumerate(by_turn)
+            ],
         )
 
 
@@ -155,5 +185,9 @@ def _generated(
     return spec.generate(**prompt, seed=seed, **generation_options(temperature, asked)).stats
 
 
+def _seconds(stats: Stats) -> float:
+    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
+
+
 def _seconds_a_token(stats: Stats) -> float:
-    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill") / stats.new_tokens
+    return _seconds(stats) / stats.new_tokens

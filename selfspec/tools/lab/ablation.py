@@ -17,12 +17,13 @@ from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.studied import StudiedModel, texts_asked, texts_of, write_texts
 from selfspec.tools.lab.study import Study
 from selfspec.tools.lab.table import Row, best_length, rows, speedups
+from selfspec.tools.lab.work import price_work, text_work
 
 # Drafts judged at once: enough to share what they begin with, few enough to lose little by an interruption.
 _TOGETHER = 4
 
-Progress = Callable[[int, int], None]
-"""Called with how much is done, and how much there is to do."""
+Progress = Callable[[int, int, float], None]
+"""Called with how many points are done, how many there are to be, and what share of the work that is expected to be."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Finding:
         return [run for run in self.runs if run.error is not None]
 
 
-def untold(done: int, known: int) -> None:
+def untold(done: int, known: int, share: float) -> None:
     """Tell nobody how far work has come."""
 
 
@@ -96,24 +97,33 @@ def find_out(
     }
     confirmed = min(study.confirm, len(drafts))
     known = len(asked) + (len(ordered) + confirmed) * len(texts)
-    progress(0, known)
+    works = [text_work(study, studied.prompts[workload]) for workload, _ in grid]
+    shares = [price_work(study, studied).share, *(each.texts.share for each in works)]
+    for each_work in works:
+        shares += [(each_work.forced if draft in forced else each_work.counted).share for draft in ordered]
+    shares += [each_work.confirmed.share for each_work in works for _ in range(confirmed)]
+
+    def tell(done: int) -> None:
+        progress(done, known, sum(shares[:done]) / max(sum(shares), 1e-9))
+
+    tell(0)
     runs.find_out([costs], lambda some: [find_costs(studied, drafts, each) for each in some], around)
     for number, each in enumerate(texts, 1):
         runs.find_out([each], lambda some: [write_texts(studied, one) for one in some], around)
-        progress(1 + number, known)
+        tell(1 + number)
     done = len(asked)
     for each in texts:
         for part in _together(estimates[each.key]):
             runs.find_out(part, partial(_estimates, studied, runs[each]), around)
             done += len(part)
-            progress(done, known)
+            tell(done)
         asked += estimates[each.key]
     for each in texts:
         for one in _confirmed(study, each, runs[costs], [runs[one] for one in estimates[each.key]]):
             asked.append(one)
             runs.find_out([one], partial(_confirmations, studied, runs[each]), around)
             done += 1
-            progress(done, known)
+            tell(done)
     return [runs[each] for each in asked]
 
 

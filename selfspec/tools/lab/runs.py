@@ -94,6 +94,11 @@ class Runs:
     def __contains__(self, asked: Asked) -> bool:
         return asked.key in self._runs
 
+    @property
+    def every(self) -> list[Run]:
+        """All runs, in the order in which they were first made."""
+        return list(self._runs.values())
+
     def of_kind(self, kind: str) -> list[Run]:
         """Return the runs of a kind, in the order in which they were first made."""
         return [run for run in self._runs.values() if run.asked.kind == kind]

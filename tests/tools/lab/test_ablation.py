@@ -108,7 +108,8 @@ def test_what_goes_wrong_with_a_draft_is_its_result(load: Load, monkeypatch: pyt
 
 
 def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: Counter[str]) -> None:
-    def interrupt(count: int, known: int) -> None:
+    def interrupt(count: int, known: int, share: float) -> None:
+        assert 0 <= share <= 1
         if count >= 10:
             raise KeyboardInterrupt
 

@@ -54,7 +54,7 @@ def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
 def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: FilePath) -> None:
     space = _space(studied, 1, 4)
 
-    def interrupt(known: int, of: int) -> None:
+    def interrupt(known: int, of: int, share: float) -> None:
         if known >= 16:
             raise KeyboardInterrupt
 
