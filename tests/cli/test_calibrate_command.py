@@ -42,7 +42,7 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
     calls = pandas.read_parquet(kept / "calls.parquet")
     assert set(calls["prompt"]) == {0, 1}
     assert {each["name"] for each in result["report"]["greedy"]["confirmed"]} <= set(calls["draft"])
-    assert (calls["new_tokens"] == 8).all()
+    assert (calls["new_tokens"] == 8 * calls["batch"]).all()
     file = Path(result["profile"])
     assert file.parent == profiles
     profile = Profile.load(file)
