@@ -18,6 +18,7 @@ from helpers.reference import layers_of, sublayer_module
 from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.adapters.refused import BEFORE_5_21
+from selfspec.architecture import Adapter
 from selfspec.model.layer_path import sublayers
 
 DRAFTS = [
@@ -33,18 +34,21 @@ def test_the_tiny_models_are_of_known_architectures() -> None:
     assert tiny.BUILDERS.keys() <= ADAPTERS.keys()
 
 
+def declared() -> list[Adapter]:
+    """What each file declares but those of refusals and of what checkpoints have beside their layers."""
+    names = {file.name for file in pkgutil.iter_modules(selfspec.adapters.__path__)} - {"refused", "mtp"}
+    return [importlib.import_module(f"selfspec.adapters.{name}").ADAPTER for name in sorted(names)]
+
+
 def test_every_file_declares_an_adapter_that_is_found() -> None:
-    for file in pkgutil.iter_modules(selfspec.adapters.__path__):
-        if file.name != "refused":
-            adapter = importlib.import_module(f"selfspec.adapters.{file.name}").ADAPTER
-            assert adapter.model_types
-            known = set(adapter.model_types) - BEFORE_5_21.keys()
-            assert all(ADAPTERS[model_type] is adapter for model_type in known)
+    for adapter in declared():
+        assert adapter.model_types
+        known = set(adapter.model_types) - BEFORE_5_21.keys()
+        assert all(ADAPTERS[model_type] is adapter for model_type in known)
 
 
 def test_no_architecture_is_declared_twice() -> None:
-    files = (file.name for file in pkgutil.iter_modules(selfspec.adapters.__path__) if file.name != "refused")
-    adapters = [importlib.import_module(f"selfspec.adapters.{name}").ADAPTER for name in files]
+    adapters = declared()
     assert sum(len(adapter.model_types) for adapter in adapters) == len(ADAPTERS) + len(BEFORE_5_21)
 
 
