@@ -119,7 +119,7 @@ def running(
     spec = selfspec.wrap(model, draft="lookup+exit:3", draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text)
-    app = create_app(served, api_key, stop_seconds=5)
+    app = create_app(served, api_key, stop_seconds=30)
     config = uvicorn.Config(
         app,
         port=0,
@@ -128,7 +128,7 @@ def running(
         ws="none",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=30,
         limit_concurrency=served.limits.connections,
     )
     server = uvicorn.Server(config)
