@@ -10,42 +10,13 @@ from helpers import tiny
 from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.shrunken import shrunken
 
-
-class Jamba(AnyShrunkenRounds):
-    architecture = "jamba"
-
-
-class FalconH1(Jamba):
-    architecture = "falcon_h1"
-
-
-class Lfm2(Jamba):
-    architecture = "lfm2"
-
-
-class Qwen3Next(Jamba):
-    architecture = "qwen3_next"
-
-
-class Mamba2(Jamba):
-    """Nothing but states: no positions, no masks."""
-
-    architecture = "mamba2"
-    kernels = ("eager",)
-
-
-Jamba.TestCase.settings = any_rounds(10, steps=8)
-Lfm2.TestCase.settings = any_rounds(10, steps=8)
+TestAnyRounds = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="jamba")
+TestAnyRoundsLfm2 = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="lfm2")
 # The torch code of these is slow.
-FalconH1.TestCase.settings = any_rounds(2, steps=8)
-Mamba2.TestCase.settings = any_rounds(4, steps=8)
-Qwen3Next.TestCase.settings = any_rounds(6, steps=8)
-
-TestAnyRounds = Jamba.TestCase
-TestAnyRoundsFalconH1 = pytest.mark.contract(FalconH1.TestCase)
-TestAnyRoundsLfm2 = Lfm2.TestCase
-TestAnyRoundsMamba2 = Mamba2.TestCase
-TestAnyRoundsQwen3Next = pytest.mark.contract(Qwen3Next.TestCase)
+TestAnyRoundsFalconH1 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 2, steps=8, architecture="falcon_h1"))
+TestAnyRoundsQwen3Next = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 6, steps=8, architecture="qwen3_next"))
+# Nothing but states: no positions, no masks.
+TestAnyRoundsMamba2 = any_rounds(AnyShrunkenRounds, 4, steps=8, architecture="mamba2", kernels=("eager",))
 
 
 @pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])

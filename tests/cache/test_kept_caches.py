@@ -25,20 +25,8 @@ CPU = torch.device("cpu")
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
-
-class OnTheHost(AnyRounds):
-    kept = "host"
-
-
-class ManyOnTheHost(OnTheHost):
-    """The same rounds, more often and for longer."""
-
-
-OnTheHost.TestCase.settings = any_rounds(10)
-ManyOnTheHost.TestCase.settings = any_rounds(100, steps=50)
-
-TestAnyRoundsOnTheHost = OnTheHost.TestCase
-TestManyRoundsOnTheHost = pytest.mark.contract(ManyOnTheHost.TestCase)
+TestAnyRoundsOnTheHost = any_rounds(AnyRounds, 10, kept="host")
+TestManyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 100, steps=50, kept="host"))
 
 
 def kept(model: PreTrainedModel, cache: CacheKind, draft: Any = None, length: Any = None) -> selfspec.SelfSpeculative:

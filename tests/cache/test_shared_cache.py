@@ -31,50 +31,15 @@ EXACT = 1e-9
 
 # Any sequence of rounds, over any trees.
 
-
-class Mistral(AnyRounds):
-    architecture = "mistral"
-
-
-class Qwen2(AnyRounds):
-    architecture = "qwen2"
-
-
-class GPT2(AnyRounds):
-    architecture = "gpt2"
-
-
-class Gemma2(AnyShrunkenRounds):
-    architecture = "gemma2"
-    kernels = ("eager",)
-
-
-class Llama4(AnyShrunkenRounds):
-    """Chunked attention, and every other layer without."""
-
-    architecture = "llama4_text"
-
-
-class InBuckets(AnyRounds):
-    bucket = 16
-
-
-class InBucketsMistral(Mistral):
-    bucket = 16
-
-
-AnyRounds.TestCase.settings = any_rounds(12)
-for _machine in (Mistral, Qwen2, GPT2, Gemma2, Llama4, InBuckets, InBucketsMistral):
-    _machine.TestCase.settings = any_rounds(10)
-
-TestAnyRounds = AnyRounds.TestCase
-TestAnyRoundsMistral = Mistral.TestCase
-TestAnyRoundsQwen2 = Qwen2.TestCase
-TestAnyRoundsGPT2 = GPT2.TestCase
-TestAnyRoundsGemma2 = Gemma2.TestCase
-TestAnyRoundsLlama4 = Llama4.TestCase
-TestAnyRoundsInBuckets = InBuckets.TestCase
-TestAnyRoundsInBucketsMistral = InBucketsMistral.TestCase
+TestAnyRounds = any_rounds(AnyRounds, 12)
+TestAnyRoundsMistral = any_rounds(AnyRounds, 10, architecture="mistral")
+TestAnyRoundsQwen2 = any_rounds(AnyRounds, 10, architecture="qwen2")
+TestAnyRoundsGPT2 = any_rounds(AnyRounds, 10, architecture="gpt2")
+TestAnyRoundsGemma2 = any_rounds(AnyShrunkenRounds, 10, architecture="gemma2", kernels=("eager",))
+# Chunked attention, and every other layer without.
+TestAnyRoundsLlama4 = any_rounds(AnyShrunkenRounds, 10, architecture="llama4_text")
+TestAnyRoundsInBuckets = any_rounds(AnyRounds, 10, bucket=16)
+TestAnyRoundsInBucketsMistral = any_rounds(AnyRounds, 10, architecture="mistral", bucket=16)
 
 
 def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None:

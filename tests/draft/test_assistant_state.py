@@ -118,18 +118,6 @@ class AnyCommits(RuleBasedStateMachine):
                 torch.testing.assert_close(found, alone(self.model, text, 1)[0], rtol=0, atol=self.tolerance)
 
 
-class Mistral(AnyCommits):
-    architecture = "mistral"
-
-
-class GPT2(AnyCommits):
-    architecture = "gpt2"
-
-
-class InBuckets(AnyCommits):
-    bucket = 16
-
-
 class Shrunken(AnyCommits):
     architecture = "bloom"
     branches = False
@@ -139,24 +127,10 @@ class Shrunken(AnyCommits):
         return shrunken_model(self.architecture, "eager")
 
 
-class Recurrent(Shrunken):
-    architecture = "mamba"
-    branches = True
-
-
-class Hybrid(Shrunken):
-    architecture = "qwen3_next"
-
-
-for machine in (AnyCommits, Mistral, GPT2, InBuckets):
-    machine.TestCase.settings = any_rounds(8)
-for slower in (Shrunken, Recurrent, Hybrid):
-    slower.TestCase.settings = any_rounds(2)
-
-TestAnyCommits = AnyCommits.TestCase
-TestMistral = Mistral.TestCase
-TestGPT2 = GPT2.TestCase
-TestInBuckets = InBuckets.TestCase
-TestPadding = Shrunken.TestCase
-TestRecurrent = Recurrent.TestCase
-TestHybrid = pytest.mark.contract(Hybrid.TestCase)
+TestAnyCommits = any_rounds(AnyCommits, 8)
+TestMistral = any_rounds(AnyCommits, 8, architecture="mistral")
+TestGPT2 = any_rounds(AnyCommits, 8, architecture="gpt2")
+TestInBuckets = any_rounds(AnyCommits, 8, bucket=16)
+TestPadding = any_rounds(Shrunken, 2)
+TestRecurrent = any_rounds(Shrunken, 2, architecture="mamba", branches=True)
+TestHybrid = pytest.mark.contract(any_rounds(Shrunken, 2, architecture="qwen3_next"))

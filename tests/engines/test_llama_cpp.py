@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import models
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -27,12 +26,8 @@ VOCABULARY = 257
 TEXTS = ("Once upon a time there were 3 dogs.\n  And", "def main(argument):\n    return 1234", "kůň 你好")
 
 
-def _tokenizer() -> PreTrainedTokenizerBase:
-    """Bytes, and one pair of them: llama.cpp loads none that merges nothing."""
-    found: Any = tiny.tokenizer()
-    vocabulary = {**found.get_vocab(), "ab": 256}
-    found.backend_tokenizer.model = models.BPE(vocab=vocabulary, merges=[("a", "b")])
-    return found
+# llama.cpp loads none that merges nothing.
+TOKENIZER = tiny.tokenizer(("a", "b"))
 
 
 def _texts(folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -56,21 +51,11 @@ def test_text_and_tokens_of_a_trained_model_are_equal(place: str, tmp_path: Path
     assert [answer["ids"] for answer in answers[3:]] == prompts
 
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         ("llama", {}),
-        ("llama", {"attention_bias": True, "rope_parameters": _LLAMA3}),
+        ("llama", {"attention_bias": True, "rope_parameters": tiny.LLAMA3_ROPE}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
@@ -92,8 +77,8 @@ def test_a_folded_head_gives_equal_text(tmp_path: Path) -> None:
 
 
 def _check_equal(model: PreTrainedModel, drafter: Drafter, folder: Path) -> None:
-    export_checkpoint(model, _tokenizer(), drafter, folder / "draft")
-    export_gguf(model, _tokenizer(), drafter, folder / "draft.gguf")
+    export_checkpoint(model, TOKENIZER, drafter, folder / "draft")
+    export_gguf(model, TOKENIZER, drafter, folder / "draft.gguf")
     prompts = [tiny.prompt(7, seed=seed, vocabulary=VOCABULARY)[0].tolist() for seed in range(3)]
     jobs = [{"ids": ids, "tokens": 24, "temperature": 0, "seed": 0} for ids in prompts]
     answers = ask_llama_cpp(folder / "draft.gguf", jobs)

@@ -258,9 +258,10 @@ class AnyShrunkenRounds(AnyRounds):
         return shrunken_model(self.architecture, kernel)
 
 
-def any_rounds(examples: int, steps: int = 12) -> settings:
-    """How often a machine runs, and how many rules each time."""
-    return settings(
+def any_rounds(machine: type[RuleBasedStateMachine], examples: int, steps: int = 12, **altered: Any) -> Any:
+    """The test of a machine with other attributes: how often it runs, and how many rules each time."""
+    made: Any = type(machine.__name__, (machine,), altered)
+    made.TestCase.settings = settings(
         derandomize=True,
         database=None,
         deadline=None,
@@ -269,3 +270,4 @@ def any_rounds(examples: int, steps: int = 12) -> settings:
         suppress_health_check=list(HealthCheck),
         phases=[phase for phase in Phase if phase is not Phase.explain],
     )
+    return made.TestCase

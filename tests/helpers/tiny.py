@@ -112,10 +112,21 @@ def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = VOCABUL
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are single bytes; models that read it need a vocabulary of 256."""
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    built = Tokenizer(models.BPE(vocab=letters, merges=[]))
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are single bytes and pairs of them; models that read it need a vocabulary of 256."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=built, pad_token="!", eos_token="!")

@@ -50,8 +50,7 @@ _NOISE = "test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
-_TOKEN_PROOF = "test_token_level.py"
-_BLOCK_PROOF = "test_block.py"
+_RULES_PROOF = "test_lossless_rules.py"
 _TREE_PROOF = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
@@ -62,18 +61,18 @@ _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 CATALOGUE = (
     # Acceptance, token by token.
     Mutation("swapped ratio: a draft token is accepted with chance q/p", "_chances",
-        "p_token / probs.gather(-1, index)[..., 0]", "probs.gather(-1, index)[..., 0] / p_token", (_TOKEN_PROOF,)),
-    Mutation("residual taken from p", "less_q", "(p - q).clamp_min(0.0)", "p", (_TOKEN_PROOF,)),
+        "p_token / probs.gather(-1, index)[..., 0]", "probs.gather(-1, index)[..., 0] / p_token", (_RULES_PROOF,)),
+    Mutation("residual taken from p", "less_q", "(p - q).clamp_min(0.0)", "p", (_RULES_PROOF,)),
     Mutation("residual with the absolute difference", "less_q", "(p - q).clamp_min(0.0)", "(p - q).abs()",
-        (_TOKEN_PROOF,)),
+        (_RULES_PROOF,)),
     Mutation("bonus token drawn from the residual of the last draft token", "TokenLevel.recovery_probs",
-        "missing[:, None] | _is_empty(residual)", "_is_empty(residual)", (_TOKEN_PROOF,)),
+        "missing[:, None] | _is_empty(residual)", "_is_empty(residual)", (_RULES_PROOF,)),
     Mutation("a residual that sums to 0 where p equals q is drawn from", "TokenLevel.recovery_probs",
-        "missing[:, None] | _is_empty(residual)", "missing[:, None]", (_TOKEN_PROOF,)),
+        "missing[:, None] | _is_empty(residual)", "missing[:, None]", (_RULES_PROOF,)),
     Mutation("tokens after a rejected one are accepted", "first_path", "mask.long().cumprod(-1)", "mask.long()",
-        (_TOKEN_PROOF,)),
+        (_RULES_PROOF,)),
     Mutation("the residual at the place before the rejected token", "_children", "place.clamp(max=len(tree) - 1)",
-        "(place - 1).clamp(min=0)", (_TOKEN_PROOF,)),
+        "(place - 1).clamp(min=0)", (_RULES_PROOF,)),
     # Over trees.
     Mutation("a sibling is judged by p, not by what its earlier siblings left", "TokenLevel.accept_probs",
         "_normalised(torch.where(_1, left, residual))", "left", (_TREE_PROOF,)),
@@ -102,15 +101,15 @@ CATALOGUE = (
         "tree.is_chain or not sampling.reads_prefixes", "True", (_TREE_DRAFTS,)),
     # Acceptance of the block.
     Mutation("block: weights of a prefix grow beyond 1", "_before_last_children",
-        "(weights[place] * ratio).clamp(max=1.0)", "weights[place] * ratio", (_BLOCK_PROOF,)),
+        "(weights[place] * ratio).clamp(max=1.0)", "weights[place] * ratio", (_RULES_PROOF,)),
     Mutation("block: the draft is accepted up to the first accepted node, not the last", "Block.accepted",
-        "from_leaves(mask, tree)", "(mask.long().cumprod(-1)).sum(-1)", (_BLOCK_PROOF,)),
+        "from_leaves(mask, tree)", "(mask.long().cumprod(-1)).sum(-1)", (_RULES_PROOF,)),
     Mutation("block: the residual forgets the weight of the prefix", "_residual", "weight[..., None] * p", "p",
-        (_BLOCK_PROOF,)),
+        (_RULES_PROOF,)),
     Mutation("block: the residual takes q of the place before", "Block.recovery_probs", "last.clamp(min=0)",
-        "(last - 1).clamp(min=0)", (_BLOCK_PROOF,)),
+        "(last - 1).clamp(min=0)", (_RULES_PROOF,)),
     Mutation("block: chances without what a prefix has lost", "_weight_after", "total / (total + (1 - weight))",
-        "weight", (_BLOCK_PROOF,)),
+        "weight", (_RULES_PROOF,)),
     Mutation("block of a tree: a later sibling is judged by the whole of p", "_before_last_children",
         "_ratios(left[:, place], draft, node)", "_ratios(p[:, place], draft, node)", (_TREE_PROOF,)),
     Mutation("block of a tree: a sibling's rejection leaves its parent's weight as it was", "_before_last_children",
@@ -166,7 +165,7 @@ CATALOGUE = (
     Mutation("filters applied again to the residual", "accept", "recovery_probs[:, None]",
         "batch.sampling.probabilities(batch.sampling.scores(recovery_probs.log()[:, None]))", (_JOINT,)),
     Mutation("off by one row of logits: the token after the draft from the place before", "TokenLevel.recovery_probs",
-        "(rows, place)", "(rows, (place - 1).clamp(min=0))", (_TOKEN_PROOF,)),
+        "(rows, place)", "(rows, (place - 1).clamp(min=0))", (_RULES_PROOF,)),
     Mutation("off by one row of logits: every draft token judged by the row after its own", "verify",
         "batch.runner.logits(target.resumed_at(_1), _2, _3).logits",
         "batch.runner.logits(target.resumed_at(_1), _2, _3).logits.roll(-1, 1)", (_GREEDY,)),

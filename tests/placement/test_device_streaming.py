@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,17 +87,10 @@ def test_threads_take_turns_on_a_device(tmp_path: Path) -> None:
     model = llama()
     spec = streamed(tmp_path, model, StandInCopies())
     wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences
-    found: list[torch.Tensor] = []
-
-    def generate() -> None:
-        found.append(spec.generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences)
-
-    threads = [threading.Thread(target=generate) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(each, wanted) for each in found] == [True, True]
+    with ThreadPoolExecutor() as threads:
+        ask = partial(spec.generate, PROMPTS, MASK, max_new_tokens=12, do_sample=False)
+        calls = [threads.submit(ask) for _ in range(2)]
+    assert all(torch.equal(call.result().sequences, wanted) for call in calls)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])

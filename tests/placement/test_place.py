@@ -7,7 +7,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,18 +167,10 @@ def test_two_threads_take_turns(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     spec = wrapped(streamed(tmp_path, model))
     wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False).sequences
-    found: list[torch.Tensor] = []
-
-    def generate() -> None:
-        found.append(spec.generate(PROMPTS, MASK, max_new_tokens=16, do_sample=False).sequences)
-
-    threads = [threading.Thread(target=generate) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    assert all(torch.equal(sequences, wanted) for sequences in found)
+    with ThreadPoolExecutor() as threads:
+        ask = partial(spec.generate, PROMPTS, MASK, max_new_tokens=16, do_sample=False)
+        calls = [threads.submit(ask) for _ in range(3)]
+    assert all(torch.equal(call.result().sequences, wanted) for call in calls)
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])

@@ -103,7 +103,5 @@ def _graphs_of(model: PreTrainedModel, runtime: str) -> GraphCache:
     return GraphCache(RUNTIMES[runtime](), ticking())
 
 
-ByTrace.TestCase.settings = any_rounds(6)
-ByGraph.TestCase.settings = any_rounds(6)
-TestAnyRoundsByTrace = ByTrace.TestCase
-TestAnyRoundsByGraph = ByGraph.TestCase
+TestAnyRoundsByTrace = any_rounds(ByTrace, 6)
+TestAnyRoundsByGraph = any_rounds(ByGraph, 6)

@@ -9,19 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import models
-from transformers import PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
 from selfspec.tools.export.exported import export_gguf
 
-
-def _tokenizer() -> PreTrainedTokenizerBase:
-    """Bytes, and one pair of them."""
-    found: Any = tiny.tokenizer()
-    found.backend_tokenizer.model = models.BPE(vocab={**found.get_vocab(), "ab": 256}, merges=[("a", "b")])
-    return found
+# llama.cpp loads none that merges nothing.
+TOKENIZER = tiny.tokenizer(("a", "b"))
 
 
 def _read(file: Path) -> Any:
@@ -30,7 +24,7 @@ def _read(file: Path) -> Any:
 
 def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
     model = tiny.llama(vocab_size=260, dtype=torch.float32)
-    report = export_gguf(model, _tokenizer(), selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
+    report = export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
     read = _read(tmp_path / "draft.gguf")
     found = {tensor.name: tensor.data for tensor in read.tensors}
     assert sum(name.startswith("blk.1.") for name in found) == 9
@@ -45,7 +39,7 @@ def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_written_once_and_the_whole_model_too(tmp_path: Path) -> None:
     model = tiny.qwen2(vocab_size=260, tie_word_embeddings=True, dtype=torch.float32)
-    report = export_gguf(model, _tokenizer(), None, tmp_path / "whole.gguf", precision="q8_0")
+    report = export_gguf(model, TOKENIZER, None, tmp_path / "whole.gguf", precision="q8_0")
     read = _read(tmp_path / "whole.gguf")
     names = [tensor.name for tensor in read.tensors]
     assert "output.weight" not in names
@@ -56,16 +50,8 @@ def test_a_tied_head_is_written_once_and_the_whole_model_too(tmp_path: Path) -> 
 
 
 def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
-    scaled = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    model = tiny.llama(vocab_size=260, rope_parameters=scaled)
-    export_gguf(model, _tokenizer(), selfspec.drafts.EarlyExit(1), tmp_path / "draft.gguf")
+    model = tiny.llama(vocab_size=260, rope_parameters=tiny.LLAMA3_ROPE)
+    export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(1), tmp_path / "draft.gguf")
     found = {tensor.name: tensor.data for tensor in _read(tmp_path / "draft.gguf").tensors}
     assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
 
@@ -73,14 +59,14 @@ def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
 def test_other_architectures_tokenizers_and_positions_are_refused(tmp_path: Path) -> None:
     to = tmp_path / "draft.gguf"
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="only llama, mistral, qwen2, qwen3"):
-        export_gguf(tiny.gpt2(vocab_size=260), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
+        export_gguf(tiny.gpt2(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="type 'yarn'"):
-        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
+        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="only those that merge pairs"):
         export_gguf(tiny.llama(vocab_size=260), tiny.tokenizer(), selfspec.drafts.EarlyExit(2), to)
     assert not any(tmp_path.iterdir())
     to.write_text("mine")
     with pytest.raises(selfspec.errors.StorageError, match="there already"):
-        export_gguf(tiny.llama(vocab_size=260), _tokenizer(), selfspec.drafts.EarlyExit(2), to)
+        export_gguf(tiny.llama(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
     assert to.read_text() == "mine"
