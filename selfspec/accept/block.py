@@ -89,7 +89,11 @@ def _ratios(p: Tensor, draft: Draft, nodes: slice | int) -> Tensor:
     """p(x) / q(x) of some nodes."""
     index = draft.tokens[:, nodes, None]
     p_token = p.gather(-1, index)[..., 0]
-    return p_token if draft.probs is None else p_token / draft.probs[:, nodes].gather(-1, index)[..., 0]
+    if draft.probs is None:
+        return p_token
+    ratios = p_token / draft.probs[:, nodes].gather(-1, index)[..., 0]
+    # Infinite where q is close to 0, and 0, the weight of a parent, times that would be NaN.
+    return ratios.clamp(max=torch.finfo(ratios.dtype).max)
 
 
 def _residual(weight: Tensor, p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:

@@ -26,6 +26,14 @@ def test_commits_the_target_joint_exactly(rule: Rule, case: Case) -> None:
 
 
 @each_rule
+def test_a_token_that_is_hardly_ever_drafted_has_a_chance_like_any_other(rule: Rule) -> None:
+    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
+    q = torch.tensor([[[0.5, 0.5], [1.0, 1e-40]]])
+    chances = rule.accept_probs(Draft.chain(torch.tensor([[0, 1]]), q), p, p)
+    assert ((chances >= 0) & (chances <= 1)).all()
+
+
+@each_rule
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases(), st.integers(0, 2**32))
 def test_a_deterministic_draft_commits_the_target_joint_exactly(rule: Rule, case: Case, seed: int) -> None:
