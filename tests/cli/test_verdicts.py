@@ -56,7 +56,9 @@ ROW = {
     "draft_length": 2,
     "best_length": True,
     "alpha": 0.5,
-    **{f"predicted_speedup{end}": 1.3 for end in ("", "_low", "_high")},
+    "predicted_speedup": 1.3,
+    "predicted_speedup_low": 1.2,
+    "predicted_speedup_high": 1.4,
 }
 CONFIRMED = {**ROW, "acceptance_rate": 0.5, "measured_acceptance_rate": 0.5}
 
@@ -69,7 +71,7 @@ CONFIRMED = {**ROW, "acceptance_rate": 0.5, "measured_acceptance_rate": 0.5}
             "generation: measured 1.20 and predicted 1.30 (",
         ),
         (CONFIRMED | {"measured_speedup_median": 0.9}, "no draft beat plain decoding here; exit:2 with 2 draft tokens"),
-        (ROW, "exit:2 with 2 draft tokens is predicted 1.30 (1.30-1.30) times plain"),
+        (ROW, "exit:2 with 2 draft tokens is predicted 1.30 (1.20-1.40) times plain"),
         (ROW | {"predicted_speedup": 0.9}, "no draft is predicted to beat plain decoding"),
     ],
 )

@@ -139,6 +139,24 @@ def interval(axes: Axes, at: Sequence[float], known: Sequence[Estimate], mark: M
     axes.errorbar(at, [each.value for each in known], ends, lw=width, elinewidth=0.6, **how)
 
 
+def by_layer(
+    axes: Axes, lines: Mapping[str, Mapping[int, Estimate]], marks: Mapping[str, Mark], label: str, most: float
+) -> None:
+    """Draw figures of each layer as lines, their intervals shaded, from 0 to a little above `most`."""
+    for name, layers in lines.items():
+        at, known = sorted(layers), [layers[layer] for layer in sorted(layers)]
+        mark = marks[name]
+        size = 2.5 if len(at) <= 40 else 1.5
+        axes.plot(at, [each.value for each in known], lw=0.9, ms=size, zorder=3, **mark.of_line)
+        axes.fill_between(
+            at, [each.low for each in known], [each.high for each in known], color=mark.colour, alpha=0.12, lw=0
+        )
+    every = sorted({layer for layers in lines.values() for layer in layers})
+    axes.set_xticks(every if len(every) <= _LABELLED else [layer for layer in every if layer % 5 == 0])
+    axes.set(ylim=(0, 1.08 * most), ylabel=label, xlim=(every[0] - 0.5, every[-1] + 0.5))
+    axes.grid(axis="both")
+
+
 def heat(axes: Axes, values: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str], digits: str) -> None:
     """Draw a table as colours, with its numbers where they have room; `one_scale` gives the colours their meaning."""
     axes.imshow(values, cmap="cividis", aspect="auto")

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.ablation import Finding
 from selfspec.tools.lab.drafts import skip_set
 from selfspec.tools.lab.table import Row, estimate_in
-
-# Of rounds; look-ups draft in fewer.
-_ALWAYS = 0.95
 
 
 @dataclass(frozen=True)
@@ -37,29 +35,29 @@ class TextFindings:
         return sorted((row for row in self.rows if row.get("best_length")), key=lambda row: -row["predicted_speedup"])
 
     @property
-    def always_drafting(self) -> list[Row]:
-        """Return those of the best that draft in nearly every round: acceptance and c say what these are worth."""
-        return [row for row in self.best if row["drafting_share"] >= _ALWAYS and row["alpha"] is not None]
+    def stepping(self) -> list[Row]:
+        """Return those of the best all of whose tokens take a step: acceptance and c say what these are worth."""
+        return [row for row in self.best if row["stepped_share"] == 1 and row["alpha"] is not None]
 
     @property
-    def importance(self) -> dict[str, dict[int, float]]:
+    def importance(self) -> dict[str, dict[int, Estimate]]:
         """Acceptance with one sublayer or one layer left out, by `attention`, `MLP` or `both`, and by layer."""
-        found: dict[str, dict[int, float]] = {"attention": {}, "MLP": {}, "both": {}}
+        found: dict[str, dict[int, Estimate]] = {"attention": {}, "MLP": {}, "both": {}}
         for row in self.rows:
-            skipped = sorted(skip_set(row["draft"])) if row["kind"] == "skip" and "alpha" in row else []
+            skipped = sorted(skip_set(row["draft"])) if row["kind"] == "skip" and row.get("alpha") is not None else []
             if len({each.layer for each in skipped}) == 1:
                 left_out = "both" if len(skipped) > 1 else ("attention", "MLP")[skipped[0].part]
-                found[left_out][skipped[0].layer] = row["alpha"]
+                found[left_out][skipped[0].layer] = estimate_in(row, "alpha")
         return {left_out: layers for left_out, layers in found.items() if layers}
 
     @property
-    def exits(self) -> dict[int, dict[int, float]]:
+    def exits(self) -> dict[int, dict[int, Estimate]]:
         """Predicted speed-ups of plain exits, by draft length and layer."""
-        found: dict[int, dict[int, float]] = {}
+        found: dict[int, dict[int, Estimate]] = {}
         for row in self.rows:
             if row["kind"] == "exit" and "predicted_speedup" in row:
                 layer = int(row["draft"].removeprefix("exit:"))
-                found.setdefault(row["draft_length"], {})[layer] = row["predicted_speedup"]
+                found.setdefault(row["draft_length"], {})[layer] = estimate_in(row, "predicted_speedup")
         return found
 
     @property
@@ -121,13 +119,14 @@ def _named(row: Row) -> str:
 
 
 def _predicted(row: Row) -> str:
-    value, low, high = (row[f"predicted_speedup{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.2f} ({low:.2f}-{high:.2f})"
+    return estimate_in(row, "predicted_speedup").shown(2)
 
 
 def timing_doubts(finding: Finding) -> list[str]:
     """Say which times of a study were taken beside other work, a sentence for each kind."""
-    kinds = {"costs": "timing costs", "confirm": "confirming drafts"}
+    kinds = {"confirm": "confirming drafts"}
+    if finding.study.pricing == "measured":
+        kinds = {"costs": "timing costs", **kinds}
     found = {}
     for kind, words in kinds.items():
         runs = [run for run in finding.runs if run.asked.kind == kind and run.doubt is not None]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.palette import PALE, VERMILION, Mark, mark_of, marks_of
-from selfspec.tools.lab.drawing import Panel, Picture, curves, heat, interval, one_scale
+from selfspec.measure.palette import PALE, SEQUENCE, VERMILION, Mark, mark_of, marks_of
+from selfspec.tools.lab.drawing import Panel, Picture, by_layer, curves, interval
 from selfspec.tools.lab.findings import TextFindings
 from selfspec.tools.lab.table import Row, estimate_in, pareto_front
 
@@ -20,8 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Drafts that have a line each, and labelled drafts of a front.
+# Drafts that have a line each, and labelled drafts of a front; colours and markers of lines that are no drafts.
 _DRAFTS, _LABELS = 5, 5
+_LINES = tuple(zip(SEQUENCE, "osv^dDPX*", strict=True))
 _MEANING = "acceptance: top-1 agreement where greedy, 1 - TV where sampled"
 
 
@@ -32,21 +31,22 @@ def draw(found: Sequence[TextFindings], folder: Path) -> list[Path]:
 
 
 def _importance(found: Sequence[TextFindings]) -> Picture:
-    panels = []
-    for each in found:
-        table = each.importance
-        layers = sorted({layer for by_layer in table.values() for layer in by_layer})
-        values = np.array([[by_layer.get(layer, np.nan) for layer in layers] for by_layer in table.values()], float)
-        if layers:
-            shown = partial(heat, values=values, rows=list(table), columns=list(map(str, layers)), digits=".2f")
-            panels.append(Panel(each.title, shown))
+    shown = [each for each in found if each.importance]
+    names = dict.fromkeys(name for each in shown for name in each.importance)
+    legend = {name: Mark(colour, marker) for name, (colour, marker) in zip(names, _LINES, strict=False)}
+    panels = [
+        Panel(each.title, partial(by_layer, lines=each.importance, marks=legend, label="acceptance", most=1.0))
+        for each in shown
+    ]
+    note = f"One attention, one MLP or both of one layer are left out. Shaded: 95 %; {_MEANING}"
+    return Picture("importance", panels, 1.9, across=1, note=note, legend=legend, finish=_layers("layer left out"))
 
-    def finish(figure: Figure, grid: Sequence[Axes]) -> None:
-        one_scale(figure, grid, "acceptance", 0, 1)
-        grid[-1].set_xlabel("layer left out")
 
-    # Side by side the numbers of many layers have no room.
-    return Picture("importance", panels, 1.1, across=1, note=_MEANING, share=False, finish=finish)
+def _layers(label: str) -> Callable[[Figure, Sequence[Axes]], None]:
+    def finish(_: Figure, grid: Sequence[Axes]) -> None:
+        grid[-1].set_xlabel(label)
+
+    return finish
 
 
 def _positions(found: Sequence[TextFindings]) -> Picture:
@@ -87,42 +87,41 @@ def _by_position(row: Row, how: str) -> list[Estimate]:
 
 
 def _exits(found: Sequence[TextFindings]) -> Picture:
-    tables, panels = [], []
-    for each in (one for one in found if one.exits):
-        lengths = sorted(each.exits, reverse=True)
-        layers = sorted({layer for by_layer in each.exits.values() for layer in by_layer})
-        values = np.array([[each.exits[length].get(layer, np.nan) for layer in layers] for length in lengths], float)
-        tables.append(values)
-        shown = partial(heat, values=values, rows=list(map(str, lengths)), columns=list(map(str, layers)), digits=".2f")
-        panels.append(Panel(each.title, shown))
+    shown = [each for each in found if each.exits]
+    lengths = sorted({length for each in shown for length in each.exits})
+    legend = {_in_words(length): Mark(*mark) for length, mark in zip(lengths, _LINES, strict=False)}
+    panels = []
+    for each in shown:
+        lines = {_in_words(length): layers for length, layers in each.exits.items()}
+        panels.append(Panel(each.title, partial(_speeds_by_exit, lines=lines, marks=legend)))
+    note = "Grey: plain decoding; shaded: intervals. Circle: the best prediction, where one is above 1"
+    return Picture("exits", panels, 2.2, across=1, note=note, legend=legend, finish=_layers("exit layer"))
 
-    def finish(figure: Figure, grid: Sequence[Axes]) -> None:
-        from matplotlib.patches import Rectangle
 
-        every = np.concatenate([values.ravel() for values in tables])
-        one_scale(figure, grid, "predicted speed-up", float(np.nanmin(every)), float(np.nanmax(every)))
-        for axes, values in zip(grid, tables, strict=True):
-            axes.set_ylabel("draft length")
-            # Where every exit loses there is none to choose.
-            if np.nanmax(values) > 1:
-                best, column = np.unravel_index(np.nanargmax(values), values.shape)
-                axes.add_patch(Rectangle((column - 0.5, best - 0.5), 1, 1, fill=False, ec=VERMILION, lw=1.5))
-        grid[-1].set_xlabel("exit layer")
+def _in_words(length: int) -> str:
+    return f"{length} draft token{'s' * (length != 1)}"
 
-    note = "times plain decoding. A frame: the best prediction, where one is above 1"
-    return Picture("exits", panels, 1.9, across=1, note=note, share=False, finish=finish)
+
+def _speeds_by_exit(axes: Axes, lines: dict[str, dict[int, Estimate]], marks: dict[str, Mark]) -> None:
+    points = [(found, layer) for layers in lines.values() for layer, found in layers.items()]
+    best, layer = max(points, key=lambda point: point[0].value)
+    by_layer(axes, lines, marks, "predicted speed-up", max(1.0, best.value))
+    axes.axhline(1.0, color=PALE, lw=0.9, zorder=0)
+    # Where every exit loses there is none to choose.
+    if best.value > 1:
+        axes.scatter(layer, best.value, 60, facecolors="none", edgecolors=VERMILION, lw=1.2, zorder=4)
 
 
 def _pareto(found: Sequence[TextFindings]) -> Picture:
-    shown = [each for each in found if each.always_drafting]
+    shown = [each for each in found if each.stepping]
     legend = {
         row["kind"]: Mark(mark_of(row["kind"]).colour, mark_of(row["kind"]).marker, "")
         for each in shown
-        for row in each.always_drafting
+        for row in each.stepping
     }
     note = (
         f"{_MEANING}. Line: no draft is cheaper and better. Circle: the highest predicted speed-up, where above 1. "
-        "Without drafts that propose in some rounds only, such as look-ups"
+        "Without look-ups, whose drafts cost nothing and come in some rounds only"
     )
     return Picture(
         "pareto", [Panel(each.title, partial(_scatter, found=each)) for each in shown], 3.0, note=note, legend=legend
@@ -132,7 +131,7 @@ def _pareto(found: Sequence[TextFindings]) -> Picture:
 def _scatter(axes: Axes, found: TextFindings) -> None:
     from matplotlib.patheffects import withStroke
 
-    rows = found.always_drafting
+    rows = found.stepping
     for kind in dict.fromkeys(row["kind"] for row in rows):
         some = [row for row in rows if row["kind"] == kind]
         mark = mark_of(kind)
@@ -197,6 +196,7 @@ def row_agrees(row: Row) -> bool:
 def _short(draft: str) -> str:
     """Name a draft in words: of files only their names, of a skip set what it does without."""
     name = re.sub(r"[^:]*[/\\]", "", draft)
+    name = re.sub(r"layers=(\d+)$", r"layer \1", name)
     for part, words in (("skip:", "without "), ("attn=", "attention "), ("mlp=", "MLP "), ("layers=", "layers ")):
         name = name.replace(part, words)
     return name if len(name) <= 32 else name[:31] + "…"

@@ -117,17 +117,21 @@ def _rows_of(estimated: Run, prices: Prices | None, confirmed: Sequence[Run]) ->
             **_spread("alpha", rate),
             "first_judged_by_text": found["tokens"],
             "first_accepted_by_text": found["overlap"],
-            "drafting_share": _drafting_share(found["lengths"][str(length)]),
+            **_shares(found["lengths"][str(length)]),
             **_accepted("", found["lengths"][str(length)]),
             **({} if prices is None else _priced(estimated, length, rate, promised[length], prices)),
             **(_measured(by_length[length]) if length in by_length else {}),
         }
 
 
-def _drafting_share(found: Mapping[str, Any]) -> float:
-    """Return the share of rounds that had a draft: of teacher forcing all."""
+def _shares(found: Mapping[str, Any]) -> Row:
+    """Return the share of rounds that had a draft, and of draft tokens that took a step: of teacher forcing all."""
     shapes = found.get("rounds", [[1, 1, 1]])
-    return float(sum(number for drafted, _, number in shapes if drafted) / sum(number for *_, number in shapes))
+    drafted, steps = (sum(shape[place] * shape[2] for shape in shapes) for place in (0, 1))
+    return {
+        "drafting_share": sum(shape[2] for shape in shapes if shape[0]) / sum(shape[2] for shape in shapes),
+        "stepped_share": steps / drafted if drafted else 0.0,
+    }
 
 
 def _priced(estimated: Run, length: int, rate: Estimate | None, promised: Estimate, prices: Prices) -> Row:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.palette import Mark
 from selfspec.tools.lab import drawing
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.estimates import confirm
@@ -166,6 +169,19 @@ def test_a_heat_map_of_many_layers_has_ticks_and_no_numbers(tmp_path: Path) -> N
     drawing.heat(axes, np.full((2, 80), 0.5), ["a", "b"], [str(layer) for layer in range(80)], ".2f")
     assert len(axes.texts) == 0
     assert [each.get_text() for each in axes.get_xticklabels()] == [str(layer) for layer in range(0, 80, 5)]
+
+
+@pytest.mark.parametrize("layers", [4, 30, 80])
+def test_lines_by_layer_are_legible_at_any_depth(layers: int) -> None:
+    marks = {"attention": Mark("#000000", "o"), "MLP": Mark("#D55E00", "s")}
+    lines = {name: {layer: Estimate(0.5, 0.4, 0.6) for layer in range(layers)} for name in marks}
+    figure = Figure((7.2, 2.5))
+    axes = figure.subplots()
+    drawing.by_layer(axes, lines, marks, "acceptance", 1.0)
+    figure.draw_without_rendering()
+    boxes = [each.get_window_extent() for each in axes.get_xticklabels()]
+    assert len(boxes) >= min(layers, 6)
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_drafts_from_a_reduced_vocabulary_have_rows_and_prices_of_their_own(tmp_path: Path) -> None:
