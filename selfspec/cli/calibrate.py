@@ -190,6 +190,8 @@ def _found(kind: Mapping[str, Any]) -> Table:
     """What the formula promises of every draft, and what the candidates were worth."""
     from rich.table import Column
 
+    from selfspec.measure.estimate import Estimate
+
     title = f"temperature {kind['temperature']:g}" if kind["temperature"] else "greedy"
     columns = ("alpha", "predicted", "speed-up", "accepted", "tokens a pass")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
@@ -203,7 +205,7 @@ def _found(kind: Mapping[str, Any]) -> Table:
             cells = [_value(alpha), f"{best['speedup']:.2f} at {best['draft_length']}"]
         if each := confirmed.get(name):
             speedup, rate = each["speedup"], each["acceptance_rate"]
-            cells.append(f"{speedup['value']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})")
+            cells.append(Estimate(**speedup).shown(2))
             cells += ["-" if rate is None else f"{rate:.2f}", f"{each['mean_accepted_length']:.2f}"]
         table.add_row(name, *cells)
     return table

@@ -34,10 +34,12 @@ def figures_table(
     title: str | None, names: Iterable[str | Column], figures: Iterable[str], rows: Iterable[Sequence[str]] = ()
 ) -> Table:
     """Make a table with columns of names, to the left, and of figures, to the right; an empty row ends a section."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
     right = (Column(figure, justify="right") for figure in figures)
-    table = Table(*names, *right, title=title, title_justify="left")
+    # Lines between columns would take the room of figures.
+    table = Table(*names, *right, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         if row:
             table.add_row(*row)

@@ -13,8 +13,9 @@ from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
 from selfspec.values import is_whole
 
-# Every round takes some time; where differences of measured times say otherwise, it is noise.
-_LEAST_ROUND = 0.01
+# A round that drafts makes a whole target pass, what drafts made of it included; where measured times say otherwise,
+# it is noise.
+_LEAST_ROUND = 1.0
 
 
 @runtime_checkable

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
+
+GROUP = "selfspec.drafts"
+"""The group of entry points in which other packages name their drafters."""
 
 _Kind = TypeVar("_Kind")
 
@@ -59,9 +64,16 @@ def drafter(
 
 
 def name_of(kind: type[object]) -> str:
-    """What a class of drafters is called: its name, or `module:Class` where it declares none."""
+    """What a class of drafters is called: the name that it declares where it is known by that, else `module:Class`."""
     declared: tuple[Declaration, ...] = vars(kind).get("declared", ())
-    return declared[0].name if declared else f"{kind.__module__}:{kind.__qualname__}"
+    whole = f"{kind.__module__}:{kind.__qualname__}"
+    return declared[0].name if declared and (kind.__module__.startswith("selfspec.") or whole in named()) else whole
+
+
+@cache
+def named() -> frozenset[str]:
+    """Return the drafters that other packages name by an entry point, as `module:Class`."""
+    return frozenset(point.value for point in entry_points(group=GROUP))
 
 
 def read_number(text: str | None) -> int:

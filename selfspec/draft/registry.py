@@ -18,7 +18,7 @@ from typing import Any
 import selfspec.draft
 from selfspec.arguments import ClassPath, shown
 from selfspec.draft.cascade import Cascade
-from selfspec.draft.declaration import Declaration
+from selfspec.draft.declaration import GROUP, Declaration
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError, SelfSpecError
 
@@ -27,9 +27,6 @@ PLAIN = "none"
 
 AUTO = "auto"
 """What the draft of a calibration profile is called; it takes a model to say what that is."""
-
-GROUP = "selfspec.drafts"
-"""The group of entry points in which other packages name their drafters."""
 
 # Characters from which on a list of all drafts says how one is called, and not how it is written.
 _LONG_FORM = 13

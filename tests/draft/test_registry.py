@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,21 @@ import torch
 
 import selfspec
 from helpers import tiny
-from selfspec.draft import Cascade, EarlyExit, LowPrecision, PromptLookup, Recycling, ReducedVocabulary, Suffixes, Union
+from selfspec.draft import (
+    Budget,
+    Cascade,
+    Draft,
+    EarlyExit,
+    LowPrecision,
+    PromptLookup,
+    Recycling,
+    ReducedVocabulary,
+    RowsView,
+    Stateless,
+    Suffixes,
+    Union,
+    drafter,
+)
 from selfspec.draft.registry import declarations, draft_name, kinds, parse_draft
 from selfspec.errors import DraftConfigError
 
@@ -47,6 +62,21 @@ class Bigram(drafts.Stateless):
             found.append((following + [text[-1]] * depth)[:depth])
         return drafts.Draft.chain(torch.tensor(found, device=rows.last_tokens.device))
 """
+
+
+@drafter("undeclared", help="known by no entry point")
+@dataclass(frozen=True)
+class Undeclared(Stateless):
+    """A drafter of another package."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return rows.no_draft()
+
+
+def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
+    name = draft_name(Undeclared())
+    assert name == f"{__name__}:Undeclared"
+    assert parse_draft(name) == Undeclared()
 
 
 @pytest.mark.parametrize(

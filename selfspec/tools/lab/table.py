@@ -14,8 +14,8 @@ from selfspec.tools.lab.runs import Run
 Row = dict[str, Any]
 """One row; what is not known is None."""
 
-# Every round takes some time; where differences of measured times say otherwise, it is noise.
-_LEAST = 0.01
+# As of `Costs.of_round`: no round takes less than a plain one.
+_LEAST = 1.0
 _BY_TEXT = ("judged_by_text", "accepted_by_text", "tokens_by_text", "rounds_by_text")
 _ENDS = {"": "value", "_low": "low", "_high": "high"}
 
