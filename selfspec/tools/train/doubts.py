@@ -11,7 +11,7 @@ from selfspec.measure.estimate import Estimate
 
 # Nats a token that the full model may lose before it is said, and before it is called ruined; a rise of the loss.
 _LOST, _RUINED, _RISEN = 0.05, 0.3, 1.15
-# Norms of gradients, which are clipped to 1. SmolLM2 135M, in batches of one block: 33 to 89 where it learnt, 195 where it
+# Norms of gradients, which are clipped to 1. SmolLM2 135M, in batches of a block: 33 to 89 where it learnt, 195 where it
 # was ruined.
 _STEEP = 150.0
 
