@@ -23,7 +23,7 @@ from selfspec.cli.options import (
     read_draft,
 )
 from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError
-from selfspec.cli.terminal import StepBar, console, progress_bar
+from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from selfspec.tools.lab.session import Part
 
 
+# Columns of the overview that have room for intervals.
+_WITH_INTERVALS = 3
 # Tokens a round of `model.generate`'s early exit, and of the draft that is set beside it.
 _EXIT_LENGTH = 3
 
@@ -298,7 +300,7 @@ def bench(
     if report is None and not model.model:
         raise BenchError(NO_MODEL)
 
-    from rich.markdown import Markdown
+    from rich.table import Column
 
     from selfspec.tools.lab.bench_report import overview, quality_sentence, write_report
     from selfspec.tools.lab.measured import KIND, MeasuredCell
@@ -316,7 +318,9 @@ def bench(
     write_report(reported, folder)
     result = Benched([BenchCell(**each.to_dict()) for each in found])
     if output == "text":
-        console().print(Markdown(overview(found)))
+        # Of more cells intervals have no room.
+        first = overview(found, with_intervals=len(found) <= _WITH_INTERVALS)
+        console().print(figures_table(None, [Column(first.title, no_wrap=True)], first.columns, first.lines))
         for each in found:
             for said in each.doubts:
                 console().print(f"{each.cell.title}: {said}", markup=False)

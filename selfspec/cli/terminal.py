@@ -37,7 +37,7 @@ def figures_table(
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
-    right = (Column(figure, justify="right") for figure in figures)
+    right = (Column(figure, justify="right", overflow="fold") for figure in figures)
     # Lines between columns would take the room of figures.
     table = Table(*names, *right, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:

@@ -16,6 +16,7 @@ from selfspec.draft.offer import Offer
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
+from selfspec.draft.rows_apart import chains
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.skip_file import SkipFile
 from selfspec.draft.suffixes import Suffixes
@@ -49,5 +50,6 @@ __all__ = [
     "Suffixes",
     "Union",
     "Verdict",
+    "chains",
     "drafter",
 ]

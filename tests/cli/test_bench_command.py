@@ -270,7 +270,7 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
     for arm in cell["arms"]:
         assert arm["mean_accepted_length"]["value"] >= 1
         assert arm["decoding_tokens_per_second"] is None
-    assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png"}
+    assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png", "tokens_a_pass.png"}
     import pandas
 
     rows = pandas.read_parquet(tmp_path / "texts.parquet")

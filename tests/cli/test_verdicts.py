@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from selfspec.tools.train.doubts import CheckedExit, doubts, verdict
 
 
 def estimate(value: float) -> Estimate:
-    return Estimate(value, value - 0.1, value + 0.1)
+    return Estimate(value, value - 0.1, value + 0.1, 0.9)
 
 
 @pytest.mark.parametrize(
     ("greedy", "sampled", "said"),
-    [(1.4, 1.2, "exit:4 in times plain decoding: greedy 1.40"), (0.9, 0.8, "No exit beat plain decoding here")],
+    [(1.4, 1.2, "exit:4 in times plain decoding: greedy 1.40"), (0.9, 0.8, "No exit surely beat plain decoding here")],
 )
 def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
     checked = [
@@ -29,6 +30,8 @@ def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
     assert found.startswith(said)
     assert "predicted 1.50" in found
     assert "lost 0.10 nats a token" in found
+    one_turn = replace(checked[1], sampled=Estimate(1.05, 1.05, 1.05))
+    assert verdict([replace(one_turn, greedy=estimate(0.9))], Path("FASTER"), {}, {}).startswith("No exit surely")
     ruined = verdict(checked, Path("FASTER"), {"held_out_loss": 4.2}, {"held_out_loss": 5.7})
     assert ruined.startswith("The training ruined the full model: its loss on held-out text is 5.70, 1.50 nats a token")
     assert "exit:4" not in ruined
@@ -37,7 +40,7 @@ def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
 def test_of_heads_none_of_which_pays() -> None:
     checked = [CheckedExit("head:HEADS@4", 0.95, estimate(0.8), estimate(0.9))]
     found = verdict(checked, Path("HEADS"), {"alpha_4": 0.1}, {"alpha_4": 0.2})
-    assert found.startswith("No exit beat plain decoding here; the best is head:HEADS@4")
+    assert found.startswith("No exit surely beat plain decoding here; the best is head:HEADS@4")
 
 
 def test_what_looks_wrong_in_a_training_is_said() -> None:

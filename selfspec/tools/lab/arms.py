@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +87,14 @@ class ArmSpec:
     def own(self) -> bool:
         """Whether it is selfspec's."""
         return self.kind in ("plain", "draft")
+
+
+def short_names(arms: Iterable[ArmSpec]) -> dict[ArmSpec, str]:
+    """Return names of arms that say how they differ: without selfspec's own, and without what all drafts share."""
+    names = {arm: arm.name.removeprefix("selfspec ") for arm in arms}
+    drafts = {arm: arm.draft or "" for arm in names if arm.kind == "draft"}
+    shared = len({names[arm].removeprefix(draft) for arm, draft in drafts.items()}) == 1
+    return names | drafts if shared else names
 
 
 class OwnArm:

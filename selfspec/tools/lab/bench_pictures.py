@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.palette import GREY, Mark, mark_of, marks_of
-from selfspec.tools.lab.arms import ArmSpec
-from selfspec.tools.lab.cell import Cell
+from selfspec.tools.lab.arms import ArmSpec, short_names
+from selfspec.tools.lab.cell import places
 from selfspec.tools.lab.drawing import Panel, Picture, curves, dots, heat, one_scale
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.record import Record
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 # Of fewer draft tokens a share says little.
 _ENOUGH = 10
-# More cells than these are lines of one panel.
-_FEW = 4
+# More cells than these are columns of one panel; arms that have a line each.
+_FEW, _LINES = 6, 6
 _LINE = 0.2
 _SPEED = "decoding speed, times that of model.generate; medians with their intervals"
-_RATE = "acceptance rate: share of the judged draft tokens that were accepted"
+_TOKENS = "tokens committed by a target pass, with 95 % intervals over prompts; grey: plain decoding"
+_RATE = "acceptance rate: share of the judged draft tokens that were accepted, with 95 % intervals over prompts"
 _DEPTH = f"depth in the draft, where at least {_ENOUGH} tokens were judged; share accepted of those, 95 % intervals"
 
 _Value = Callable[[MeasuredCell, ArmSpec], Estimate | None]
@@ -36,7 +37,11 @@ _Value = Callable[[MeasuredCell, ArmSpec], Estimate | None]
 
 def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[Path]:
     """Draw what there are results for; return the files."""
-    pictures = [_speed([each for each in cells if each.timed]), _acceptance(cells)]
+    timed = [each for each in cells if each.timed]
+    pictures = [
+        _beside("speed", timed, _speed, _SPEED) or _beside("tokens_a_pass", cells, _tokens, _TOKENS),
+        _by_depth(cells) or _beside("acceptance", cells, _rate, _RATE),
+    ]
     return [picture.save(folder) for picture in pictures if picture is not None]
 
 
@@ -48,78 +53,85 @@ def mark_of_arm(arm: ArmSpec) -> Mark:
     return Mark(GREY, markers[arm.kind], filled=arm.kind == "generate")
 
 
-def _speed(cells: Sequence[MeasuredCell]) -> Picture | None:
-    def speed(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
-        found = measured.figures.get(arm)
-        return None if found is None else found.decoding_against.get("model_generate")
+def _speed(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
+    found = measured.figures.get(arm)
+    return None if found is None else found.decoding_against.get("model_generate")
 
-    known = [each for each in cells if any(speed(each, record.arm) for record in each.arms)]
+
+def _tokens(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
+    found = measured.figures.get(arm)
+    return None if found is None or arm.draft is None else found.mean_accepted_length
+
+
+def _rate(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
+    found = measured.figures.get(arm)
+    return None if found is None or arm.draft is None else found.acceptance_rate
+
+
+def _beside(name: str, cells: Sequence[MeasuredCell], value: _Value, label: str) -> Picture | None:
+    """Draw a figure of every arm, a line each: cells as panels of dots, or, where they are many, as columns."""
+    known = [each for each in cells if any(value(each, record.arm) for record in each.arms)]
     if not known:
         return None
+    arms = short_names(record.arm for each in known for record in each.arms if value(each, record.arm))
     if len(known) > _FEW:
-        return _heat_map("speed", known, speed, _SPEED)
-    arms = {record.arm.name: record.arm for each in known for record in each.arms if speed(each, record.arm)}
-    marks = {name: mark_of_arm(arm) for name, arm in arms.items()}
+        return _heat_map(name, known, arms, value, label)
+    marks = {shown: mark_of_arm(arm) for arm, shown in arms.items()}
+    titles = places(each.cell for each in known)
     panels = [
         Panel(
-            _title(each.cell),
-            partial(dots, lines={name: speed(each, arm) for name, arm in arms.items()}, marks=marks, baseline=1.0),
+            titles[each.cell],
+            partial(dots, lines={shown: value(each, arm) for arm, shown in arms.items()}, marks=marks, baseline=1.0),
         )
         for each in known
     ]
-    return Picture("speed", panels, 0.5 + _LINE * len(arms), note=_SPEED, finish=_from_zero)
+    return Picture(name, panels, 0.5 + _LINE * len(arms), note=label, finish=_from_zero)
 
 
 def _from_zero(_: Figure, grid: Sequence[Axes]) -> None:
     grid[0].set_xlim(left=0)
 
 
-def _acceptance(cells: Sequence[MeasuredCell]) -> Picture | None:
+def _by_depth(cells: Sequence[MeasuredCell]) -> Picture | None:
+    """Draw acceptance by depth, where lines can be told apart."""
     drafting = [each for each in cells if any(map(_was_judged, each.arms))]
-    if not drafting:
+    arms = short_names(record.arm for each in drafting for record in each.arms if _was_judged(record))
+    if not drafting or len(drafting) > _FEW or len(arms) > _LINES:
         return None
-    if len(drafting) > _FEW:
-
-        def rate(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
-            found = measured.figures.get(arm)
-            return found.acceptance_rate if found is not None and arm.draft is not None else None
-
-        return _heat_map("acceptance", drafting, rate, _RATE)
-    arms = {record.arm.name: record.arm for each in drafting for record in each.arms if _was_judged(record)}
     # One draft of several lengths or rules is told apart by dashes.
-    several = marks_of([f"{arm.draft}\n{number}" for number, arm in enumerate(arms.values())])
-    marks = dict(zip(arms, several.values(), strict=True))
-    panels = []
+    several = marks_of([f"{arm.draft}\n{number}" for number, arm in enumerate(arms)])
+    marks = dict(zip(arms.values(), several.values(), strict=True))
+    titles, panels = places(each.cell for each in drafting), []
     for each in drafting:
-        by_arm = {record.arm.name: _shares(record) for record in each.arms if _was_judged(record)}
-        shares = {name: by_arm.get(name, []) for name in arms}
-        panels.append(Panel(_title(each.cell), partial(curves, shares=shares, marks=marks)))
+        by_arm = {record.arm: _shares(record) for record in each.arms if _was_judged(record)}
+        shares = {shown: by_arm.get(arm, []) for arm, shown in arms.items()}
+        panels.append(Panel(titles[each.cell], partial(curves, shares=shares, marks=marks)))
     return Picture("acceptance", panels, 2.4, note=_DEPTH, legend=marks)
 
 
-def _heat_map(name: str, cells: Sequence[MeasuredCell], value: _Value, label: str) -> Picture:
-    """Arms by column and places by line, with a panel for each temperature."""
-    known = {record.arm.name: record.arm for each in cells for record in each.arms if value(each, record.arm)}
-    places = list(dict.fromkeys(_place(each.cell) for each in cells))
+def _heat_map(
+    name: str, cells: Sequence[MeasuredCell], arms: Mapping[ArmSpec, str], value: _Value, label: str
+) -> Picture:
+    """Arms by line and places by column, with a panel for each temperature."""
     tables = {}
     for decoding in dict.fromkeys(each.cell.decoding for each in cells):
-        table = np.full((len(places), len(known)), np.nan)
-        for each in cells:
-            for column, arm in enumerate(known.values()):
-                if each.cell.decoding == decoding and (found := value(each, arm)) is not None:
-                    table[places.index(_place(each.cell)), column] = found.value
-        tables[decoding] = table
+        some = [each for each in cells if each.cell.decoding == decoding]
+        values = [[value(each, arm) for each in some] for arm in arms]
+        table = np.array([[np.nan if found is None else found.value for found in line] for line in values])
+        tables[decoding] = table, places(each.cell for each in some)
 
     def finish(figure: Figure, grid: Sequence[Axes]) -> None:
-        one_scale(figure, grid, name, 0.0, float(max(np.nanmax(table) for table in tables.values())))
-        for axes in grid:
-            axes.set_xticks(range(len(known)), list(known), rotation=90)
+        one_scale(
+            figure, grid, name.replace("_", " "), 0.0, float(max(np.nanmax(table) for table, _ in tables.values()))
+        )
+        for axes, (_, titles) in zip(grid, tables.values(), strict=True):
+            axes.set_xticks(range(len(titles)), titles.values(), rotation=90)
 
     panels = [
-        Panel(decoding, partial(heat, values=table, rows=places, columns=list(known), digits=".2f"))
-        for decoding, table in tables.items()
+        Panel(decoding, partial(heat, values=table, rows=[*arms.values()], columns=[*titles.values()], digits=".2f"))
+        for decoding, (table, titles) in tables.items()
     ]
-    return Picture(name, panels, 1.4 + _LINE * len(places), note=label, finish=finish)
+    return Picture(name, panels, 0.6 + _LINE * len(arms), across=1, note=label, share=False, finish=finish)
 
 
 def _was_judged(record: Record) -> bool:
@@ -132,13 +144,3 @@ def _shares(record: Record) -> list[Estimate]:
     pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
     shares = [Estimate.of_share(*pair) for pair in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]
     return [share for share in shares if share is not None]
-
-
-def _place(cell: Cell) -> str:
-    """Where a cell was measured, but for its temperature."""
-    prompts = "whole" if cell.context is None else str(cell.context)
-    return f"{cell.workload}, {cell.batch} x {prompts}"
-
-
-def _title(cell: Cell) -> str:
-    return f"{_place(cell)}, {cell.decoding}"

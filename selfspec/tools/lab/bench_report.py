@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab.arms import ArmSpec
+from selfspec.tools.lab.arms import ArmSpec, short_names
 from selfspec.tools.lab.bench_pictures import draw
+from selfspec.tools.lab.cell import places
 from selfspec.tools.lab.figures import CYCLING, Figures, calls_without_cycles
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.quality import differing
 from selfspec.tools.lab.record import Record
-from selfspec.tools.lab.report import Report, markdown_table, write_data
+from selfspec.tools.lab.report import Report, write_data
 
 _NOTES = f"""\
 Every arm decodes the same prompts in one process, one after the other on each batch. Speeds are tokens per second of
@@ -45,7 +47,8 @@ def page(cells: Sequence[MeasuredCell]) -> Report:
     for setup in dict.fromkeys(map(_setup, cells)):
         report.paragraph(setup)
     report.heading("Overview")
-    report.table(*_overview(cells))
+    first = overview(cells, with_intervals=True)
+    report.table([first.title, *first.columns], first.lines)
     several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
     for measured in cells:
         settings = measured.settings
@@ -61,9 +64,32 @@ def page(cells: Sequence[MeasuredCell]) -> Report:
     return report
 
 
-def overview(cells: Sequence[MeasuredCell]) -> str:
-    """Return the first table as Markdown: an arm a line and a cell a column, or the narrower way about."""
-    return markdown_table(*_overview(cells))
+@dataclass(frozen=True)
+class Overview:
+    """A table of one figure, an arm a line and a cell a column, or the narrower way about; its intervals are elsewhere.
+
+    Attributes:
+        title: what the figure is.
+    """
+
+    title: str
+    columns: list[str]
+    lines: list[list[str]]
+
+
+def overview(cells: Sequence[MeasuredCell], with_intervals: bool) -> Overview:
+    """Return the first table."""
+    title = "decoding, against model.generate" if any(each.timed for each in cells) else "tokens a pass"
+    arms, titles = (
+        short_names(record.arm for measured in cells for record in measured.arms),
+        places(each.cell for each in cells),
+    )
+    by_arm = [[_against(arm, measured, with_intervals) for measured in cells] for arm in arms]
+    if len(cells) <= len(arms):
+        lines = [[name, *shown] for name, shown in zip(arms.values(), by_arm, strict=True)]
+        return Overview(title, list(titles.values()), lines)
+    by_cell = zip(titles.values(), *by_arm, strict=True)
+    return Overview(title, list(arms.values()), [list(row) for row in by_cell])
 
 
 def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
@@ -100,33 +126,16 @@ def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
     return rows
 
 
-def _overview(cells: Sequence[MeasuredCell]) -> tuple[list[str], list[list[str]]]:
-    timed = any(each.timed for each in cells)
-    title = "decoding, against model.generate" if timed else "tokens a pass"
-    arms = list(dict.fromkeys(record.arm for measured in cells for record in measured.arms))
-    places = [_place(each) for each in cells]
-    by_arm = [[_against(arm, measured) for measured in cells] for arm in arms]
-    if len(cells) <= len(arms):
-        return [title, *places], [[arm.name, *shown] for arm, shown in zip(arms, by_arm, strict=True)]
-    by_cell = zip(places, *by_arm, strict=True)
-    return [title, *(arm.name for arm in arms)], [list(row) for row in by_cell]
-
-
-def _place(measured: MeasuredCell) -> str:
-    cell = measured.cell
-    prompts = "whole prompts" if cell.context is None else str(cell.context)
-    return f"{cell.workload}, T {cell.temperature:g}, {cell.batch} x {prompts}"
-
-
-def _against(arm: ArmSpec, measured: MeasuredCell) -> str:
+def _against(arm: ArmSpec, measured: MeasuredCell, with_interval: bool) -> str:
     if any(record.arm == arm and record.refused for record in measured.arms):
         return "refused"
     found = measured.figures.get(arm)
     if found is None:
         return ""
-    return (
-        _shown(found.decoding_against.get("model_generate")) if measured.timed else _shown(found.mean_accepted_length)
-    )
+    value = found.decoding_against.get("model_generate") if measured.timed else found.mean_accepted_length
+    if value is None or with_interval:
+        return _shown(value)
+    return f"{value.value:.2f}"
 
 
 def _speeds(report: Report, measured: MeasuredCell) -> None:

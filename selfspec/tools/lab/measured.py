@@ -103,9 +103,23 @@ class MeasuredCell:
             if record.arm in self.figures
             for said in doubts(record, self.figures[record.arm], beside)
         ]
+        alike = [
+            record.arm.name
+            for record in self.arms
+            if record.arm.kind == "draft" and record.arm in self.figures and self._has_no_width(record.arm)
+        ]
+        if alike:
+            found.append(
+                f"all prompts had as many tokens a pass ({'; '.join(alike)}), so there the interval has no width; give "
+                "more prompts"
+            )
         if self.timed and self.settings.device == "cpu" and (busy := self.load.doubt(self.settings.threads)):
             found.append(busy)
         return found
+
+    def _has_no_width(self, arm: ArmSpec) -> bool:
+        found = self.figures[arm].mean_accepted_length
+        return found.low == found.high
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, ready for JSON; texts and times of each call are in the file of runs."""

@@ -24,7 +24,7 @@ class Setup:
     """What else must be the same for two measurements of a cell to be of one thing.
 
     The model, what it computes in and where; CPU threads of torch; how often each arm was timed (0: texts were decoded
-    once and not timed), on how many prompts, and a digest of their tokens.
+    once and not timed), on how many prompts, a digest of their tokens, and what was measured.
     """
 
     model: str
@@ -35,6 +35,7 @@ class Setup:
     repeats: int
     prompts: int
     prompts_digest: str
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, order=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -24,7 +24,7 @@ from selfspec.tools.lab.memory import measure_memory
 from selfspec.tools.lab.pass_costs import costs_of
 from selfspec.tools.lab.quality import nats_of
 from selfspec.tools.lab.record import Record, Setup
-from selfspec.tools.lab.runs import Runs
+from selfspec.tools.lab.runs import Asked, Runs
 from selfspec.tools.lab.turns import ArmRun, measure
 
 Part = Literal["speed", "memory", "costs", "quality", "acceptance"]
@@ -80,20 +80,27 @@ class Session:
             if asked in runs and {*self.specs} <= {record.arm for record in MeasuredCell.of(runs[asked]).arms}:
                 found[cell] = MeasuredCell.of(runs[asked])
         missing = [cell for cell in cells if cell not in found]
+        # What is timed is timed in turns; what is counted depends on no other arm.
+        kept = {cell: self._counted(MeasuredCell.question(cell, setups[cell]), runs) for cell in missing}
         # Of cells of one shape the first.
         shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
         weighed = list(shapes.values()) if "memory" in self.parts and self.place is not None else []
-        calls = sum(len(cells[cell]) * self._times + (cell in weighed) for cell in missing)
-        watch.begin(len(arms) * calls)
+        watch.begin(
+            sum(
+                len({*self.specs} - kept[cell].keys()) * (len(cells[cell]) * self._times + (cell in weighed))
+                for cell in missing
+            )
+        )
         for number, cell in enumerate(missing, 1):
             tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
             busy, prompts = CoreWatch(), cells[cell]
             # Where nothing is timed each text is decoded once.
             repeats, warm_up = (self.repeats, self.warm_up) if self._timed else (1, 0)
-            results = measure(self.model, cell, arms, prompts, repeats, warm_up, tick)
+            records = dict(kept[cell])
+            going = [arm for arm in arms if arm.spec not in records]
+            results = measure(self.model, cell, going, prompts, repeats, warm_up, tick)
             load = busy.read()
-            costs = costs_of(own_model, cell, arms, prompts) if "costs" in self.parts else [None] * len(arms)
-            records = []
+            costs = costs_of(own_model, cell, going, prompts) if "costs" in self.parts else [None] * len(going)
             for result, cost in zip(results, costs, strict=True):
                 memory = None
                 if cell in weighed and self.place is not None and result.absence is None:
@@ -101,11 +108,23 @@ class Session:
                     memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, self.model.dtype)
                 nats = self._nats(result, cell, prompts)
                 said = [self._said(call.rows for call in calls) for calls in result.calls] if self.tokenizer else []
-                records.append(Record.of(result, memory, cost, nats, said))
+                records[result.arm.spec] = Record.of(result, memory, cost, nats, said)
             around, texts = environment(self.model.device), self._said(call.rows for call in prompts)
-            found[cell] = MeasuredCell(cell, setups[cell], tuple(records), around, load, texts)
+            in_order = tuple(records[spec] for spec in dict.fromkeys([*self.specs, *records]))
+            found[cell] = MeasuredCell(cell, setups[cell], in_order, around, load, texts)
             runs.keep([found[cell].run])
         return [found[cell] for cell in cells]
+
+    def _counted(self, asked: Asked, runs: Runs) -> dict[ArmSpec, Record]:
+        """Return the arms of a cell that were counted before; none where they are timed."""
+        if self._timed or asked not in runs:
+            return {}
+        # A draft that has changed takes the place of what it was.
+        anew = {replace(spec, content="") for spec in self.specs} - {*self.specs}
+        before = MeasuredCell.of(runs[asked]).arms
+        return {
+            each.arm: each for each in before if each.arm in self.specs or replace(each.arm, content="") not in anew
+        }
 
     @property
     def _timed(self) -> bool:
@@ -139,4 +158,5 @@ class Session:
             repeats=self.repeats if self._timed else 0,
             prompts=sum(map(len, rows)),
             prompts_digest=hashlib.sha256(str(rows).encode()).hexdigest()[:12],
+            parts=tuple(sorted(self.parts)),
         )

@@ -179,14 +179,15 @@ def test_names_change_nothing_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_overview_is_as_narrow_as_it_can_be() -> None:
-    measured = cell()
-    arms = len(measured.arms)
-    wide, long = (overview([measured] * cells).splitlines() for cells in (arms, arms + 1))
-    assert len(wide) == 2 + arms
-    assert len(long) == 2 + arms + 1
-    assert long[0].count("|") == wide[0].count("|")
-    # The same figures, the other way about.
-    assert wide[2].split("|")[2] == long[2].split("|")[2]
+    arms = len(cell().arms)
+    some = [replace(cell(), cell=replace(CELL, workload=f"w/{number}")) for number in range(arms + 1)]
+    wide, long = (overview(some[:cells], with_intervals=True) for cells in (arms, arms + 1))
+    assert (len(wide.columns), len(wide.lines)) == (arms, arms)
+    assert (len(long.columns), len(long.lines)) == (arms, arms + 1)
+    # The same figures, the other way about; places are named as far as they differ.
+    assert [line[0] for line in long.lines] == [*wide.columns, str(arms)]
+    assert wide.lines[0][1] == long.lines[0][1]
+    assert "(" not in overview(some, with_intervals=False).lines[0][1]
 
 
 def said(record: Record, **fields: object) -> list[str]:

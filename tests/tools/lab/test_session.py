@@ -134,7 +134,20 @@ def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_p
     assert len(watch.steps) == len(drafts) * len(CELLS)
     for each in measured:
         assert not each.timed
-        assert each.doubts == []
+        # Of a single prompt there are no intervals.
+        (doubt,) = each.doubts
+        assert doubt.startswith("all prompts had as many tokens a pass (selfspec exit:1")
         assert all(found.decoding_tokens_per_second is None for found in each.figures.values())
         assert all(found.mean_accepted_length.value >= 1 for found in each.figures.values())
         assert each.qualities.keys() == {record.arm for record in each.arms}
+    # A further draft leaves those that were counted as they are; a draft that has changed is another.
+    more, changed = ArmSpec("draft", "exit:2", length=2), replace(drafts[2], content="other")
+    watch = Notes()
+    both = run(llama, tmp_path, watch, [more, *drafts[:2], changed], frozenset({"acceptance", "quality"}))
+    assert len(watch.steps) == 2 * len(CELLS)
+    assert [record.arm for record in both[0].arms] == [more, *drafts[:2], changed, drafts[3]]
+    assert both[0].arms[1] == measured[0].arms[0]
+    # Other figures are measured anew.
+    watch = Notes()
+    run(llama, tmp_path, watch, drafts, frozenset({"acceptance"}))
+    assert len(watch.steps) == len(drafts) * len(CELLS)
