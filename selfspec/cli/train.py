@@ -237,6 +237,11 @@ def _train(
                     say(f"warning: {doubt}", doubt.partition(" rose ")[0].partition(" reached ")[0])
 
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:
+        # What a distributed training made is checked and said once.
+        raise typer.Exit
     return Trained(**report, folder=str(to))
 
 

@@ -47,7 +47,7 @@ def run(
         course: how long, how fast and on how much at once.
         recipe: how exits are taught; None: plain training of the model, to compare with.
         to: the folder that becomes the result. The same call resumes an interrupted training there.
-        observe: called at every step.
+        observe: called at every step, in the first process of a distributed training.
         device: as in `torch.device`, or "auto".
 
     Returns:
@@ -108,6 +108,8 @@ def run(
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}
+    if not processes.is_main_process:
+        observe = _unobserved
     observe(0, course.steps, before)
     started, resumed = time.perf_counter(), 0.0
 
@@ -139,6 +141,10 @@ def run(
     if processes.is_main_process:
         folder.finish(save, report)
     return report
+
+
+def _unobserved(step: int, steps: int, figures: Mapping[str, float]) -> None:
+    """Leave it to the first process to say what happens."""
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
