@@ -60,13 +60,7 @@ struct IntegerProduct {
     return group;
   }
 
-  IntegerProduct from_row(int64_t row) const {
-    IntegerProduct rest = *this;
-    rest.x += row * groups_of(in);
-    rest.y += row * out;
-    if (residual) rest.residual += row * out;
-    return rest;
-  }
+  int64_t inputs_of_row() const { return groups_of(in); }
 
   template <int Rows>
   static inline void add(Floats* sums, const int8_t* weights, const RoundedGroup* x, int64_t groups) {
@@ -103,10 +97,7 @@ struct IntegerProduct {
     }
     for (int output = 0; output < Outputs; ++output) {
       for (int row = 0; row < Rows; ++row) {
-        float sum = total<float, 16>(sums[output][row]) * scales[first + output];
-        if (bias) sum += bias[first + output];
-        const int64_t place = row * out + first + output;
-        y[place] = residual ? residual[place] + sum : sum;
+        put(*this, row, first + output, total<float, 16>(sums[output][row]) * scales[first + output]);
       }
     }
   }

@@ -116,21 +116,15 @@ struct FourBitsProduct {
   int64_t groups;
   int64_t out;
 
-  FourBitsProduct from_row(int64_t row) const {
-    FourBitsProduct rest = *this;
-    rest.x += row * ((groups + kGroups - 1) / kGroups);
-    rest.y += row * out;
-    if (residual) rest.residual += row * out;
-    return rest;
-  }
+  int64_t inputs_of_row() const { return (groups + kGroups - 1) / kGroups; }
 
   template <int Rows, int Outputs>
   inline void tile(int64_t first) const {
     Floats sums[Outputs][Rows] = {};
     const int64_t bytes = groups * kGroupBytes, whole = groups / kGroups;
-    const int64_t blocks = (groups + kGroups - 1) / kGroups;
+    const int64_t blocks = inputs_of_row();
     const uint8_t* row = weight + first * bytes;
-    const uint8_t* ahead = row + Outputs * bytes;  // in the order of memory, as in native.cpp
+    const uint8_t* ahead = row + Outputs * bytes;  // in the order of memory, as in products.h
     for (int64_t block = 0; block < whole; ++block) {
       for (int output = 0; output < Outputs; ++output) {
         const uint8_t* at = row + output * bytes + block * sizeof(Block);
@@ -152,10 +146,7 @@ struct FourBitsProduct {
     }
     for (int output = 0; output < Outputs; ++output) {
       for (int row = 0; row < Rows; ++row) {
-        float sum = total<float, kLanesAtOnce>(sums[output][row]);
-        if (bias) sum += bias[first + output];
-        const int64_t place = row * out + first + output;
-        y[place] = residual ? residual[place] + sum : sum;
+        put(*this, row, first + output, total<float, kLanesAtOnce>(sums[output][row]));
       }
     }
   }

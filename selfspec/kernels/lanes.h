@@ -80,6 +80,24 @@ inline Number total(const typename Lanes<Number, lanes>::Vector& vector) {
   }
 }
 
+// Writes an output of a row of a product: its sum, with bias and what is added to it where they are not null.
+template <typename Product, typename Sum>
+inline void put(const Product& product, int64_t row, int64_t output, Sum sum) {
+  if (product.bias) sum += product.bias[output];
+  const int64_t place = row * product.out + output;
+  product.y[place] = product.residual ? product.residual[place] + sum : sum;
+}
+
+// The same product without its first rows.
+template <typename Product>
+Product from_row(const Product& product, int64_t row) {
+  Product rest = product;
+  rest.x += row * product.inputs_of_row();
+  rest.y += row * product.out;
+  if (rest.residual) rest.residual += row * product.out;
+  return rest;
+}
+
 // As many outputs at a time as there are registers for their sums.
 template <int Rows, typename Work>
 void outputs(const Work& work, int64_t begin, int64_t end) {
@@ -90,7 +108,7 @@ void outputs(const Work& work, int64_t begin, int64_t end) {
   for (; output < end; ++output) work.template tile<Rows, 1>(output);
 }
 
-// Outputs `begin` to `end` of some rows, by tiles of the work: `tile<Rows, Outputs>(first output)`.
+// Outputs `begin` to `end` of some rows, by tiles of a product: `tile<Rows, Outputs>(first output)`.
 template <typename Work, int Rows = kRowsOfTile>
 void in_tiles(const Work& work, int64_t rows, int64_t begin, int64_t end) {
   if (rows > kRowsOfTile) {
@@ -99,7 +117,7 @@ void in_tiles(const Work& work, int64_t rows, int64_t begin, int64_t end) {
     for (int64_t output = begin; output < end; output += kOutputsOfHalves) {
       const int64_t next = std::min(output + kOutputsOfHalves, end);
       in_tiles(work, half, output, next);
-      in_tiles(work.from_row(half), rows - half, output, next);
+      in_tiles(from_row(work, half), rows - half, output, next);
     }
   } else if (rows == Rows) {
     outputs<Rows>(work, begin, end);

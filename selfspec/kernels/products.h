@@ -69,13 +69,7 @@ struct Product {
   int64_t in;
   int64_t out;
 
-  Product from_row(int64_t row) const {
-    Product rest = *this;
-    rest.x += row * in;
-    rest.y += row * out;
-    if (residual) rest.residual += row * out;
-    return rest;
-  }
+  int64_t inputs_of_row() const { return in; }
 
   // `Outputs` outputs of `Rows` rows, from output `first`.
   template <int Rows, int Outputs>
@@ -117,9 +111,7 @@ struct Product {
       for (int row = 0; row < Rows; ++row) {
         Sum sum = total<Sum, lanes>(sums[output][row]);
         if (scales) sum *= scales[first + output];
-        if (bias) sum += bias[first + output];
-        const int64_t place = row * out + first + output;
-        y[place] = residual ? residual[place] + sum : sum;
+        put(*this, row, first + output, sum);
       }
     }
   }
@@ -148,7 +140,7 @@ struct ColumnsProduct {
       for (int64_t r = row; r < row + Rows; ++r) {
         float sum = 0;
         for (int64_t i = 0; i < in; ++i) sum = std::fma(x[r * in + i], weight[i * out + first], sum);
-        put(r, first, sum);
+        put(*this, r, first, sum);
       }
     }
   }
@@ -165,15 +157,9 @@ struct ColumnsProduct {
     }
     for (int r = 0; r < Rows; ++r) {
       for (int v = 0; v < Vectors; ++v) {
-        for (int lane = 0; lane < lanes; ++lane) put(row + r, first + v * lanes + lane, sums[r][v][lane]);
+        for (int lane = 0; lane < lanes; ++lane) put(*this, row + r, first + v * lanes + lane, sums[r][v][lane]);
       }
     }
-  }
-
-  void put(int64_t row, int64_t output, float sum) const {
-    if (bias) sum += bias[output];
-    const int64_t place = row * out + output;
-    y[place] = residual ? residual[place] + sum : sum;
   }
 
   // Outputs `begin` to `end` of all rows.
