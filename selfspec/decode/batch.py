@@ -18,7 +18,7 @@ from selfspec.control import Controller
 from selfspec.decode.batch_sampling import BatchSampling, proper
 from selfspec.decode.group import Group
 from selfspec.decode.noise import Noise, Purpose
-from selfspec.draft import Proposer
+from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.features import Features, Point
@@ -194,6 +194,13 @@ class Batch:
         q = proper(self.sampling.probabilities(scores))
         decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
+
+    def begin(self, drafter: Drafter) -> Proposer:
+        """Let a drafter begin to draft for the rows, before their first pass, and return its proposer."""
+        if id(drafter) not in self.proposers:
+            self.taps = tuple(dict.fromkeys([*self.taps, *drafter.features(self.runner.depth)]))
+            self.proposers[id(drafter)] = drafter.begin(self)
+        return self.proposers[id(drafter)]
 
     def shortened(self, runs: Sequence[Sequence[int]]) -> list[list[int]]:
         """Cut each row's run of tokens at its end token and at its longest: see `Stopping.shortened`."""

@@ -95,8 +95,7 @@ class Generation(Iterator[Round]):
             programs=target.programs,
             prefill_width=request.prefill_width,
         )
-        batch.taps = () if draft is None else draft.features(batch.runner.depth)
-        proposer = None if draft is None else draft.begin(batch)
+        proposer = None if draft is None else batch.begin(draft)
         self._rounds = rounds(batch, request, proposer, rule, self.stats, self._past)
         if request.streamer is not None:
             self._rounds = streamed(self._rounds, request.input_ids, request.streamer)

@@ -67,7 +67,7 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         verdict = judge(batch, draft, logits, rule)
     with clock.phase("commit"):
         # Those whose turn it is not learn, too.
-        for each in batch.proposers.values() or ([] if proposer is None else [proposer]):
+        for each in batch.proposers.values():
             each.learn(batch, draft, logits, verdict)
         committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())

@@ -7,7 +7,7 @@ rejected draft costs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
-    reading = Prefill(batch, prompts, unread, () if proposer is None else (proposer,))
+    reading = Prefill(batch, prompts, unread)
     early_exit = None if proposer is None or request.embeddings else proposer.early_exit
     if early_exit is not None and _gives_evidence(batch, unread):
         batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, reading.tokens))
@@ -61,16 +61,12 @@ class Prefill:
         batch: before its first round.
         tokens: ids `[rows, tokens]` or embeddings `[rows, tokens, hidden]`, from the left.
         counts: how many of them each row has.
-        proposers: may draft for the rows, and read the prompts beside the target.
     """
 
-    def __init__(
-        self, batch: Batch, tokens: Tensor, counts: Sequence[int], proposers: Collection[Proposer] = ()
-    ) -> None:
+    def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int]) -> None:
         self.batch = batch
         self.tokens = tokens.to(batch.last_tokens.device)
         self._counts = counts
-        self._proposers = proposers
         self._read = 0
 
     @property
@@ -87,7 +83,7 @@ class Prefill:
         width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
         counts = [min(max(count - start, 0), width) for count in self._counts]
         batch.features = batch.runner.prefill(self.tokens[:, start : start + width], counts, batch.taps)
-        for proposer in self._proposers:
+        for proposer in batch.proposers.values():
             proposer.read_prompt(batch, counts)
         batch.cache.commit(counts)
         self._read += width

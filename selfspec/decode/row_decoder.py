@@ -173,11 +173,10 @@ class RowDecoder:
             programs=self._target.programs,
         )
         for each in self._drafting.values():
-            if each.drafter is not None and id(each.drafter) not in batch.proposers:
-                batch.taps = tuple(dict.fromkeys([*batch.taps, *each.drafter.features(batch.runner.depth)]))
-                batch.proposers[id(each.drafter)] = each.drafter.begin(batch)
+            if each.drafter is not None:
+                batch.begin(each.drafter)
         tokens = torch.tensor([text[:-1]], dtype=torch.long)
-        return Prefill(batch, tokens, [len(text) - 1], batch.proposers.values())
+        return Prefill(batch, tokens, [len(text) - 1])
 
     def rest(self) -> None:
         """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""

@@ -13,8 +13,11 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 from selfspec.draft.rows_view import RowsView
 
+Read = Callable[[Tensor, int], Tensor]
+"""A draft step over consecutive nodes: tokens `[rows, nodes]` and the first one's number to `[rows, nodes, vocab]`."""
 
-def grow(rows: RowsView, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> Draft:
+
+def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
     """Draft a tree, or the first levels of it where the controller ends the draft.
 
     Siblings are drawn without replacement from one q: each from what its earlier siblings leave of it, normalised. That
@@ -24,8 +27,7 @@ def grow(rows: RowsView, tree: Tree, read: Callable[[Tensor, int], Tensor]) -> D
     Args:
         rows: before the round.
         tree: as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
-        read: makes a draft step over consecutive nodes: takes their tokens, `[rows, nodes]`, and the number of the
-            first; gives logits, `[rows, nodes, vocab]`.
+        read: gives the logits after some nodes.
     """
     rows.open_block(tree)
     growth = growth_of(tree, rows.last_tokens.device)

@@ -154,9 +154,11 @@ class Eagle(HeadDrafter):
             raise HeadError(f"{self.source} drafts {head} tokens, and this model knows {size}: it is for another one")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        sizes = [_product(shape) for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")]
+        read = [shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")]
         output = 0 if "lm_head.weight" in self._shapes else model.get_output_embeddings().weight.numel()
-        return share_of((sum(sizes) + output) * model.dtype.itemsize, model, adapter)
+        return share_of(
+            (sum(torch.Size(shape).numel() for shape in read) + output) * model.dtype.itemsize, model, adapter
+        )
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
@@ -164,7 +166,8 @@ class Eagle(HeadDrafter):
         own = layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
         own.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
         layers = causal_lm(own, model.config._attn_implementation)
-        inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
+        adapter = find_adapter(layers)
+        inside: Any = layers.get_submodule(adapter.base(layers))
         fusion = self._fusion(own)
         if self._is_third:
             inside.layers[0] = Eagle3Layer(inside.layers[0], own, self._config.normed_residual)
@@ -196,7 +199,7 @@ class Eagle(HeadDrafter):
         return Head(
             fusion,
             layers,
-            find_adapter(layers),
+            adapter,
             self._config.recycled if self._is_third else "last",
             embed,
             None if tokens is None else tokens.to(model.device),
@@ -240,15 +243,7 @@ class Eagle(HeadDrafter):
 
 def _name(name: str) -> str:
     """Return the name of a weight in either layout."""
-    name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-    return name
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
 def _is_equal(given: Tensor, own: Tensor) -> bool:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter
 from selfspec.draft.growing import GrowingProposer
 from selfspec.draft.heads.head import Head
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import grow
+from selfspec.draft.tree_growth import Read, grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.features import Point
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
+
+_Made = TypeVar("_Made")
 
 
 class HeadDrafter(Drafter):
@@ -50,13 +54,7 @@ class HeadDrafter(Drafter):
                 "a draft head reads token ids, and these prompts have embeddings, a soft prompt or a past of other "
                 "tokens; pass the whole text as input_ids, or draft with the model's own layers"
             )
-        model = rows.runner.model
-        # The model may be moved between calls.
-        place = (self, model.device, model.dtype)
-        if place not in rows.memories:
-            rows.memories[place] = self.head(model)
-        head = rows.memories[place]
-        assert isinstance(head, Head)
+        head = remembered(rows, self, self.head)
         cache = head.adapter.shared_cache(
             head.layers,
             rows.size,
@@ -69,7 +67,45 @@ class HeadDrafter(Drafter):
         return HeadProposer(PairState(head, runner, cache, points, rows.running, rows.runner.vocabulary))
 
 
-class HeadProposer(GrowingProposer):
+class FeatureProposer(GrowingProposer):
+    """Grows drafts from states of the target. Of a prompt of one token none is known before the first round."""
+
+    @abstractmethod
+    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+        """Take over the target's states of tokens that are committed.
+
+        Args:
+            rows: with the features of the target's last pass.
+            places: of these tokens in that pass, in each running row.
+        """
+
+    @abstractmethod
+    def known(self, rows: RowsView) -> Sequence[bool]:
+        """Return for each running row whether it has a state to draft from."""
+
+    @abstractmethod
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        """Return what reads the nodes of a draft: see `grow`."""
+
+    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
+        self.add(rows, [range(count) for count in counts])
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
+        self.add(rows, _committed_places(rows, verdict))
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        known = self.known(rows)
+        if not any(known) or not rows.controller.tries(MODEL):
+            return rows.no_draft()
+        tree = self.tree(rows, budget if all(known) else Budget.chain(budget.depth))
+        draft = grow(rows, tree, self.reader(rows, tree))
+        if all(known):
+            return draft
+        return replace(draft, row_lengths=tuple(draft.length if each else 0 for each in known))
+
+
+class HeadProposer(FeatureProposer):
     """Grows drafts with a head.
 
     Args:
@@ -84,30 +120,20 @@ class HeadProposer(GrowingProposer):
     def nbytes(self) -> int:
         return self._state.nbytes
 
-    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
-        self._state.add(rows, [range(count) for count in counts])
+    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+        self._state.add(rows, places)
+
+    def known(self, rows: RowsView) -> Sequence[bool]:
+        return [self._state.reaches(place) for place in range(len(rows.running))]
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        return lambda tokens, first: (
+            self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
+        )
 
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
         self._state.read_if_many(rows)
-        self._state.add(rows, committed_places(rows, verdict))
-
-    def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        reach = [self._state.reaches(place) for place in range(len(rows.running))]
-        if not any(reach) or not rows.controller.tries(MODEL):
-            return rows.no_draft()
-        if not all(reach):
-            budget = Budget.chain(budget.depth)
-        tree = self.tree(rows, budget)
-
-        def read(tokens: Tensor, first: int) -> Tensor:
-            return self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
-
-        draft = grow(rows, tree, read)
-        if all(reach):
-            return draft
-        # Of a prompt of one token no state is known before the first round.
-        return replace(draft, row_lengths=tuple(draft.length if known else 0 for known in reach))
+        super().learn(rows, draft, logits, verdict)
 
     def join(self, other: HeadProposer) -> None:
         self._state.join(other._state)
@@ -116,7 +142,16 @@ class HeadProposer(GrowingProposer):
         self._state.select(rows)
 
 
-def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
+def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel], _Made]) -> _Made:
+    """Return what a drafter made over the model, once for each device and dtype that the model has had."""
+    model = rows.runner.model
+    place = (drafter, model.device, model.dtype)
+    if place not in rows.memories:
+        rows.memories[place] = made(model)
+    return cast(_Made, rows.memories[place])
+
+
+def _committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
     """Return of each running row where a pass has the states of what it commits: all tokens but the last new one."""
     found = [verdict.rows.get(row) for row in rows.running]
     return [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found]

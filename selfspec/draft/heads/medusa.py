@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,15 +12,14 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import MODEL, Drafter
-from selfspec.draft.growing import GrowingProposer
+from selfspec.draft.drafter import Drafter
 from selfspec.draft.heads.folder import HeadFolder
-from selfspec.draft.heads.growing_head import committed_places, share_of
+from selfspec.draft.heads.growing_head import FeatureProposer, remembered, share_of
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import grow
-from selfspec.draft.verdict import Verdict
+from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.tensor_parallel import check_on_one_process
@@ -79,13 +78,7 @@ class Medusa(Drafter):
         return share_of(size * model.dtype.itemsize, model, adapter)
 
     def begin(self, rows: RowsView) -> MedusaProposer:
-        model = rows.runner.model
-        place = (self, model.device, model.dtype)
-        if place not in rows.memories:
-            rows.memories[place] = self._heads(model)
-        heads = rows.memories[place]
-        assert isinstance(heads, MedusaHeads)
-        return MedusaProposer(heads)
+        return MedusaProposer(remembered(rows, self, self._heads))
 
     def _heads(self, model: PreTrainedModel) -> MedusaHeads:
         read = HeadFolder(Path(self.source).expanduser()).tensors()
@@ -129,7 +122,7 @@ class MedusaHeads:
         return linear(states, self._weights[f"{number}.{blocks}.weight"])
 
 
-class MedusaProposer(GrowingProposer):
+class MedusaProposer(FeatureProposer):
     """Grows drafts with Medusa heads: of each level by its own head, all from the last state of the row.
 
     Args:
@@ -146,19 +139,13 @@ class MedusaProposer(GrowingProposer):
     def nbytes(self) -> int:
         return self._heads.nbytes
 
-    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
-        self._keep(rows, [range(count) for count in counts])
-
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
-        self._keep(rows, committed_places(rows, verdict))
-
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        known = [row in self._states for row in rows.running]
-        if not any(known) or not rows.controller.tries(MODEL):
-            return rows.no_draft()
-        budget = budget.within(self._heads.count)
-        tree = self.tree(rows, budget if all(known) else Budget.chain(budget.depth))
+        return super().propose(rows, budget.within(self._heads.count))
+
+    def known(self, rows: RowsView) -> Sequence[bool]:
+        return [row in self._states for row in rows.running]
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
         some = next(iter(self._states.values()))
         states = torch.stack([self._states.get(row, torch.zeros_like(some)) for row in rows.running])[:, None]
 
@@ -166,11 +153,7 @@ class MedusaProposer(GrowingProposer):
             level = 0 if first < 0 else tree.depths[first]
             return self._heads.logits(states, level).expand(-1, tokens.shape[1], -1)
 
-        draft = grow(rows, tree, read)
-        if all(known):
-            return draft
-        # Of a prompt of one token no state is known before the first round.
-        return replace(draft, row_lengths=tuple(draft.length if each else 0 for each in known))
+        return read
 
     def join(self, other: MedusaProposer) -> None:
         first = 1 + max(self._states, default=-1)
@@ -179,7 +162,7 @@ class MedusaProposer(GrowingProposer):
     def select(self, rows: Sequence[int]) -> None:
         self._states = {new: self._states[row] for new, row in enumerate(rows) if row in self._states}
 
-    def _keep(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
         states = rows.features.get("normed")
         for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
             if chosen and states is not None:
