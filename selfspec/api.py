@@ -60,7 +60,7 @@ from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
 from selfspec.recipe import Recipe
-from selfspec.runtime import CudaGraphs, Eager, Runtime, Traced
+from selfspec.runtime import CudaGraphs, Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.values import checked_path
 
@@ -103,8 +103,8 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
-        runtime: how passes run: `Eager`, `Traced`, `Compiled` or `CudaGraphs`. None: `CudaGraphs` where the model is on
-            one CUDA device, `Eager` where weights are streamed from the disk, else `Traced`.
+        runtime: how passes run: `Eager`, `Native` or `CudaGraphs`. None: `CudaGraphs` where the model is on
+            one CUDA device, `Eager` where weights are streamed from the disk, else `Native`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
@@ -614,10 +614,10 @@ def _default_runtime(model: PreTrainedModel) -> Runtime:
     placement = placement_of(model)
     if placement is not None:
         # A recording takes memory, which a budget of reads from the disk has better uses for.
-        return Eager() if placement.streams_from_disk else Traced()
+        return Eager() if placement.streams_from_disk else Native()
     # There most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
     devices = {parameter.device for parameter in model.parameters()}
-    return CudaGraphs() if len(devices) == 1 and devices.pop().type == "cuda" else Traced()
+    return CudaGraphs() if len(devices) == 1 and devices.pop().type == "cuda" else Native()
 
 
 def _named(draft: Drafter | str | bool) -> Drafter | bool:

@@ -302,7 +302,7 @@ def test_options_that_are_copied_deeply_name_the_same_wrapper(
 
 
 def test_a_pickled_wrapper_decodes_with_its_own_model(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
-    spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.runtime.Traced(after=0))
+    spec = selfspec.wrap(llama, draft, draft_length=3, accept="token", runtime=selfspec.runtime.Native(after=0))
     wanted = llama.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=24, do_sample=False)
     other = pickle.loads(pickle.dumps(spec))
@@ -348,7 +348,7 @@ def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
         other = each.drafting("exit:2")
         assert (other.runtime, other.programs) == (each.runtime, each.programs)
         assert torch.equal(each.generate(tiny.prompt(5), max_new_tokens=6, do_sample=False).sequences, expected)
-    assert isinstance(spec.runtime, selfspec.runtime.Traced)
+    assert isinstance(spec.runtime, selfspec.runtime.Native)
     assert isinstance(chosen.runtime, selfspec.runtime.Eager)
 
 

@@ -83,7 +83,7 @@ def test_threads_on_streams_of_their_own_share_graphs(model: PreTrainedModel) ->
 
 @pytest.mark.parametrize(
     "runtime",
-    [selfspec.runtime.Eager(), selfspec.runtime.Traced(after=0), selfspec.runtime.CudaGraphs(after=0)],
+    [selfspec.runtime.Eager(), selfspec.runtime.Native(after=0), selfspec.runtime.CudaGraphs(after=0)],
     ids=str,
 )
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -156,35 +156,22 @@ def test_drafts_in_fewer_bits_change_no_token_and_are_accepted(bits: int, runtim
     assert not spec.programs.refusals
 
 
-@pytest.mark.parametrize("draft", [None, selfspec.drafts.EarlyExit(2)], ids=str)
-def test_compiled_passes_give_the_models_own_text(draft: Drafter | None) -> None:
-    small = tiny.llama(dtype=torch.float32).to("cuda")
-    spec = selfspec.wrap(small, draft, draft_length=3, runtime=selfspec.runtime.Compiled(after=0))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    for seed in range(2):
-        prompts = tiny.prompt(7, seed=seed).to("cuda")
-        expected = small.generate(prompts, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected)
-    assert spec.programs.proved
-    assert not spec.programs.refusals
-
-
 def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="on a CPU"):
         selfspec.runtime.pack(model)
 
 
 def test_a_model_on_one_device_runs_by_graphs_unless_something_else_is_asked_for(model: PreTrainedModel) -> None:
-    spec, traced = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.runtime.Traced())
+    spec, native = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.runtime.Native())
     assert isinstance(spec.runtime, selfspec.runtime.CudaGraphs)
     prompts = tiny.prompt(7)
     expected = model.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False)
     # Moved by itself, and by its wrapper.
     model.to("cpu")
     assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected.cpu())
-    assert isinstance(spec.runtime, selfspec.runtime.Traced)
+    assert isinstance(spec.runtime, selfspec.runtime.Native)
     assert isinstance(spec.to("cuda").runtime, selfspec.runtime.CudaGraphs)
-    assert isinstance(traced.runtime, selfspec.runtime.Traced)
+    assert isinstance(native.runtime, selfspec.runtime.Native)
     assert torch.equal(spec.generate(prompts.to("cuda"), max_new_tokens=NEW, do_sample=False).sequences, expected)
 
 

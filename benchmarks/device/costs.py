@@ -18,8 +18,6 @@ from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName, runtime_named
 
-_QUICK = (RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS)
-
 _LENGTHS, _FEW_LENGTHS = (1, 3, 7), (3,)
 _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)
 
@@ -40,14 +38,13 @@ class _Wanted:
 
 
 def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
-    """Each runtime with an exit at a quarter of the depth; those that compile nothing with fewer bits too."""
+    """Each runtime with an exit at a quarter of the depth and with fewer bits."""
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
     context, longer = (16, 24) if bench.miniature else (512, 4096)
 
-    wanted = [_Wanted(name, draft, context) for name in _QUICK for draft in (exit_, "int8", "int4")]
+    runtimes, drafts = (RuntimeName.EAGER, RuntimeName.GRAPHS), (exit_, "int8", "int4")
+    wanted = [_Wanted(name, draft, context) for name in runtimes for draft in drafts]
     wanted += [_Wanted(RuntimeName.GRAPHS, exit_, context, batch=8), _Wanted(RuntimeName.GRAPHS, exit_, longer)]
-    # To compile takes minutes for each kind of pass: few kinds.
-    wanted.append(_Wanted(RuntimeName.COMPILED, exit_, context))
     for each in wanted:
         yield Case(each.name, partial(_measured, shape, bench, each))
 
@@ -58,15 +55,14 @@ def _measured(shape: str, bench: Bench, wanted: _Wanted) -> Rows:
     assert isinstance(drafter, LayerPathDrafter)
     # Refuses by name what the device cannot run.
     base = wrap(model, drafter, runtime=runtime_named(wanted.runtime, after=0))
-    few = bench.miniature or wanted.runtime == RuntimeName.COMPILED
     measured = measure_costs(
         model,
         find_adapter(model),
         [drafter],
-        _FEW_WIDTHS if few else _WIDTHS,
+        _FEW_WIDTHS if bench.miniature else _WIDTHS,
         wanted.context,
         1 if bench.miniature else 15,
-        lengths=_FEW_LENGTHS if few else _LENGTHS,
+        lengths=_FEW_LENGTHS if bench.miniature else _LENGTHS,
         batch=wanted.batch,
         base=base.drafting(None),
     )

@@ -46,10 +46,10 @@ class _Wanted:
 
 
 def wait_cases(bench: Bench) -> Iterator[Case]:
-    """Yield plain decoding and drafts of fixed and of changing length, by stock modules, programs and graphs."""
+    """Yield plain decoding and drafts of fixed and of changing length, by stock modules and graphs."""
     exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
     drafts = [(PLAIN, None), (exit_, _LENGTH), (exit_, None), ("int8", _LENGTH), ("lookup", _LENGTH)]
-    for by in (RuntimeName.EAGER, RuntimeName.TRACED, RuntimeName.GRAPHS):
+    for by in (RuntimeName.EAGER, RuntimeName.GRAPHS):
         for draft, length in drafts:
             for temperature in (0.0, 0.8):
                 wanted = _Wanted(by, draft, length, temperature)

@@ -112,12 +112,11 @@ class Arms:
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
     ] = None
     runtime: Annotated[
-        Literal["eager", "traced", "compiled", "graphs"] | None,
+        Literal["eager", "native", "graphs"] | None,
         typer.Option(
             metavar="RUNTIME",
-            help="How selfspec runs passes: `eager`, `traced`, `compiled` (with a larger --warm-up: each kind of pass "
-            "compiles for some ten seconds) or `graphs`, on a CUDA device only. Default: `graphs` there, else "
-            "`traced`.",
+            help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of `selfspec kernels` "
+            "where there are some; `graphs`, on a CUDA device only. Default: `graphs` there, else `native`.",
         ),
     ] = None
 

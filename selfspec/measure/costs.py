@@ -32,7 +32,7 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.probe import Probe, Repeating, Sample
 from selfspec.measure.stock import bare
-from selfspec.runtime import Eager, Traced
+from selfspec.runtime import Eager, Native
 from selfspec.runtime.timer import Timer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -140,7 +140,7 @@ def measure_costs(
     timed = {1, *widths}
     longest = max(*lengths, *[width - 1 for width in timed])
     bench = _Bench(
-        base or wrap(bare(model), adapter=adapter, runtime=Traced(after=0)),
+        base or wrap(bare(model), adapter=adapter, runtime=Native(after=0)),
         _prompt(model, batch, context, rounds + _ROUNDS * (middle + 1) + longest),
         temperature,
         clock,

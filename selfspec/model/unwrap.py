@@ -14,8 +14,7 @@ from selfspec.errors import UnsupportedModelError
 def stock_model(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`'s wrapper or PEFT's; any other as it is.
 
-    A pass selfspec compiles itself: see `Compiled`. PEFT puts adapters such as LoRA into the modules of the model, so
-    they are part of what is inside.
+    PEFT puts adapters such as LoRA into the modules of the model, so they are part of what is inside.
 
     Raises:
         UnsupportedModelError: the wrapper adds a soft prompt, which is not in the model.

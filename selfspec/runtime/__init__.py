@@ -1,10 +1,8 @@
 """Ways to run a pass: the stock modules, or a program recorded from them that computes the same without Python."""
 
-from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
 from selfspec.runtime.native.program import Native
 from selfspec.runtime.packed import pack, unpack
 from selfspec.runtime.runtime import Eager, Runtime
-from selfspec.runtime.traced import Traced
 
-__all__ = ["Compiled", "CudaGraphs", "Eager", "Native", "Runtime", "Traced", "pack", "unpack"]
+__all__ = ["CudaGraphs", "Eager", "Native", "Runtime", "pack", "unpack"]

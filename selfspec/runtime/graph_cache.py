@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import run_watched, why_not
-from selfspec.runtime.runtime import Function, OtherSizesError, RecordingError, Runtime
+from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 from selfspec.runtime.timer import Timer
 
 # Comparisons over one number of slots after which a program is used over that number, if over no other yet.
@@ -27,7 +26,6 @@ _MOST_KINDS = 256
 @dataclass(frozen=True)
 class _Program:
     function: Function
-    runtime: Runtime
     has_logits: bool
     leaves: tuple[str, ...] | None
 
@@ -146,7 +144,7 @@ class BoundPrograms:
         tensors: PassTensors,
         *,
         stock: Callable[[], PassResult],
-        function: Callable[[Runtime], PassFunction],
+        function: Callable[[], PassFunction],
     ) -> PassResult:
         """Run a pass, by its program where there is one.
 
@@ -174,9 +172,9 @@ class BoundPrograms:
                 return stock()
         candidate.passes += 1
         after = self.runtime.after
-        # Another thread may be making the program.
         wanted = candidate.refused is None and after is not None and candidate.passes > after
-        if not wanted or not candidate.making.acquire(blocking=False):
+        # Another thread may be making the program.
+        if not wanted or not self.runtime.takes(tensors) or not candidate.making.acquire(blocking=False):
             return stock()
         try:
             return self._try(kind, candidate, tensors, stock, function)
@@ -189,7 +187,7 @@ class BoundPrograms:
         candidate: _Candidate,
         tensors: PassTensors,
         stock: Callable[[], PassResult],
-        function: Callable[[Runtime], PassFunction],
+        function: Callable[[], PassFunction],
     ) -> PassResult:
         if not self.state.holds():
             return stock()
@@ -199,7 +197,7 @@ class BoundPrograms:
         stock_seconds = timer.now() - began
         try:
             if candidate.program is None:
-                candidate.program = self._make(tensors, function)
+                candidate.program = self._made(tensors, function())
             began = timer.now()
             given = candidate.program.run(tensors)
             seconds = timer.now() - began
@@ -209,7 +207,7 @@ class BoundPrograms:
         except Exception as error:
             candidate.refuse(_said(error))
             return stock()
-        if not candidate.program.runtime.agree(kind, given.flat(), expected.flat()):
+        if not self.runtime.agree(kind, given.flat(), expected.flat()):
             candidate.refuse("it gave something else than the stock modules")
             return stock()
         if candidate.lengths:
@@ -226,19 +224,10 @@ class BoundPrograms:
                 candidate.refuse("it took longer than the stock modules")
         return expected
 
-    def _make(self, tensors: PassTensors, function: Callable[[Runtime], PassFunction]) -> _Program:
-        *others, last = self.runtime.in_turn
-        for runtime in others:
-            if runtime.takes(tensors):
-                with suppress(RecordingError):
-                    return _made(runtime, tensors, function(runtime))
-        return _made(last, tensors, function(last))
-
-
-def _made(runtime: Runtime, tensors: PassTensors, function: PassFunction) -> _Program:
-    left = run_watched(lambda: function.result(tensors.flat())).states
-    program = runtime.program(function, tensors)
-    return _Program(program, runtime, function.kind.base is None, None if left is None else tuple(left.attention))
+    def _made(self, tensors: PassTensors, function: PassFunction) -> _Program:
+        left = run_watched(lambda: function.result(tensors.flat())).states
+        program = self.runtime.program(function, tensors)
+        return _Program(program, function.kind.base is None, None if left is None else tuple(left.attention))
 
 
 def _said(error: Exception) -> str:

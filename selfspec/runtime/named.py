@@ -6,31 +6,28 @@ from enum import StrEnum
 
 import torch
 
-from selfspec.runtime.compiled import Compiled
 from selfspec.runtime.cuda_graphs import CudaGraphs
-from selfspec.runtime.runtime import AnyLength, Eager, Runtime
-from selfspec.runtime.traced import Traced
+from selfspec.runtime.native.program import Native
+from selfspec.runtime.runtime import Eager, Runtime
 
 
 class RuntimeName(StrEnum):
     """Names of the runtimes."""
 
     EAGER = "eager"
-    TRACED = "traced"
-    COMPILED = "compiled"
+    NATIVE = "native"
     GRAPHS = "graphs"
 
 
-_MAKING_PROGRAMS: dict[RuntimeName, type[AnyLength] | type[CudaGraphs]] = {
-    RuntimeName.TRACED: Traced,
-    RuntimeName.COMPILED: Compiled,
+_MAKING_PROGRAMS: dict[RuntimeName, type[Native] | type[CudaGraphs]] = {
+    RuntimeName.NATIVE: Native,
     RuntimeName.GRAPHS: CudaGraphs,
 }
 
 
 def usual_runtime(device: torch.device) -> RuntimeName:
     """Return the runtime that benchmarks take where nobody names one."""
-    return RuntimeName.GRAPHS if device.type == "cuda" else RuntimeName.TRACED
+    return RuntimeName.GRAPHS if device.type == "cuda" else RuntimeName.NATIVE
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,10 +59,8 @@ class PackedLinear(nn.Linear):
             raise UnsupportedOptionError(
                 "packed layers cannot be trained; selfspec.runtime.unpack(model) before training"
             )
-        if torch._C._get_tracing_state() is not None:
-            product: Tensor = _recordable_product()(input, self.weight, self.bias)
-            return product
-        return _product(input, self.weight, self.bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        return product
 
     def _put(self, weight: Tensor, needs_gradient: bool = False) -> None:
         self._parameters["weight"] = nn.Parameter(weight, requires_grad=needs_gradient)
@@ -175,27 +172,3 @@ def _can_be_packed(linear: nn.Linear) -> bool:
 def _packed(weight: Tensor) -> Tensor:
     laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
     return laid_out
-
-
-def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
-    return result
-
-
-@cache
-def _recordable_product() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The same as a separate function, since what records passes does not know lists like its empty one."""
-    graph = torch._C.parse_ir(
-        """
-        graph(%states : Tensor, %weight : Tensor, %bias : Tensor?):
-          %none : str = prim::Constant[value="none"]()
-          %plain : str = prim::Constant[value=""]()
-          %scalars : Scalar?[] = prim::ListConstruct()
-          %result : Tensor = mkldnn::_linear_pointwise(%states, %weight, %bias, %none, %scalars, %plain)
-          return (%result)
-        """
-    )
-    function: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch._C.CompilationUnit().create_function(
-        "packed_linear", graph, True
-    )
-    return function

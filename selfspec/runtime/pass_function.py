@@ -15,9 +15,6 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.held_weights import HeldWeights
-from selfspec.runtime.layer_calls import LayerCall
-from selfspec.runtime.packed import PackedLinear
 from selfspec.runtime.slot_cache import SlotCache
 
 
@@ -59,13 +56,11 @@ class PassTensors:
         tokens: `[rows, width]`.
         entering: what enters at the start of the path; None: nothing.
         slots: where keys and values are.
-        packed: weights that are packed, in the order of the model's layers: a recording cannot hold them.
     """
 
     tokens: Tensor
     entering: ExactStates | None
     slots: Slots
-    packed: tuple[Tensor, ...] = ()
 
     def flat(self) -> tuple[Tensor, ...]:
         """All of them, in an order that `PassFunction` knows."""
@@ -73,7 +68,7 @@ class PassTensors:
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
-        return (*self.packed, self.tokens, *places, *entering, *slots.buffers)
+        return (self.tokens, *places, *entering, *slots.buffers)
 
 
 @dataclass(frozen=True)
@@ -103,16 +98,12 @@ class PassFunction:
 
     Attributes:
         view: runs the path.
-        layers: calls that replace some of its layers.
-        packed: the packed layers of the view, which nothing else runs.
     """
 
     view: GatedModel
-    layers: tuple[LayerCall, ...]
     kind: PassKind
     cache_name: str
     config: PreTrainedConfig
-    packed: tuple[PackedLinear, ...] = ()
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.result(tensors).flat()
@@ -127,26 +118,20 @@ class PassFunction:
 
     def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
         """What the pass gives under a mask."""
-        count = len(self.packed)
-        holders = tuple(layer._parameters for layer in self.packed)
-        with HeldWeights(holders, ("weight",) * count).replaced(tensors[:count]):
-            return self._masked(tensors, mask)
+        tokens, slots, entering = self._parted(tensors)
+        inputs = {
+            self.cache_name: SlotCache(slots, self.kind.padded),
+            **model_inputs(tokens, slots.positions, mask),
+        }
+        return run_view(self.view, self.kind.base, entering, inputs)
 
     def _masks(self, tensors: tuple[Tensor, ...], padded: bool) -> Any:
         tokens, slots, _ = self._parted(tensors)
         rows, seen, dtype = tokens.shape[0], slots.visible.shape[0], slots.buffers[0].dtype
         return attention_mask(self.config, slots.slot_mapping, rows, seen, dtype, block=slots.block, padded=padded)
 
-    def _masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
-        tokens, slots, entering = self._parted(tensors)
-        inputs = {
-            self.cache_name: SlotCache.of_slots(slots, self.kind.padded),
-            **model_inputs(tokens, slots.positions, mask),
-        }
-        return run_view(self.view, self.kind.base, entering, inputs)
-
     def _parted(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Slots, ExactStates | None]:
-        tokens, slot_mapping, positions, visible, *rest = tensors[len(self.packed) :]
+        tokens, slot_mapping, positions, visible, *rest = tensors
         block = None
         if self.kind.nodes is not None:
             start, depths, sees, *rest = rest

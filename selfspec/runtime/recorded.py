@@ -16,7 +16,6 @@ from selfspec.runtime.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall, with_kernels
-from selfspec.runtime.runtime import Runtime
 
 
 class RecordedRunner(ModelRunner):
@@ -33,7 +32,6 @@ class RecordedRunner(ModelRunner):
         super().__init__(model, adapter, cache, substitutes)
         self._programs = programs
         self._window = smallest_window(self._config)
-        self._packed = tuple(layer.weight for layer in packed_layers(model))
         self._streaming: dict[tuple[LayerPath, DraftHead | None], bool] = {}
 
     def _run_in_block(self, call: PassCall) -> PassResult:
@@ -45,9 +43,9 @@ class RecordedRunner(ModelRunner):
         kind = self._kind(call, slots)
         return self._programs.run(
             kind,
-            PassTensors(call.tokens, call.entering, slots, self._packed),
+            PassTensors(call.tokens, call.entering, slots),
             stock=lambda: self._run_stock(call),
-            function=lambda runtime: self._function(kind, runtime),
+            function=lambda: self._function(kind),
         )
 
     def _streams(self, call: PassCall) -> bool:
@@ -76,12 +74,9 @@ class RecordedRunner(ModelRunner):
             entering=None if call.entering is None else tuple(call.entering.attention),
         )
 
-    def _function(self, kind: PassKind, runtime: Runtime) -> PassFunction:
-        frozen = frozen_view(self._stock_model)
-        packed, model = tuple(packed_layers(frozen)), with_kernels(runtime.prepared(frozen))
-        view = self._gated_view(model, kind.path, kind.head)
-        calls = runtime.put_calls(view, model, self._adapter)
-        return PassFunction(view, calls, kind, self._cache_name, self._config, packed)
+    def _function(self, kind: PassKind) -> PassFunction:
+        model = with_kernels(self._programs.runtime.prepared(frozen_view(self._stock_model)))
+        return PassFunction(self._gated_view(model, kind.path, kind.head), kind, self._cache_name, self._config)
 
 
 def runner_for(
@@ -96,7 +91,8 @@ def runner_for(
     Without `programs` the stock modules run every pass.
     """
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
-    recordable = takes(model, "position_ids") and not adapter.publishes
+    # No program reads packed weights.
+    recordable = takes(model, "position_ids") and not adapter.publishes and not any(packed_layers(model))
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)
         if bound is not None:

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfspec.architecture import Adapter
-from selfspec.errors import UnsupportedOptionError
-from selfspec.model.gated_view import GatedModel
-from selfspec.runtime.layer_calls import LayerCall, put_calls
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 
@@ -50,28 +46,13 @@ class Runtime(ABC):
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
         """Refuse a device that this runtime cannot run on."""
 
-    @property
-    def in_turn(self) -> tuple[Runtime, ...]:
-        """The runtimes that are asked for a program of a pass, until one has it."""
-        return (self,)
-
     def takes(self, example: PassTensors) -> bool:
-        """Whether it is worth while to ask for a program of passes like this one."""
+        """Whether it makes programs of passes like this one."""
         return True
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """A view of a model that programs are made of; here the model itself."""
         return model
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        """Replace layers of a view by calls, where programs can use that.
-
-        Args:
-            view: of a model.
-            model: that it is a view of; only this view reads its weights.
-            adapter: where its layers are.
-        """
-        return ()
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
         """Whether a program has agreed with the stock modules often enough: here, over three numbers of slots.
@@ -98,7 +79,7 @@ class Runtime(ABC):
         Only the numbers of visible slots and of all slots may differ.
 
         Args:
-            function: the pass. Its layers kept the arguments of their last call, on the example.
+            function: the pass.
             example: its arguments; keys and values are read and written in place.
 
         Raises:
@@ -112,24 +93,6 @@ class Eager(Runtime):
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return function
-
-
-@dataclass(frozen=True)
-class AnyLength(Runtime):
-    """Makes one program of a kind of pass for any number of slots; equal layers are in it once.
-
-    Attributes:
-        after: passes of a kind that run without a program first.
-    """
-
-    after: int = 24
-
-    def __post_init__(self) -> None:
-        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
-
-    def put_calls(self, view: GatedModel, model: nn.Module, adapter: Adapter) -> tuple[LayerCall, ...]:
-        return put_calls(view, model, adapter)
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,36 +15,16 @@ class SlotCache(Cache):
     """What a stock model takes as its cache in such a pass.
 
     Args:
-        slot_mapping: slots of the pass's tokens, `[1 or batch, width]`.
-        visible: numbers of the slots that the pass looks at, `[visible]`.
-        buffers: keys and values, `[batch, heads, capacity, head_dim]` each, by layer.
+        slots: where the pass writes, and what it sees.
         padded: whether slots past the pass's tokens may be visible.
     """
 
-    def __init__(
-        self, slot_mapping: Tensor, visible: Tensor, buffers: Mapping[int, tuple[Tensor, Tensor]], padded: bool
-    ) -> None:
+    def __init__(self, slots: Slots, padded: bool) -> None:
         super().__init__(layers=[])
-        self._slot_mapping = slot_mapping
-        self._visible = visible
-        self._buffers = buffers
-        self.padded = padded
-
-    @classmethod
-    def of_slots(cls, slots: Slots, padded: bool) -> SlotCache:
-        """The cache of a whole pass."""
-        pairs = zip(slots.buffers[::2], slots.buffers[1::2], strict=True)
-        return cls(slots.slot_mapping, slots.visible, dict(enumerate(pairs)), padded)
-
-    @classmethod
-    def of_layer(cls, layer: int, tensors: Sequence[Tensor], padded: bool) -> SlotCache:
-        """The cache of one layer, from what `tensors_of_layer` gave."""
-        slot_mapping, visible, *buffers = tensors
-        return cls(slot_mapping, visible, {layer: (buffers[0], buffers[1])} if buffers else {}, padded)
-
-    def tensors_of_layer(self, layer: int) -> list[Tensor]:
-        """What one layer needs of it; without buffers if it has none itself."""
-        return [self._slot_mapping, self._visible, *self._buffers.get(layer, ())]
+        self._slot_mapping = slots.slot_mapping
+        self._visible = slots.visible
+        self._buffers = tuple(zip(slots.buffers[::2], slots.buffers[1::2], strict=True))
+        self._padded = padded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -56,7 +35,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Number of slots before the pass's tokens; a tensor of one where the device alone knows."""
-        if self.padded:
+        if self._padded:
             return self._slot_mapping[:, 0].amax()
         return _number(self._visible.shape[0]) - int(self._slot_mapping.shape[1])
 

@@ -13,12 +13,13 @@ import torch
 import transformers
 
 import selfspec
+from helpers.captures import StandIn
 from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.model.summary import Weights, describe
-from selfspec.runtime import Eager, Traced
+from selfspec.runtime import Eager
 from selfspec.runtime.graph_cache import GraphCache
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
@@ -127,7 +128,7 @@ def test_programs_say_what_the_modules_say(model_type: str) -> None:
     tested = _subject(model_type)
     prompts = tested.tokens(12, tested.batch, seed=5)
     texts = []
-    for runtime in (Eager(), Traced(after=0)):
+    for runtime in (Eager(), StandIn(0, 8)):
         spec = selfspec.wrap(
             tested.model,
             selfspec.drafts.EarlyExit(tested.depth - 1),

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 from widen import widened_config
 
-from helpers.captures import Interpreted, StandIn
+from helpers.captures import StandIn
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.model.checkpoint import read_config
@@ -45,9 +45,8 @@ def _as_before() -> Iterator[None]:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in for graphs and for the compiler, so that what comes before and after them runs."""
+    """What stands in for graphs, so that what comes before and after them runs."""
     monkeypatch.setitem(named._MAKING_PROGRAMS, RuntimeName.GRAPHS, StandIn)
-    monkeypatch.setitem(named._MAKING_PROGRAMS, RuntimeName.COMPILED, Interpreted)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 

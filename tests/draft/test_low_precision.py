@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import selfspec
 from helpers import tiny
-from helpers.captures import StandIn
+from helpers.captures import Again, StandIn
 from helpers.proving import ticking
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
@@ -278,8 +278,8 @@ def test_a_substitute_follows_a_single_value() -> None:
 
 @pytest.mark.parametrize(
     ("name", "change", "runtime"),
-    [("int8", uncounted, selfspec.runtime.Traced(after=0)), ("int4", counted, StandIn(0, bucket=8))],
-    ids=["traced", "graphs"],
+    [("int8", uncounted, Again()), ("int4", counted, StandIn(0, bucket=8))],
+    ids=["again", "graphs"],
 )
 def test_recorded_drafts_follow_weights_that_change_where_they_are(name: str, change: Any, runtime: Runtime) -> None:
     """Programs of draft steps, proved before a change, draft as well after it."""

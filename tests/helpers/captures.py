@@ -7,26 +7,24 @@ nothing behind; and it fails where the host would wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.runtime import Compiled, CudaGraphs
+from selfspec.runtime import CudaGraphs, Runtime
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.runtime import Function
 
 
 class _Noted(TorchDispatchMode):
     """Notes every operation, and what stood in the memory that it wrote to."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,10 +33,6 @@ class _Noted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is invoke_subgraph:
-            subgraph, _, *operands = args
-            with self:
-                return subgraph(*operands)
         if func is torch.ops.aten.lift_fresh.default:
             raise RuntimeError("operation not permitted when stream is capturing: numbers go to the device")
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -102,11 +96,10 @@ class StandIn(CudaGraphs):
 
 
 @dataclass(frozen=True)
-class Interpreted(Compiled):
-    """Runs the graphs that would be compiled, operator by operator."""
+class Again(Runtime):
+    """Programs that run the view they were made of once more, over any number of slots."""
 
-    graphs: list[GraphModule] = field(default_factory=list, compare=False)
+    after: int = 0
 
-    def lowered(self, graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        self.graphs.append(graph)
-        return graph
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        return function

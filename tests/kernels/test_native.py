@@ -12,17 +12,12 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import own_kernels, tiny
-from helpers.captures import Interpreted
-from helpers.proving import ticking
 from helpers.rounding import restored
-from helpers.shrunken import shrunken
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
-from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.few_rows import for_few_rows
-from selfspec.runtime.graph_cache import GraphCache
 
 
 @pytest.fixture
@@ -215,15 +210,12 @@ def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("runtime", [selfspec.runtime.Eager(), selfspec.runtime.Traced()], ids=["eager", "traced"])
 @pytest.mark.parametrize(
     "draft",
     [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4)],
     ids=["plain", "exit", "int8", "int4"],
 )
-def test_generation_runs_on_them(
-    runtime: Runtime, draft: selfspec.drafts.Drafter | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
@@ -238,27 +230,12 @@ def test_generation_runs_on_them(
 
     for product in (native.few_rows, native.few_rows_in_four_bits):
         monkeypatch.setattr(native, product.__name__, noting(product))
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
     assert torch.float32 in asked
     assert (torch.int8 in asked) == (draft == selfspec.drafts.LowPrecision())
     assert (torch.uint8 in asked) == (draft == selfspec.drafts.LowPrecision(4))
-    if runtime != selfspec.runtime.Eager():
-        assert spec.programs.proved
-
-
-@pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("draft", [None, *map(selfspec.drafts.LowPrecision, (8, 4))], ids=["plain", "int8", "int4"])
-def test_compiled_passes_run_on_them(draft: selfspec.drafts.Drafter | None) -> None:
-    model, ids = tiny.llama().float(), tiny.prompt(5)
-    spec = selfspec.wrap(model, draft, draft_length=1, runtime=Interpreted(0))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    found = spec.generate(ids, max_new_tokens=20, do_sample=False).sequences
-    assert torch.equal(found, model.generate(ids, max_new_tokens=20, do_sample=False))
-    assert not spec.programs.refusals
-    assert spec.programs.proved
 
 
 def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,24 +272,3 @@ def test_a_broken_file_is_named(own_folder: Path, monkeypatch: pytest.MonkeyPatc
     file.write_bytes(b"no library")
     with pytest.raises(UnsupportedOptionError, match=f"delete {file}"):
         native.load_kernels()
-
-
-@pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "draft", [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision()], ids=["plain", "exit", "int8"]
-)
-@pytest.mark.parametrize("model_type", ["youtu", "minicpm3"])
-def test_latents_that_every_pass_expands_may_become_more_than_a_program_saw(
-    model_type: str, draft: selfspec.drafts.Drafter | None
-) -> None:
-    model = shrunken(model_type, torch.float32)
-    spec = selfspec.wrap(model, draft, draft_length=2, runtime=Traced(after=0))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    prompt = tiny.prompt(4)
-    for length in (10, 40):
-        wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False)
-        assert spec.generate(prompt, max_new_tokens=length, do_sample=False).sequences.tolist() == wanted.tolist()
-    if not isinstance(draft, selfspec.drafts.LowPrecision):
-        assert spec.programs.proved
-        assert not spec.programs.refusals

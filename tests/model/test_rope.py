@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.captures import StandIn
 from helpers.chat_templates import PLAIN
 from helpers.proving import ticking
 from helpers.serving import Stepped
@@ -20,7 +21,6 @@ from helpers.stories import checkpoint_folder
 from selfspec.compat import cache_argument
 from selfspec.decode.limits import Limits
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime import Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.conversation import ChatTurn, Conversation
@@ -183,7 +183,7 @@ def test_pieces_beyond_the_change_are_exact() -> None:
 )
 def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
     model = MODELS[name]()
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=2, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=2, runtime=StandIn(0, 8))
     spec.programs = GraphCache(spec.runtime, ticking())
     for length, new in ((8, 15), (8, 15), (40, 15), (8, 15)):
         equal(generated(spec, words(length), new), generated(model, words(length), new))

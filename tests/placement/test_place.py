@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import selfspec
 from helpers import tiny
+from helpers.captures import Again
 from helpers.proving import ticking
 from helpers.tiers import in_turns
 from selfspec.decode.limits import Limits
@@ -235,7 +236,7 @@ def test_draft_steps_that_stream_nothing_are_recorded(tmp_path: Path) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=64, vocab_size=64)
     placed = streamed(tmp_path, model)
     for draft, recorded in (("int4", True), ("exit:3", False)):
-        spec = selfspec.wrap(placed, draft, draft_length=3, runtime=selfspec.runtime.Traced(after=0))
+        spec = selfspec.wrap(placed, draft, draft_length=3, runtime=Again())
         spec.programs = GraphCache(spec.runtime, ticking())
         for _ in range(2):
             found = spec.generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)
@@ -245,7 +246,7 @@ def test_draft_steps_that_stream_nothing_are_recorded(tmp_path: Path) -> None:
         assert not spec.programs.refusals
     # From the disk, recordings would take memory of the budget's.
     assert selfspec.wrap(placed).runtime == selfspec.runtime.Eager()
-    assert selfspec.wrap(model).runtime == selfspec.runtime.Traced()
+    assert selfspec.wrap(model).runtime == selfspec.runtime.Native()
 
 
 def test_shards(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
 def test_the_length_of_the_past_is_for_the_device_to_know() -> None:
     written = torch.tensor([[5, 6], [3, 4]])
     slots = Slots(written, written, torch.arange(16), (torch.zeros(2, 1, 16, 1), torch.zeros(2, 1, 16, 1)))
-    length = SlotCache.of_slots(slots, padded=True).get_seq_length()
+    length = SlotCache(slots, padded=True).get_seq_length()
     assert isinstance(length, Tensor)
     assert length == 5
 

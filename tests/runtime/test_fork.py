@@ -19,31 +19,31 @@ torch.set_num_threads(1)
 import selfspec
 from helpers import tiny
 from helpers.proving import ticking
-from selfspec.runtime import traced
+from helpers.captures import StandIn, StandInRecorder
 from selfspec.runtime.graph_cache import GraphCache
 
 prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
 model = tiny.llama()
 wanted = model.generate(prompt, **options).tolist()
-spec = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=0))
+spec = selfspec.wrap(model, runtime=StandIn(0, 8))
 spec.programs = GraphCache(spec.runtime, ticking())
 recording, forked = threading.Event(), threading.Event()
-trace = traced._traced
+record = StandInRecorder.record
 
 def held(*arguments):
     recording.set()
     forked.wait()
-    return trace(*arguments)
+    return record(*arguments)
 
-traced._traced = held
+StandInRecorder.record = held
 other = threading.Thread(target=spec.generate, args=(prompt,), kwargs=options)
 other.start()
 recording.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    traced._traced = trace
-    other = selfspec.wrap(model, runtime=selfspec.runtime.Traced(after=0))
+    StandInRecorder.record = record
+    other = selfspec.wrap(model, runtime=StandIn(0, 8))
     other.programs = GraphCache(other.runtime, ticking())
     for each in (other, spec):
         assert each.generate(prompt, **options).sequences.tolist() == wanted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,16 +15,16 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.captures import Again
 from helpers.proving import ticking
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
-from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime import Eager, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
-from selfspec.runtime.recordable import frozen_view, run_watched
+from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.runner import ModelRunner, PassCall
 from selfspec.runtime.runtime import Function
-from selfspec.runtime.traced import traced
 
 PROMPT, NEW = 9, 24
 EXIT = selfspec.drafts.EarlyExit(1)
@@ -35,13 +33,13 @@ EXIT = selfspec.drafts.EarlyExit(1)
 def _wrapped(
     model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
 ) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Traced(after=0))
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Again(after=0))
     spec.programs = GraphCache(spec.runtime, ticking())
     return spec
 
 
 def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, runtime=Traced(after=10))
+    spec = _wrapped(llama, runtime=Again(after=10))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=10, do_sample=False)
     assert not spec.programs.proved
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
@@ -141,7 +139,7 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
 
 
 @dataclass(frozen=True)
-class _Planted(Traced):
+class _Planted(Again):
     """Programs that do something else after some runs."""
 
     runs: int = 0
@@ -206,7 +204,7 @@ def test_a_program_without_memory_is_not_given_up(llama: PreTrainedModel) -> Non
 
 def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) -> None:
     @dataclass(frozen=True)
-    class Scribbling(Traced):
+    class Scribbling(Again):
         def program(self, function: PassFunction, example: PassTensors) -> Function:
             def scribble(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 outputs = function(tensors)
@@ -224,7 +222,7 @@ def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) 
 
 
 @dataclass(frozen=True)
-class _BoundToLength(Traced):
+class _BoundToLength(Again):
     """Programs that hold for the number of slots they were made over, and none other."""
 
     calls: list[int] = field(default_factory=list, compare=False)
@@ -277,51 +275,6 @@ def test_eager_makes_no_programs(llama: PreTrainedModel) -> None:
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.proved
     assert not spec.programs.refusals
-
-
-@pytest.mark.parametrize(
-    ("words", "kind"), [("CUDA out of memory. Tried", torch.OutOfMemoryError), ("another", RuntimeError)]
-)
-def test_a_kernel_that_runs_out_of_memory_says_so(
-    monkeypatch: pytest.MonkeyPatch, words: str, kind: type[RuntimeError]
-) -> None:
-    tensors = (torch.ones(2),)
-    program = traced(lambda tensors: (tensors[0] + 1,), tensors)
-
-    def fail(_: bool) -> None:
-        raise RuntimeError(f"The following operation failed in the TorchScript interpreter. {words}")
-
-    monkeypatch.setattr(torch.jit, "optimized_execution", fail)
-    with pytest.raises(kind, match=words) as raised:
-        program(tensors)
-    assert type(raised.value) is kind
-
-
-def _product_with(weight: Tensor) -> Function:
-    return lambda tensors: (tensors[0] @ weight,)
-
-
-def test_weights_go_with_the_program() -> None:
-    weight = torch.randn(8, 8)
-    alive = weakref.ref(weight)
-    program = traced(_product_with(weight), (torch.ones(8),))
-    program((torch.ones(8),))
-    del weight
-    gc.collect()
-    assert alive() is not None
-    del program
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_program_reads_the_weights_where_they_are() -> None:
-    linear = nn.Linear(64, 64)
-    frozen = frozen_view(linear)
-    program = traced(lambda tensors: (frozen(tensors[0]),), (torch.ones(1, 64),))
-    with torch.no_grad():
-        linear.weight.zero_()
-    assert torch.equal(program((torch.ones(1, 64),))[0][0], linear.bias)
-    assert linear.weight.requires_grad
 
 
 @pytest.mark.parametrize(

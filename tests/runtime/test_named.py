@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.runtime import Compiled, CudaGraphs, Eager, Runtime, Traced
+from selfspec.runtime import CudaGraphs, Eager, Native, Runtime
 from selfspec.runtime.named import RuntimeName, runtime_named
 
 NAMED = {
     RuntimeName.EAGER: Eager(),
-    RuntimeName.TRACED: Traced(),
-    RuntimeName.COMPILED: Compiled(),
+    RuntimeName.NATIVE: Native(),
     RuntimeName.GRAPHS: CudaGraphs(),
 }
 

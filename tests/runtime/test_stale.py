@@ -24,10 +24,9 @@ from transformers.models.llama import modeling_llama
 
 import selfspec
 from helpers import tiny
-from helpers.captures import Interpreted, StandIn
+from helpers.captures import StandIn
 from helpers.proving import ticking
-from helpers.tiers import in_turns
-from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime import Eager, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
 
@@ -323,28 +322,22 @@ def test_views_are_of_the_model_as_it_is(change: Change) -> None:
     _check(_llama(), change, Eager(), selfspec.drafts.EarlyExit(1))
 
 
-RECORDED: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8)}
+GRAPHS = StandIn(0, 8)
 
 
-@pytest.mark.parametrize(("change", "runtime"), in_turns(CHANGES | SETTINGS, RECORDED))
-def test_programs_are_of_the_model_as_it_is(change: Change, runtime: Runtime) -> None:
-    _check(_llama(), change, runtime)
+@pytest.mark.parametrize("change", (CHANGES | SETTINGS).values(), ids=CHANGES | SETTINGS)
+def test_programs_are_of_the_model_as_it_is(change: Change) -> None:
+    _check(_llama(), change, GRAPHS)
 
 
-@pytest.mark.parametrize("runtime", RECORDED.values(), ids=RECORDED)
 @pytest.mark.parametrize(("build", "change"), OTHERS.values(), ids=OTHERS)
-def test_programs_of_other_architectures_too(build: Callable[[], Model], change: Change, runtime: Runtime) -> None:
-    _check(build(), change, runtime)
-
-
-@pytest.mark.parametrize("name", ["scaling", "class: mlp", "buffers in place"])
-def test_compiled_passes_too(name: str) -> None:
-    _check(_llama(), CHANGES[name], Interpreted(0))
+def test_programs_of_other_architectures_too(build: Callable[[], Model], change: Change) -> None:
+    _check(build(), change, GRAPHS)
 
 
 def test_a_model_that_is_used_stays_what_it_was(architecture: str) -> None:
     model, prompt = tiny.BUILDERS[architecture](), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=Traced(0))
+    spec = selfspec.wrap(model, runtime=GRAPHS)
     spec.generate(prompt, max_new_tokens=1, do_sample=False)
     state = ModelState(model)
     assert not state.others
@@ -377,7 +370,7 @@ def test_equal_values_are_as_good_as_the_same() -> None:
 def test_what_others_wrote_is_not_recorded() -> None:
     """Kernels of others may not be seen by what records, and leave memory as the last pass left it."""
     model = _llama()
-    spec = selfspec.wrap(model, runtime=Traced(0))
+    spec = selfspec.wrap(model, runtime=GRAPHS)
     with CHANGES["function: rotary"](model):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
         assert not spec.programs.proved
@@ -390,13 +383,13 @@ def test_a_function_mode_sees_every_pass() -> None:
             output = func(*args, **(kwargs or {}))
             return output.flip(-1) if func is functional.silu else output
 
-    _check(_llama(), lambda _: Flipping(), Traced(after=0))
+    _check(_llama(), lambda _: Flipping(), GRAPHS)
 
 
 def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
     """The generation began with another model, and programs of its kinds would be taken for that one's."""
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=Traced(after=3))
+    spec = selfspec.wrap(model, runtime=StandIn(3, 8))
     spec.programs = GraphCache(spec.runtime, ticking())
     expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
@@ -411,7 +404,7 @@ def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
 
 def test_generations_keep_the_programs_they_began_with() -> None:
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, runtime=GRAPHS)
     spec.programs = GraphCache(spec.runtime, ticking())
     expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
@@ -424,7 +417,7 @@ def test_generations_keep_the_programs_they_began_with() -> None:
 
 def test_weights_that_were_replaced_are_let_go() -> None:
     model = _llama()
-    spec = selfspec.wrap(model, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, runtime=GRAPHS)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     weight = weakref.ref(model.lm_head.weight)
     model.lm_head = nn.Linear(32, tiny.VOCABULARY, bias=False, dtype=torch.float64)
@@ -440,7 +433,7 @@ def test_adapters_come_and_go() -> None:
     """Programs of a bare model, then adapters of peft in it: added, switched off and on, merged, and taken out."""
     peft = pytest.importorskip("peft")
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=Traced(after=0))
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=GRAPHS)
     spec.programs = GraphCache(spec.runtime, ticking())
     texts: list[object] = []
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
-from helpers.captures import Interpreted, StandIn
+from helpers.captures import StandIn
 from helpers.proving import ticking
-from helpers.tiers import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime import Runtime, Traced
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
@@ -47,18 +43,10 @@ class Generation:
         return logits
 
 
-RUNTIMES: dict[str, Callable[[], Runtime]] = {
-    "traced": lambda: Traced(after=0),
-    "graphs": lambda: StandIn(0, BUCKET),
-    "compiled": lambda: Interpreted(0),
-}
-
-
-@pytest.mark.parametrize(("architecture", "runtime"), in_turns(sorted(tiny.BUILDERS), tuple(RUNTIMES)))
 @torch.no_grad()
-def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime: str) -> None:
+def test_one_recording_serves_for_all_trees_of_a_size(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    graphs = GraphCache(RUNTIMES[runtime](), ticking())
+    graphs = GraphCache(StandIn(0, BUCKET), ticking())
     recorded, stock = (Generation(model, each, graphs.bucket) for each in (graphs, None))
     for seed in range(16):
         tree = TREES[seed % len(TREES)]
@@ -70,20 +58,13 @@ def test_one_recording_serves_for_all_trees_of_a_size(architecture: str, runtime
 
 @torch.no_grad()
 def test_an_open_chain_runs_what_runs_where_nothing_is_opened(llama: PreTrainedModel) -> None:
-    graphs = GraphCache(Traced(after=0), ticking())
-    generation = Generation(llama, graphs, 1)
+    graphs = GraphCache(StandIn(0, BUCKET), ticking())
+    generation = Generation(llama, graphs, BUCKET)
     for seed in range(6):
         generation.round(Tree.chain(NODES), seed)
         generation.runner.logits(FULL, tiny.prompt(NODES + 1))
     (kind,) = graphs.proved
     assert kind.nodes is None
-
-
-class ByTrace(AnyRounds):
-    kernels = ("sdpa",)
-
-    def graphs(self, model: PreTrainedModel) -> GraphCache:
-        return _graphs_of(model, "traced")
 
 
 class ByGraph(AnyRounds):
@@ -94,14 +75,13 @@ class ByGraph(AnyRounds):
     bucket = BUCKET
 
     def graphs(self, model: PreTrainedModel) -> GraphCache:
-        return _graphs_of(model, "graphs")
+        return _graphs_of(model)
 
 
 @functools.cache
-def _graphs_of(model: PreTrainedModel, runtime: str) -> GraphCache:
+def _graphs_of(model: PreTrainedModel) -> GraphCache:
     """Programs that all examples share."""
-    return GraphCache(RUNTIMES[runtime](), ticking())
+    return GraphCache(StandIn(0, BUCKET), ticking())
 
 
-TestAnyRoundsByTrace = any_rounds(ByTrace, 6)
 TestAnyRoundsByGraph = any_rounds(ByGraph, 6)

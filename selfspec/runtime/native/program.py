@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.runtime.native.capture import captured, with_recorded_attention
 from selfspec.runtime.native.instructions import Given, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.native.memory import planned, with_waits
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.runtime import RECORDING, AnyLength, Function, OtherSizesError, RecordingError, close
+from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Runtime, close
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of weights that threads read between two waits, below which they take longer to wait than to read.
@@ -24,12 +25,24 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class Native(AnyLength):
+class Native(Runtime):
     """Programs that selfspec's extension runs, each in one call: its own kernels, by threads that never part.
 
+    They run passes over up to sixteen tokens on a CPU, in float32 and bfloat16, where the extension was built
+    (`selfspec kernels`) and programs know all that the model computes. The stock modules run all others.
+
     A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's
-    are the same bits whatever other tokens it is read with.
+    are the same bits whatever other tokens it is read with. A program reads any number of slots.
+
+    Attributes:
+        after: passes of a kind that run without a program first.
     """
+
+    after: int = 24
+
+    def __post_init__(self) -> None:
+        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
+            raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
     def prepared(self, model: nn.Module) -> nn.Module:
         return with_recorded_attention(model)
@@ -40,12 +53,10 @@ class Native(AnyLength):
 
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
-        known = slots.device.type == "cpu" and slots.dtype in _DTYPES and not example.packed
+        known = slots.device.type == "cpu" and slots.dtype in _DTYPES
         return known and rows <= native.MOST_ROWS and native.load_kernels()
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
-        if not self.takes(example):
-            raise RecordingError("native programs take few tokens on the CPU, in float32 or bfloat16, by the extension")
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
             capture = captured(function, example)

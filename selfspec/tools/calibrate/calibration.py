@@ -30,7 +30,7 @@ from selfspec.measure.prompts import read_given
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
-from selfspec.runtime import Traced
+from selfspec.runtime import Native
 from selfspec.tools.calibrate.candidates import (
     Candidate,
     considered,
@@ -126,7 +126,7 @@ def calibrate(
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
     busy = CoreWatch()
-    plain = wrap(bare(model), adapter=found, accept=accept, runtime=Traced(after=0))
+    plain = wrap(bare(model), adapter=found, accept=accept, runtime=Native(after=0))
     grouped = _checked(plain, prompts, asked)
 
     temperatures = (0.0, asked.temperature)

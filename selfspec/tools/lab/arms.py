@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from selfspec.draft.registry import parse_draft
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.compiled import no_compiler
 from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.drafts import Given
@@ -30,11 +31,12 @@ ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "pl
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
 _RUNTIMES = {
-    RuntimeName.TRACED: "",
+    RuntimeName.NATIVE: "",
     RuntimeName.EAGER: ", stock modules",
-    RuntimeName.COMPILED: ", compiled",
     RuntimeName.GRAPHS: ", CUDA graphs",
 }
+
+_COMPILERS = ("g++", "clang++", "c++")
 
 ASSISTANT = "assistant:"
 """How the drafts begin that `assistant_model` of transformers can be given, too."""
@@ -60,7 +62,7 @@ class ArmSpec:
     nodes: int | None = None
     accept: str | None = None
     packed: bool = False
-    runtime: RuntimeName = RuntimeName.TRACED
+    runtime: RuntimeName = RuntimeName.NATIVE
     lossless: bool = True
     content: str = ""
 
@@ -146,7 +148,7 @@ class StockArm:
     def absence(self, cell: Cell) -> str | None:
         if self.spec.kind in ("lookup", "early-exit", "assistant") and cell.batch > 1:
             return "transformers' assisted generation takes one row at a time"
-        return no_compiler(self._model.device) if self.spec.kind == "static" else None
+        return _no_compiler(self._model.device) if self.spec.kind == "static" else None
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         device = self._model.device
@@ -216,3 +218,10 @@ class _FirstToken(StoppingCriteria):
         if self.calls == 1:
             self.seconds, self.tokens = self._watch.read(), input_ids.numel() - self._prompts.numel()
         return self._goes_on
+
+
+def _no_compiler(device: torch.device) -> str | None:
+    """Say why nothing can be compiled for a device; None: it can be."""
+    if device.type == "cuda" or any(map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))):
+        return None
+    return f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is there"

@@ -72,7 +72,7 @@ def costs_of(
     """
     drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) and arm.spec.nodes is None else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
-    runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.TRACED)
+    runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.NATIVE)
     lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})
     measured = measure_costs(
         model,

@@ -58,7 +58,7 @@ def measure(
 ) -> list[ArmRun]:
     """Measure all arms in a cell. Greedy texts are compared with those of `model.generate`, where that is the first.
 
-    Every arm first decodes every batch some times untimed: what is compiled or traced on the way is there when it is
+    Every arm first decodes every batch some times untimed: what is compiled or recorded on the way is there when it is
     timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
     is drawn is seeded by repeat and batch.
 

@@ -1,4 +1,4 @@
-"""What holds of every runtime that makes programs: in and out of inference mode, in threads, after weights changed."""
+"""Graphs, by a stand-in: the stock text, in and out of inference mode, in threads, after weights changed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.captures import Interpreted, StandIn
+from helpers.captures import StandIn
 from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
-from selfspec.runtime import Eager, Runtime, Traced
+from selfspec.runtime import Eager, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 
 PROMPT, NEW = 5, 24
-RUNTIMES: dict[str, Runtime] = {"traced": Traced(after=0), "graphs": StandIn(0, 8), "compiled": Interpreted(0)}
+GRAPHS = StandIn(0, 8)
 DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
     "plain": None,
     "exit": selfspec.drafts.EarlyExit(1),
@@ -35,40 +35,37 @@ def wrapped(
     return spec
 
 
-# Compiled passes take longer: test_compiled.py has fewer of these cases.
 @pytest.mark.parametrize(
-    ("runtime", "architecture", "kernel", "draft"),
-    in_turns(("traced", "graphs"), sorted(tiny.BUILDERS), ("sdpa", "eager"), tuple(DRAFTS)),
+    ("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), ("sdpa", "eager"), tuple(DRAFTS))
 )
-def test_greedy_text_is_the_stock_models(runtime: str, architecture: str, kernel: str, draft: str) -> None:
+def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: str) -> None:
     model = tiny.BUILDERS[architecture](attention=kernel)
     before = Snapshot(model)
     prompt = tiny.prompt(PROMPT)
-    spec = wrapped(model, DRAFTS[draft], RUNTIMES[runtime])
+    spec = wrapped(model, DRAFTS[draft], GRAPHS)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert spec.programs.proved
-    assert all(kind.padded == (runtime == "graphs") for kind in spec.programs.proved)
+    assert all(kind.padded for kind in spec.programs.proved)
     assert not spec.programs.refusals
     before.assert_same(model)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("runtime", ["traced", "graphs"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: str, draft: str, runtime: str) -> None:
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: str, draft: str) -> None:
     model = tiny.BUILDERS[architecture]()
     tokens: list[list[list[int]]] = []
-    for each in (Eager(), RUNTIMES[runtime]):
+    for each in (Eager(), GRAPHS):
         spec = wrapped(model, DRAFTS[draft], each)
         tokens.append(ragged_samples(spec, PROMPT, NEW))
     assert tokens[0] == tokens[1]
     assert any(not kind.uniform for kind in spec.programs.proved)
 
 
-@pytest.fixture(params=RUNTIMES)
-def spec(request: pytest.FixtureRequest, llama: PreTrainedModel) -> selfspec.SelfSpeculative:
-    return wrapped(llama, selfspec.drafts.EarlyExit(1), RUNTIMES[request.param])
+@pytest.fixture
+def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
+    return wrapped(llama, selfspec.drafts.EarlyExit(1), GRAPHS)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -1,0 +1,30 @@
+"""When a program has given what the stock modules gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.runtime.runtime import close
+
+
+@pytest.mark.parametrize(
+    ("change", "closes"),
+    [
+        (lambda logits: logits * (1 + 1e-6), True),
+        (lambda logits: logits * (1 + 1e-3), False),
+        (lambda logits: logits.roll(1, -1), False),
+        (lambda logits: torch.full_like(logits, torch.nan), False),
+        (lambda logits: logits.float(), False),
+        (lambda logits: logits[:1], False),
+    ],
+    ids=["rounding", "more", "another order", "nan", "another dtype", "another shape"],
+)
+def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tensor], closes: bool) -> None:
+    logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 0] = -torch.inf
+    assert close((change(logits),), (logits,)) is closes
+    assert not close((logits, logits), (logits,))
