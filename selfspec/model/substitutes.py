@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
+from selfspec.kernels.large_pages import LargePages
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
 from selfspec.model.early_head import plain_head
@@ -129,6 +130,7 @@ class Substitutes:
     def __init__(self) -> None:
         self._made: dict[tuple[Precision, str], _Made] = {}
         self._lock = threading.Lock()
+        self._pages = LargePages()
 
     def __reduce__(self) -> tuple[type[Substitutes], tuple[()]]:
         # A copy makes its own: these belong to the weights in this memory.
@@ -218,6 +220,11 @@ class Substitutes:
         substitute = _made(module, products, rounded)
         if before is not None and before.lies_at(products):
             substitute = _renewed(before.substitute, substitute)
+        elif substitute is not None:
+            for place, weight in substitute.named_parameters():
+                # A bias is the layer's own.
+                if not place.endswith("bias"):
+                    weight.data = self._pages.moved(weight.data)
         made = self._made[precision, name] = _Made(
             substitute,
             tuple(product.place for product in products),
