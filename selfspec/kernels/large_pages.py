@@ -1,16 +1,17 @@
-"""Memory in pages of 2 MiB where the system has them: what is read from start to end then misses no address tables.
+"""Weights in pages of 2 MiB where the system has them: a pass that reads them looks up fewer addresses.
 
-A pass reads every weight once. In pages of 4 KiB it looks up an address every 64 lines, and the tables do not stay in
-the caches between two passes.
+A pass reads every weight once. In pages of 4 KiB it looks up an address every 64 lines, and the tables of addresses do
+not stay in the caches from one pass to the next.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _PAGE = 1 << 21
 _MOST_PAGES = 32
@@ -22,23 +23,32 @@ class LargePages:
     """Room for tensors that stay, in pieces that grow. A piece goes when the last tensor in it goes."""
 
     def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._piece: mmap.mmap | None = None
         self._used = 0
         self._pages = 1
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in large pages; the tensor itself where there are none, and off the CPU."""
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or not hasattr(mmap, "MADV_HUGEPAGE"):
+        is_here = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+        if not is_here or not hasattr(mmap, "MADV_HUGEPAGE"):
             return tensor
-        if self._used + tensor.nbytes > self._piece.nbytes:
-            self._piece = _piece(max(self._pages, math.ceil(tensor.nbytes / _PAGE)))
+        if self._piece is None or self._used + tensor.nbytes > len(self._piece):
+            pages = max(self._pages, math.ceil(tensor.nbytes / _PAGE))
+            self._piece = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._piece.madvise(mmap.MADV_HUGEPAGE)
             self._used, self._pages = 0, min(2 * self._pages, _MOST_PAGES)
-        room = self._piece[self._used : self._used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        room = torch.frombuffer(self._piece, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += math.ceil(tensor.nbytes / _LINE) * _LINE
-        return room.copy_(tensor)
+        return room.view(tensor.shape).copy_(tensor)
 
 
-def _piece(pages: int) -> Tensor:
-    memory = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+@torch.no_grad()
+def move_weights(model: nn.Module) -> None:
+    """Move a model's weights to large pages, where there is free memory for a copy of them."""
+    weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
+    wanted = sum(weight.nbytes for weight in weights)
+    if not hasattr(mmap, "MADV_HUGEPAGE") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < wanted:
+        return
+    pages = LargePages()
+    for weight in weights:
+        weight.data = pages.moved(weight.data)

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
+from selfspec.kernels.large_pages import move_weights
 from selfspec.model.hub import check_on_hub
 from selfspec.model.registry import adapter_for, auto_class, check_type
 from selfspec.values import shown
@@ -75,7 +76,9 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
         _check_tokenizer_files(folder)
         _check_weights(weight_files(folder, config))
     tokenizer = load_tokenizer(name)
-    return Checkpoint(load_model(name, config, dtype).to(place), tokenizer)
+    model = load_model(name, config, dtype).to(place)
+    move_weights(model)
+    return Checkpoint(model, tokenizer)
 
 
 def find_device(device: torch.device | str | int) -> torch.device:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
-from selfspec.kernels.large_pages import LargePages
+from helpers import tiny
+from selfspec.kernels.large_pages import LargePages, move_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
 
@@ -33,7 +35,7 @@ def test_tensors_share_pieces_and_do_not_overlap() -> None:
     pages = LargePages()
     tensors = [torch.full((1000,), number, dtype=torch.int16) for number in range(50)]
     moved = [pages.moved(tensor) for tensor in tensors]
-    assert len({each.untyped_storage().data_ptr() for each in moved}) == 1
+    assert max(each.data_ptr() for each in moved) - min(each.data_ptr() for each in moved) < 1 << 21
     assert all(map(torch.equal, moved, tensors))
 
 
@@ -42,3 +44,28 @@ def test_what_is_elsewhere_stays_there() -> None:
     assert LargePages().moved(tensor) is tensor
     columns = torch.ones(3, 4).t()
     assert LargePages().moved(columns) is columns
+
+
+def test_a_model_is_the_same_in_large_pages(tmp_path: Path) -> None:
+    model, other = tiny.llama(), tiny.llama()
+    move_weights(model)
+    moved = dict(model.named_parameters())
+    for name, weight in other.named_parameters():
+        assert torch.equal(moved[name], weight)
+        assert moved[name].requires_grad == weight.requires_grad
+        assert moved[name].untyped_storage().nbytes() == weight.nbytes
+    assert model.lm_head.weight is model.model.embed_tokens.weight or not model.config.tie_word_embeddings
+    prompt = tiny.prompt(5)
+    wanted = other.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(map(torch.equal, again.parameters(), other.parameters()))
+
+
+def test_without_free_memory_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.kernels.large_pages.os.sysconf", lambda _: 1)
+    model = tiny.llama()
+    places = [weight.data_ptr() for weight in model.parameters()]
+    move_weights(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == places
