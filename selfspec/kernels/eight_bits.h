@@ -79,7 +79,7 @@ struct IntegerProduct {
   inline void tile(int64_t first) const {
     Floats sums[Outputs][Rows] = {};
     const int8_t* w = weight + first * in;
-    const int8_t* ahead = w + Outputs * in;
+    const int8_t* ahead = w + kAhead;
     const int64_t groups = groups_of(in), whole = in / kInputsOfGroup;
     for (int64_t group = 0; group < whole; ++group) {
       for (int output = 0; output < Outputs; ++output) {

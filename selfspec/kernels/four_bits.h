@@ -124,7 +124,7 @@ struct FourBitsProduct {
     const int64_t bytes = groups * kGroupBytes, whole = groups / kGroups;
     const int64_t blocks = inputs_of_row();
     const uint8_t* row = weight + first * bytes;
-    const uint8_t* ahead = row + Outputs * bytes;  // in the order of memory, as in products.h
+    const uint8_t* ahead = row + kAhead;
     for (int64_t block = 0; block < whole; ++block) {
       for (int output = 0; output < Outputs; ++output) {
         const uint8_t* at = row + output * bytes + block * sizeof(Block);

@@ -29,6 +29,9 @@
 #define ROUNDED(lanes) asm("" : "+m"(lanes))
 #endif
 
+// How many bytes ahead weights in fewer bits are asked for: their tiles take less time than memory does to answer.
+constexpr int64_t kAhead = 16384;
+
 constexpr int kMostRows = 16;
 constexpr int kRowsOfTile = 8;
 constexpr int64_t kOutputsOfHalves = 8;
