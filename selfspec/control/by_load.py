@@ -77,7 +77,7 @@ class _Comparison:
         return self._counted % self._pair >= self._plain
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
-        """Count a round; return how fast those that may draft are by plain ones, once that is known."""
+        """Count a round. Return the speed of rounds that may draft over that of plain rounds, once it is known."""
         self._rounds[drafted].count(tokens, seconds)
         self._counted += 1
         pairs, within = divmod(self._counted, self._pair)
@@ -137,7 +137,7 @@ class LoadGate:
         self._loads: dict[int, _Load] = {}
 
     def opens(self, rows: int) -> bool:
-        """Whether the next round, of so many rows, may draft. Ask once a round."""
+        """Whether the next round, of `rows` rows, may draft. Ask once a round."""
         return rows == 1 or self._load(rows).drafts()
 
     def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:

@@ -96,7 +96,7 @@ class Costs:
         )
 
     def of_round(self, steps: int, drafted: int) -> float:
-        """Return the cost of a round of so many draft steps, whose target pass verifies `drafted` tokens."""
+        """Return the cost of a round: of its draft steps, and of a target pass that verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 

@@ -62,7 +62,7 @@ class CacheSizes:
     slack: int
 
     def of(self, rows: int, tokens: int) -> int:
-        """Bytes of so many rows, with room for so many committed tokens in each."""
+        """Bytes of `rows` rows with room for `tokens` committed tokens in each."""
         return rows * ((tokens + self.slack) * self.slot + self.row)
 
 

@@ -282,5 +282,5 @@ def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tens
 
 
 def verify_cost(by_width: Mapping[int, float], width: int) -> float:
-    """Return V at a width, on a line between those measured on both sides; beyond them that of the nearest."""
+    """Return V at a width: interpolated between measured widths, outside them that of the nearest."""
     return float(np.interp(width, sorted(by_width), [by_width[each] for each in sorted(by_width)]))

@@ -46,7 +46,7 @@ class DraftHead:
             set_head(view, name, _Rows(model.get_submodule(name), self.tokens))
 
     def adapted(self, states: Tensor) -> Tensor:
-        """States at the exit as the model's norm gets them, `[..., hidden]` both."""
+        """Change states at the exit into what the model's final norm reads: `[..., hidden]` to the same."""
         if self.adapter is None:
             return states
         adapted: Tensor = _like(self.adapter, states)(states)

@@ -60,7 +60,7 @@ def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequenc
 
 
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
-    """Whether passes over a text, the first of so many tokens, would rotate otherwise than one over the whole."""
+    """Whether a pass over the `first` tokens of a text of `total` would rotate otherwise than one over the whole."""
     return any(first <= boundary < total for boundary in boundaries(config))
 
 

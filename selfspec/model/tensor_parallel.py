@@ -35,7 +35,7 @@ class Ranks:
         return int(shared.item())
 
     def check_alike(self, what: str, value: object) -> None:
-        """Refuse to go on with what differs between ranks in its representation. All ranks must call this.
+        """Refuse what differs between ranks in its representation. All ranks must call this.
 
         Raises:
             UnsupportedOptionError: on every rank, if any has another value.

@@ -22,7 +22,7 @@ class CacheBytes:
 
 
 def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
-    """Say what keys and values take that are kept in a way, for a context of so many tokens of all rows together."""
+    """Count the bytes of keys and values, kept as named, for `context` tokens of all rows together."""
     exact = cache.bytes_per_token * context
     if kept == "exact":
         return CacheBytes(exact, 0)

@@ -55,7 +55,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check_streamed(self, size: int) -> None:
-        """Refuse so many bytes of streamed weights where they have no place.
+        """Refuse more bytes of streamed weights than there is room for.
 
         Raises:
             UnsupportedOptionError: they have none.

@@ -33,7 +33,7 @@ class CacheBudget:
     margin: int = 64
 
     def fits_alone(self, tokens: int) -> bool:
-        """Whether a row may come to have so many tokens when no other runs."""
+        """Whether a row may grow to this many tokens when no other runs."""
         return self.sizes.of(1, tokens) <= self.bound
 
     @property
@@ -46,7 +46,7 @@ class CacheBudget:
         return spare // self.sizes.slot - self.sizes.slack
 
     def admits(self, rows: int, longest: int, tokens: int, remaining: int) -> bool:
-        """Whether a row of so many tokens, which may grow by `remaining`, may be read and then join `rows` others.
+        """Whether a row of this many tokens, which may grow by `remaining`, may be read and then join `rows` others.
 
         `longest` is the length of the longest that runs; 0 without any.
         """

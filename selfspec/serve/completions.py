@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text to go on with."""
+"""`POST /v1/completions`: continues text."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _joined(before: Body | None, logprobs: Body | None) -> Body | None:
 
 
 def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:
-    """Log-probabilities in the form that completions have, of tokens behind so many letters."""
+    """Log-probabilities of tokens in the form of completions; `before` characters precede them."""
     return {
         "text_offset": [before + each.offset for each in scored],
         "token_logprobs": [finite(each.logprobs.logprob) for each in scored],

@@ -1,4 +1,4 @@
-"""What is asked of the engine: one text to go on with, how its tokens are chosen, and where it ends."""
+"""A request to the engine: a text to continue, how its tokens are chosen, and where it ends."""
 
 from __future__ import annotations
 

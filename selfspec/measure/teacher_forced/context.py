@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 
 
 def exact_context(depth: int) -> Cache:
-    """Return a cache that keeps what the first pass leaves; every later pass sees that before its own.
+    """Return a cache that keeps what the first pass writes; each later pass sees that and its own tokens.
 
     Positions and masks of all passes must be given.
     """

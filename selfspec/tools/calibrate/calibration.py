@@ -253,7 +253,7 @@ def _in_batches(
 
 
 def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measurements) -> list[dict[str, Any]]:
-    """The prompts in batches, all of which the model can go on with."""
+    """The prompts in batches, all of which the model can continue."""
     grouped = batches(prompts, asked.batch)
     for each in grouped:
         # Reads and refuses the request; a generation runs only as it is iterated over.
@@ -275,7 +275,7 @@ _WARM_UPS, _GO_ON = 2, 4
 
 
 def work(asked: Measurements, prompts: Sequence[Tensor], drafts: int, sizes: Mapping[str, int]) -> Work:
-    """Count the tokens of calibrating on prompts, each `[1, prompt]`, where so many paths are considered."""
+    """Count the tokens of calibrating on prompts, each `[1, prompt]`, for `drafts` paths."""
     new, repeats, longest = (
         sizes.get(name, getattr(asked, name)) for name in ("max_new_tokens", "repeats", "longest_draft")
     )

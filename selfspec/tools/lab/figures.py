@@ -1,6 +1,6 @@
 """The figures of an arm in a cell, made of its raw times and counts: what the summary, the report and the plots show.
 
-Ratios are taken repeat by repeat, since both arms met the same troubles in a repeat.
+Ratios are taken repeat by repeat, because what slows the machine slows both arms of a repeat.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _prediction(record: Record, measured: Estimate) -> PredictedSpeedup | None:
         total = [
             sum_ + each * shape.rounds for sum_, each in zip(total, (cost.value, cost.low, cost.high), strict=True)
         ]
-    # In a round each row that runs commits so many tokens.
+    # Tokens that a running row commits in a round.
     counts = record.counts
     tokens = counts.new_tokens / counts.row_rounds * counts.rounds
     predicted = Estimate(tokens / total[0], tokens / total[2], tokens / max(total[1], 1e-9), 0.9)

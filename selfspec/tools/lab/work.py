@@ -14,8 +14,8 @@ from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.studied import StudiedModel
 from selfspec.tools.lab.study import Study
 
-# A draft step runs this much of the network, by and large; a confirmed token takes so many plain ones, the plain one
-# beside it and the warm-up of both included. Timing takes so many for each draft, a counted token less than one.
+# In plain tokens: a draft step on average; a confirmed token, with the plain one beside it and both warm-ups; the timing
+# of a draft; a counted token.
 _OF_A_PATH, _CONFIRMED, _TIMED, _COUNTED = 0.7, 4.0, 260, 0.8
 
 
@@ -61,7 +61,7 @@ def price_work(study: Study, studied: StudiedModel) -> Work:
 
 
 def work(study: Study, studied: StudiedModel, drafts: int, sizes: Mapping[str, int], counted: int = 0) -> Work:
-    """Count the tokens of a study of so many drafts of each of its models, each as large as this one.
+    """Count the tokens of a study of a number of drafts of each of its models, each as large as this one.
 
     Of the drafts `counted` are judged by generation.
     """

@@ -22,7 +22,7 @@ LearningRate = Annotated[
 ]
 Decay = Annotated[float, typer.Option(help="Share of the steps, the last, over which the rate falls.")]
 
-# What models of up to so many parameters are trained on with.
+# The most parameters of a small model, its rate, and the fewest steps of warm-up.
 _SMALL, _SMALL_RATE, _FEWEST_WARM_UP = 10_000_000, 5e-4, 10
 
 
@@ -70,7 +70,7 @@ class Course:
             )
 
     def for_model(self, parameters: int) -> Course:
-        """Return the course with a rate for a model of so many parameters, where none was given.
+        """Return the course with a rate for a model of this many parameters, where none was given.
 
         A pretrained model is continued with the smaller steps the larger it is: 5e-4 for up to 10M parameters, then by
         the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
