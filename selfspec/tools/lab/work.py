@@ -14,8 +14,8 @@ from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.studied import StudiedModel
 from selfspec.tools.lab.study import Study
 
-# In plain tokens: a draft step on average; a confirmed token, with the plain one beside it and both warm-ups; the timing
-# of a draft; a counted token.
+# In plain tokens: a draft step on average; a confirmed token, with the plain one beside it and both warm-ups; timing
+# a draft; a counted token.
 _OF_A_PATH, _CONFIRMED, _TIMED, _COUNTED = 0.7, 4.0, 260, 0.8
 
 
