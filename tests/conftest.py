@@ -100,6 +100,9 @@ def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("kernels"):
             patch.setattr(native, "load_kernels", own_kernels.load_kernels)
+            # Once for a machine; a test may show that they cannot be built.
+            if not native.load_kernels():
+                own_kernels.build_kernels()
         yield
 
 

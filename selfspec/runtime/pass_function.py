@@ -28,9 +28,7 @@ class PassKind:
         rows: of the batch.
         width: tokens of each row.
         uniform: whether all rows write the same slots.
-        masked: whether they need a mask.
         nodes: of the tree whose nodes they read; None: of a chain.
-        windowed: whether some layer sees less than all slots.
         padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
     """
@@ -41,9 +39,7 @@ class PassKind:
     rows: int
     width: int
     uniform: bool
-    masked: bool
     nodes: int | None
-    windowed: bool
     padded: bool
     entering: tuple[str, ...] | None
 
@@ -110,7 +106,7 @@ class PassFunction:
 
     def result(self, tensors: tuple[Tensor, ...]) -> PassResult:
         """The same, not in a row."""
-        return self.masked(tensors, self._masks(tensors, self.kind.padded) if self.kind.masked else None)
+        return self.masked(tensors, self._masks(tensors, self.kind.padded))
 
     def masks(self, tensors: tuple[Tensor, ...]) -> Any:
         """What the model takes as its mask, made even where it needs none: a tensor, or a dict of them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes
-from selfspec.cache.masks import needs_mask, smallest_window
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
@@ -31,7 +30,6 @@ class RecordedRunner(ModelRunner):
     ) -> None:
         super().__init__(model, adapter, cache, substitutes)
         self._programs = programs
-        self._window = smallest_window(self._config)
         self._streaming: dict[tuple[LayerPath, DraftHead | None], bool] = {}
 
     def _run_in_block(self, call: PassCall) -> PassResult:
@@ -58,8 +56,6 @@ class RecordedRunner(ModelRunner):
 
     def _kind(self, call: PassCall, slots: Slots) -> PassKind:
         rows, width = call.tokens.shape
-        windowed = self._window is not None and slots.visible.shape[0] >= self._window
-        padded = self._cache.padded(width)
         return PassKind(
             path=call.path,
             head=call.head,
@@ -67,10 +63,8 @@ class RecordedRunner(ModelRunner):
             rows=rows,
             width=width,
             uniform=self._cache.uniform,
-            masked=windowed or needs_mask(self._config, slots.slot_mapping, slots.block, padded),
             nodes=None if slots.block is None else slots.block.nodes,
-            windowed=windowed,
-            padded=padded,
+            padded=self._cache.padded(width),
             entering=None if call.entering is None else tuple(call.entering.attention),
         )
 

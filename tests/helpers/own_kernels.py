@@ -4,3 +4,4 @@ from selfspec.kernels import native
 
 # Taken before a fixture puts another in its place.
 load_kernels = native.load_kernels
+build_kernels = native.build_kernels

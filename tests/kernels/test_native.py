@@ -20,17 +20,11 @@ from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime.few_rows import for_few_rows
 
 
-@pytest.fixture
-def kernels() -> None:
-    native.build_kernels()
-
-
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", native.DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 15), (40, 16), (33, 100), (5, 260)])
@@ -46,7 +40,6 @@ def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, input
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [*native.DTYPES, torch.int8])
 def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
     # Enough work for two threads.
@@ -73,7 +66,6 @@ def of_eight_bits(rows: int, inputs: int, group: int) -> torch.Tensor:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("kind", "group", "outputs", "inputs"),
     # Some processors round the inputs of weights in 8 bits in groups of 64.
@@ -96,14 +88,12 @@ def test_products_are_what_their_levels_stand_for(
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_four_bits_take_a_sixth_of_float32() -> None:
     rounded = round_weight(drawn(33, 704).float(), Precision(4, 32))
     assert FourBitsLinear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 33 * 704
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_a_product_in_eight_bits_of_what_is_not_finite_is_not_either() -> None:
     linear = EightBitsLinear(round_weight(drawn(5, 100).float(), Precision(8, 32)), None, torch.float32)
     for odd in (float("inf"), float("nan")):
@@ -113,14 +103,12 @@ def test_a_product_in_eight_bits_of_what_is_not_finite_is_not_either() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_products_in_eight_bits_need_scales() -> None:
     with pytest.raises(RuntimeError, match="need scales"):
         native.few_rows(drawn(2, 8).float(), drawn(3, 8).to(torch.int8), None)
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
     linear = FourBitsLinear(round_weight(drawn(301, 1056).float(), Precision(4, 32)), None, torch.float32)
     states = drawn(native.MOST_ROWS, 1056).float()
@@ -136,7 +124,6 @@ def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_stay_in_their_row_in_four_bits(value: float) -> None:
     states = torch.ones(3, 160)
@@ -146,14 +133,12 @@ def test_values_that_are_not_finite_stay_in_their_row_in_four_bits(value: float)
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
     linear = FourBitsLinear(round_weight(drawn(5, 64).float(), Precision(4, 32)), None, torch.float32)
     assert linear(torch.full((1, 64), 1e-44)).abs().max() < 1e-37
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("states", "weight", "message"),
     [
@@ -171,7 +156,6 @@ def test_what_it_cannot_multiply_in_four_bits_is_refused(
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 def test_values_that_are_not_finite_stay_in_their_row() -> None:
     states = torch.ones(3, 20)
     states[1, 4] = torch.nan
@@ -180,7 +164,6 @@ def test_values_that_are_not_finite_stay_in_their_row() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows", [1, 4])
 @torch.no_grad()
 def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
@@ -193,7 +176,6 @@ def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("states", "weight", "message"),
     [
@@ -209,7 +191,6 @@ def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "draft",
     [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4)],

@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from helpers import tiny
 from helpers.snapshot import Snapshot
-from selfspec.kernels import native
 from selfspec.runtime.norms import for_norms
 
 
@@ -20,18 +19,12 @@ class Doubled(LlamaRMSNorm):
         return doubled
 
 
-@pytest.fixture
-def kernels() -> None:
-    native.build_kernels()
-
-
 def with_weights(norm: nn.Module, size: int) -> nn.Module:
     norm.weight = nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(size)))
     return norm
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", [1, 15, 16, 100, 1003])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (40,)])
 @torch.no_grad()
@@ -47,7 +40,6 @@ def test_norms_are_the_modules(size: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @torch.no_grad()
 def test_other_formulas_and_dtypes_stay_as_they_are() -> None:
     for other in (Doubled(8), GemmaRMSNorm(8), nn.LayerNorm(8), LlamaRMSNorm(8).bfloat16(), LlamaRMSNorm(8).double()):
@@ -58,7 +50,6 @@ def test_other_formulas_and_dtypes_stay_as_they_are() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("kernels")
 @torch.no_grad()
 def test_hooks_see_norms_run_and_the_model_stays_as_it_is() -> None:
     model = tiny.llama().float()

@@ -26,7 +26,7 @@ import selfspec
 from helpers import tiny
 from helpers.captures import StandIn
 from helpers.proving import ticking
-from selfspec.runtime import Eager, Runtime
+from selfspec.runtime import Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
 
@@ -298,6 +298,10 @@ def _llama() -> Model:
     return tiny.llama(num_hidden_layers=2)
 
 
+def _native_llama() -> Model:
+    return tiny.llama(num_hidden_layers=2, dtype=torch.float32)
+
+
 def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.drafts.Drafter | None = None) -> None:
     """The text is `model.generate`'s before a change, with it, and after it, though programs were made."""
     spec, prompt = selfspec.wrap(model, draft, draft_length=3, runtime=runtime), tiny.prompt(PROMPT)
@@ -326,8 +330,15 @@ GRAPHS = StandIn(0, 8)
 
 
 @pytest.mark.parametrize("change", (CHANGES | SETTINGS).values(), ids=CHANGES | SETTINGS)
-def test_programs_are_of_the_model_as_it_is(change: Change) -> None:
+def test_graphs_are_of_the_model_as_it_is(change: Change) -> None:
     _check(_llama(), change, GRAPHS)
+
+
+# Graphs are captured anew over every cache, native programs once.
+@pytest.mark.kernels
+@pytest.mark.parametrize("change", (CHANGES | SETTINGS).values(), ids=CHANGES | SETTINGS)
+def test_programs_are_of_the_model_as_it_is(change: Change) -> None:
+    _check(_native_llama(), change, Native(0))
 
 
 @pytest.mark.parametrize(("build", "change"), OTHERS.values(), ids=OTHERS)
@@ -377,13 +388,14 @@ def test_what_others_wrote_is_not_recorded() -> None:
         assert not spec.programs.refusals
 
 
+@pytest.mark.kernels
 def test_a_function_mode_sees_every_pass() -> None:
     class Flipping(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             output = func(*args, **(kwargs or {}))
             return output.flip(-1) if func is functional.silu else output
 
-    _check(_llama(), lambda _: Flipping(), GRAPHS)
+    _check(_native_llama(), lambda _: Flipping(), Native(0))
 
 
 def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:

@@ -15,7 +15,6 @@ from helpers.proving import greedy_together, ragged_samples, ticking
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
 from selfspec.cache.tree import Tree
-from selfspec.kernels import native
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Eager, Native, Runtime
@@ -24,7 +23,7 @@ from selfspec.runtime.native import program
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
 
-pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("kernels")]
+pytestmark = pytest.mark.kernels
 
 PROMPT, NEW = 7, 30
 DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
@@ -47,11 +46,6 @@ FAMILIES = {
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4},
     "gpt_neox": {},
 }
-
-
-@pytest.fixture
-def kernels() -> None:
-    native.build_kernels()
 
 
 @pytest.fixture
