@@ -104,14 +104,14 @@ def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     )
 
 
-def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...], share: float = 0.5) -> bool:
-    """Whether two passes gave the same up to a share of their digits, in root mean square."""
+def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...], most: float | None = None) -> bool:
+    """Whether two passes gave the same up to an error: at most this share of the norm; None: half of their digits."""
     return len(given) == len(expected) and all(
-        _is_close(one, other, share) for one, other in zip(given, expected, strict=True)
+        _is_close(one, other, most) for one, other in zip(given, expected, strict=True)
     )
 
 
-def _is_close(given: Tensor, expected: Tensor, share: float) -> bool:
+def _is_close(given: Tensor, expected: Tensor, most: float | None) -> bool:
     if given.shape != expected.shape or given.dtype != expected.dtype:
         return False
     finite = expected.isfinite()
@@ -119,6 +119,7 @@ def _is_close(given: Tensor, expected: Tensor, share: float) -> bool:
         return False
     zero = torch.zeros((), dtype=torch.float64, device=given.device)
     error, size = (torch.where(finite, each.double(), zero).norm() for each in (given - expected, expected))
-    # Many models compute norms in float32 in any dtype.
-    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
-    return bool(error <= eps**share * size)
+    if most is None:
+        # Many models compute norms in float32 in any dtype.
+        most = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32)) ** 0.5
+    return bool(error <= most * size)

@@ -28,3 +28,9 @@ def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tens
     logits[0, 0, 0] = -torch.inf
     assert close((change(logits),), (logits,)) is closes
     assert not close((logits, logits), (logits,))
+
+
+def test_drafts_may_be_further_off() -> None:
+    logits = torch.randn(1, 1, 50)
+    for error, closes in ((0.24, True), (0.26, False)):
+        assert close((logits * (1 + error),), (logits,), 0.25) is closes

@@ -18,6 +18,9 @@ from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Runtime, close
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# How far drafts in fewer bits may be from those of the stock modules: a share of their norm. It was 0.11 at most over 168
+# steps of SmolLM2-135M-Instruct, and 0 in half of them.
+_OF_DRAFTS = 0.25
 # Bytes of weights that threads read between two waits, below which they take longer to wait than to read.
 _WORTH_A_THREAD = 1 << 15
 # Of a cache, in bytes.
@@ -48,8 +51,11 @@ class Native(Runtime):
         return with_recorded_attention(model)
 
     def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        # A sum that differs in its last bit may round an input of the next product to the level beside it.
-        return close(given, expected, 0.5 if kind.path.precision is None else 0.25)
+        if kind.path.precision is None:
+            return close(given, expected)
+        # A sum that differs in its last bit may round an input of the next product to the level beside it, and a model
+        # with outliers makes percents of that. It is a draft, which the target judges.
+        return close(given, expected, _OF_DRAFTS)
 
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]

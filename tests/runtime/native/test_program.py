@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
@@ -17,7 +19,7 @@ from helpers.tiers import in_turns
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.runtime import Eager, Native, Runtime
+from selfspec.runtime import Eager, Native, Runtime, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
 from selfspec.runtime.recorded import runner_for
@@ -207,3 +209,18 @@ def test_passes_beside_other_load_give_the_same_bits(threads: None) -> None:
     finally:
         stop.set()
         load.join()
+
+
+def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model with outliers makes percents of a last bit: the target judges what such a step drafts."""
+    stock = runtime.close
+
+    def seen(given: tuple[Tensor, ...], *others: Any) -> bool:
+        return stock(tuple(each * 1.12 for each in given), *others)
+
+    monkeypatch.setattr(program, "close", seen)
+    spec = wrapped(built("llama"), selfspec.drafts.LowPrecision())
+    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    # The target's own passes are not let off.
+    assert {kind.path.precision is not None for kind in spec.programs.proved} == {True}
+    assert {kind.path.precision is not None for kind in spec.programs.refusals} == {False}
