@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 _PAGE = 1 << 21
+_GROUP = Path("/sys/fs/cgroup")
 _MOST_PAGES = 32
 # Of a cache, in bytes.
 _LINE = 64
@@ -34,9 +37,13 @@ class LargePages:
             return tensor
         if self._piece is None or self._used + tensor.nbytes > len(self._piece):
             pages = max(self._pages, math.ceil(tensor.nbytes / _PAGE))
-            self._piece = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._piece.madvise(mmap.MADV_HUGEPAGE)
-            self._used, self._pages = 0, min(2 * self._pages, _MOST_PAGES)
+            try:
+                piece = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                piece.madvise(mmap.MADV_HUGEPAGE)
+            # This kernel has none, or the process may not take more memory.
+            except OSError:
+                return tensor
+            self._piece, self._used, self._pages = piece, 0, min(2 * self._pages, _MOST_PAGES)
         room = torch.frombuffer(self._piece, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += math.ceil(tensor.nbytes / _LINE) * _LINE
         return room.view(tensor.shape).copy_(tensor)
@@ -47,8 +54,18 @@ def move_weights(model: nn.Module) -> None:
     """Move a model's weights to large pages, where there is free memory for a copy of them."""
     weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
     wanted = sum(weight.nbytes for weight in weights)
-    if not hasattr(mmap, "MADV_HUGEPAGE") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < wanted:
+    if not hasattr(mmap, "MADV_HUGEPAGE") or _free_memory() < wanted:
         return
     pages = LargePages()
     for weight in weights:
         weight.data = pages.moved(weight.data)
+
+
+def _free_memory() -> int:
+    """Bytes that are free, here and in the control group of the process; what caches hold does not count as free."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Without a limit the file says "max"; without control groups there is none.
+    with suppress(OSError, ValueError):
+        most, taken = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, most - taken)
+    return free

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers import tiny
+from selfspec.kernels import large_pages
 from selfspec.kernels.large_pages import LargePages, move_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
@@ -69,3 +70,22 @@ def test_without_free_memory_weights_stay(monkeypatch: pytest.MonkeyPatch) -> No
     places = [weight.data_ptr() for weight in model.parameters()]
     move_weights(model)
     assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
+def test_a_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_pages, "_GROUP", tmp_path)
+    model = tiny.llama()
+    places = [weight.data_ptr() for weight in model.parameters()]
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("999990\n")
+    move_weights(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+    (tmp_path / "memory.max").write_text("max\n")
+    move_weights(model)
+    assert [weight.data_ptr() for weight in model.parameters()] != places
+
+
+def test_a_kernel_without_large_pages_leaves_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    tensor = torch.ones(5)
+    assert LargePages().moved(tensor) is tensor
