@@ -41,7 +41,8 @@ class RecordedRunner(ModelRunner):
         kind = self._kind(call, slots)
         return self._programs.run(
             kind,
-            PassTensors(call.tokens, call.entering, slots),
+            # A program knows one way in which tokens lie.
+            PassTensors(call.tokens.contiguous(), call.entering, slots),
             stock=lambda: self._run_stock(call),
             function=lambda: self._function(kind),
         )

@@ -99,6 +99,7 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(draft: str) ->
     stock = ragged_samples(wrapped(model, DRAFTS[draft], Eager()), PROMPT, NEW)
     spec = wrapped(model, DRAFTS[draft])
     assert ragged_samples(spec, PROMPT, NEW) == stock
+    assert not spec.programs.refusals
     assert any(not kind.uniform for kind in spec.programs.proved)
 
 
