@@ -85,9 +85,9 @@ def runner_for(
 
     Without `programs` the stock modules run every pass.
     """
-    # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     # No program reads packed weights.
     recordable = takes(model, "position_ids") and not adapter.publishes and not any(packed_layers(model))
+    # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)
         if bound is not None:

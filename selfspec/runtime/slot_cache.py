@@ -37,7 +37,7 @@ class SlotCache(Cache):
         """Number of slots before the pass's tokens; a tensor of one where the device alone knows."""
         if self._padded:
             return self._slot_mapping[:, 0].amax()
-        return _number(self._visible.shape[0]) - int(self._slot_mapping.shape[1])
+        return self._visible.shape[0] - self._slot_mapping.shape[1]
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Slot of the pass's first token."""
@@ -45,7 +45,7 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[Any, int]:
         """Number of slots the pass looks at, and the first of them."""
-        return _number(self._visible.shape[0]), 0
+        return self._visible.shape[0], 0
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
         slots = self._slot_mapping.to(buffer.device)
@@ -55,8 +55,3 @@ class SlotCache(Cache):
             rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
             buffer[rows, :, slots] = states.transpose(1, 2)
         return buffer[:, :, : self._visible.shape[0]]
-
-
-def _number(size: Any) -> Any:
-    """A size that is no part of a trace, where models ask for one but need it for nothing; symbols stay symbols."""
-    return size if isinstance(size, torch.SymInt) else int(size)
