@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -107,16 +108,12 @@ class Generation(Iterator[Round]):
         Raises:
             NonFiniteLogitsError: after the last round, if a row ended for that reason.
         """
-        try:
-            # Tensors of one mode cannot be written in the other, and a caller may go on elsewhere than it began.
-            with torch.inference_mode(self._inference), torch.no_grad():
-                return next(self._rounds)
-        except StopIteration:
-            failed = tuple(sorted(self._group.failed))
-            self._group.failed.clear()
-            if failed:
-                raise NonFiniteLogitsError(self.output(), failed) from None
-            raise
+        # Tensors of one mode cannot be written in the other, and a caller may go on elsewhere than it began.
+        with torch.inference_mode(self._inference), torch.no_grad():
+            for committed in self._rounds:
+                return committed
+        self._check_finite()
+        raise StopIteration
 
     def close(self) -> None:
         """Stop here and complete `stats`. Nothing else requires it."""
@@ -129,9 +126,16 @@ class Generation(Iterator[Round]):
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
         """
-        for _ in self:
-            pass
+        with torch.inference_mode(self._inference), torch.no_grad():
+            deque(self._rounds, maxlen=0)
+        self._check_finite()
         return self.output()
+
+    def _check_finite(self) -> None:
+        failed = tuple(sorted(self._group.failed))
+        self._group.failed.clear()
+        if failed:
+            raise NonFiniteLogitsError(self.output(), failed)
 
     def answer(self) -> GenerateOutput | Tensor:
         """Run all remaining rounds and return what `model.generate` would.

@@ -14,7 +14,7 @@ from selfspec.decode.output import Round
 from selfspec.decode.prefill import prefill
 from selfspec.decode.request import Request
 from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.decode.steps import commit, propose, verify
+from selfspec.decode.steps import begin_round, commit, verify
 from selfspec.draft import Proposer
 
 
@@ -60,7 +60,8 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         clock: times its phases.
     """
     with clock.phase("draft"):
-        draft = propose(batch, proposer)
+        budget = begin_round(batch)
+        draft = proposer.propose(batch, budget) if proposer is not None and budget.depth else batch.no_draft()
     with clock.phase("verify"):
         logits = verify(batch, draft)
     with clock.phase("accept"):  # ends with the one synchronisation of the round

@@ -1,4 +1,4 @@
-"""The steps of a round but judging: propose a draft, verify it in one target pass, commit the verdict.
+"""The steps of a round but drafting and judging: begin it, verify its draft in one target pass, commit the verdict.
 
 Rows whose logits are not finite are tried once more without a draft, and ended if that does not help. A draft token may
 be the cause. Plain decoding might never have read that token, and its NaN spoils other places of the block as well,
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round, RowRound
-from selfspec.draft import Draft, Proposer, Verdict
+from selfspec.draft import Draft, Verdict
+from selfspec.draft.draft import Budget
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
 
 
-def propose(batch: Batch, proposer: Proposer | None) -> Draft:
-    """Begin a round: give it fresh noise and room in the cache, and let the proposer draft.
+def begin_round(batch: Batch) -> Budget:
+    """Give a round fresh noise and room in the cache, and say how much may be drafted.
 
-    There is no draft without a proposer, nor in the round that reads the last embedding of a prompt, nor while the
-    logits of some row are not finite.
+    There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
+    finite.
     """
     batch.noise.begin_round()
     batch.cache.reserve(batch.longest)
     # What draft tokens left in the cache of rows that are tried once more.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
-    if proposer is None or batch.nonfinite_rows or batch.first_embeddings is not None:
-        return batch.no_draft()
+    if batch.nonfinite_rows or batch.first_embeddings is not None:
+        return Budget.chain(0)
     wanted = max(map(batch.remaining, batch.unfinished))
-    budget = batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])
-    return proposer.propose(batch, budget) if budget.depth else batch.no_draft()
+    return batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])
 
 
 def verify(batch: Batch, draft: Draft) -> Tensor:

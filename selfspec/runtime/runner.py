@@ -5,7 +5,8 @@ This one runs the stock modules. `selfspec.runtime.recorded` has the other, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -127,11 +128,15 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: the block is a tree, and this model reads chains alone.
         """
-        return self._spread(self._run(PassCall(path, tokens, first, entering, head, taps=taps)), head)
+        call = PassCall(path, tokens, first, entering, head, taps=taps)
+        with self._reading(call):
+            return self._spread(self._run_in_block(call), head)
 
     def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
         """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
-        return self._run(PassCall(path, tokens, first, base=self._base)).states
+        call = PassCall(path, tokens, first, base=self._base)
+        with self._reading(call):
+            return self._run_in_block(call).states
 
     def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
@@ -192,11 +197,13 @@ class ModelRunner:
         # Only a head of plain weights can be exchanged for one that draws on some of them.
         return Pass(head.spread(result.logits, self.vocabulary), result.states, result.features)
 
-    def _run(self, call: PassCall) -> PassResult:
+    @contextmanager
+    def _reading(self, call: PassCall) -> Iterator[None]:
+        """Prepare the cache for a pass over nodes of the open block."""
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
         with self._cache.reading(call.tokens.shape[1], call.first), for_new_lengths(self.device):
-            return self._run_in_block(call)
+            yield
 
     def _run_stock(self, call: PassCall) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""

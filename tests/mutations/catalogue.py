@@ -174,7 +174,8 @@ CATALOGUE = (
         "Purpose.ACCEPT", (_DRAWN,)),
     Mutation("all draft tokens of a round are drawn with the same noise", "Batch.draw_draft",
         "self.sampling.draw(_1, _2, _3, place)", "self.sampling.draw(_1, _2, _3, 0)", (_DRAWN,)),
-    Mutation("a round reuses the noise of the round before", "propose", "batch.noise.begin_round()", "None", (_DRAWN,)),
+    Mutation("a round reuses the noise of the round before", "begin_round", "batch.noise.begin_round()", "None",
+        (_DRAWN,)),
     Mutation("a round reuses the noise of the one eight rounds before", "Noise._bits", "rounds + self._rounds[:, None]",
         "rounds + 0 * self._rounds[:, None]", ("test_noise.py",)),
     Mutation("rows that are left reuse the noise of their first rounds", "Noise._of_rows",
@@ -325,7 +326,7 @@ CATALOGUE = (
         "new[:rows, :, :slots] = old[:rows, :, :slots]", "new[:rows, :, :slots] = 0", (_CACHE,)),
     Mutation("prefill reads a padded row from its padding on", "prefill",
         "request.read[row, columns[row].nonzero().flatten()[-1 - count:-1]]", "request.read[row, :count]", (_RAGGED,)),
-    Mutation("NaN that a draft token left in the cache stays there", "propose", "batch.cache.scrub(_1)",
+    Mutation("NaN that a draft token left in the cache stays there", "begin_round", "batch.cache.scrub(_1)",
         "pass", ("test_generate.py", "-k", "spoils")),
     # Trees.
     Mutation("a node sees its sibling", "OpenBlock.tables", "torch.tensor(path) + 1",
