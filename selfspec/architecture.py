@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -219,6 +220,11 @@ class MtpLayout:
         """How many modules a config says there are; 0 where it says nothing."""
         found = (getattr(config, name, None) for name in self.counts)
         return next((count for count in found if type(count) is int), 0)
+
+    def held(self, names: Iterable[str], depth: int) -> int:
+        """Count the modules that some names are of, in a checkpoint of a model of `depth` layers."""
+        listed = list(names)
+        return next(module for module in count() if not self.renamed(listed, depth, module))
 
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
         """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm` and `block.`, each and an end.

@@ -11,6 +11,7 @@ from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
+    from selfspec.draft.heads.mtp import HeldModules
     from selfspec.model.summary import ModelSummary, Weights
     from selfspec.placement.planned import CheckpointSummary, PlannedCheckpoint
 
@@ -23,24 +24,32 @@ def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> Che
 
     The draft cost ratio c is what a draft step reads over what a target step reads, head included.
     """
+    from selfspec.draft.heads.mtp import held_modules
     from selfspec.model.checkpoint import find_device, read_config
     from selfspec.model.summary import describe_config
     from selfspec.placement.planned import CheckpointSummary, plan_checkpoint
     from selfspec.placement.weight_source import source_for
 
     prepare_process(threads=None)
-    summary = describe_config(read_config(model_place(model)))
+    config = read_config(model_place(model))
+    summary, modules = describe_config(config), held_modules(model_place(model), config)
     planned = None
     if budget.memory is not None:
         source = source_for(find_device("auto"))
         planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.context, source)
     if output == "text":
-        _print(model, summary, planned, budget)
+        _print(model, summary, modules, planned, budget)
     plan = None if planned is None else planned.to_dict()
-    return CheckpointSummary(**vars(summary), checkpoint=model, plan=plan)
+    return CheckpointSummary(**vars(summary), checkpoint=model, mtp=modules, plan=plan)
 
 
-def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None, budget: MemoryOptions) -> None:
+def _print(
+    model: str,
+    summary: ModelSummary,
+    modules: HeldModules | None,
+    planned: PlannedCheckpoint | None,
+    budget: MemoryOptions,
+) -> None:
     exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
     target = ("target", f"{summary.target_bytes_read:,}", "1.000")
     fewer = [(f"int{each.bits}", f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
@@ -48,7 +57,7 @@ def _print(model: str, summary: ModelSummary, planned: PlannedCheckpoint | None,
     total = "total, tied weights once" if summary.tied else "total"
     whole = (total, f"{summary.total.parameters:,}", f"{summary.total.bytes:,}")
     tables = [
-        facts_table(_overview(model, summary)),
+        facts_table(_overview(model, summary) | ({} if modules is None else {"MTP modules": str(modules)})),
         figures_table("Weights", ["part"], ["parameters", "bytes"], [*parts, (), whole]),
         figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"], fewer),
         figures_table(

@@ -13,6 +13,7 @@ import torch
 from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
+from selfspec.draft.heads.mtp import HeldModules
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.summary import ModelSummary
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
@@ -45,10 +46,12 @@ class CheckpointSummary(ModelSummary):
     """`selfspec inspect`: bytes are those in memory.
 
     Attributes:
+        mtp: its modules for multi-token prediction; null: checkpoints of this architecture have none.
         plan: with --memory: what would stay, what is streamed, and how fast.
     """
 
     checkpoint: str
+    mtp: HeldModules | None = None
     plan: dict[str, Any] | None = None
 
 

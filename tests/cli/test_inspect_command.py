@@ -6,8 +6,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from helpers import published_heads
 from helpers.running import Invoke
 from selfspec.model.summary import describe
 
@@ -37,6 +39,24 @@ def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, s
     assert found.pop("checkpoint") == str(copied)
     assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
     assert found == json.loads(json.dumps(asdict(describe(stories))))
+
+
+def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, tmp_path: Path) -> None:
+    published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    module = [each for name, each in weights.items() if ".layers.4." in name]
+    shown = invoke("inspect", str(tmp_path)).stdout
+    assert f"1, {sum(each.numel() for each in module):,} parameters: draft mtp" in shown
+    save_file(
+        {name: each for name, each in weights.items() if ".layers.4." not in name}, tmp_path / "model.safetensors"
+    )
+    shown = " ".join(invoke("inspect", str(tmp_path)).stdout.split())
+    assert "the config promises 1, and the files have none: download the checkpoint whole" in shown
+    found = json.loads(invoke("inspect", str(tmp_path), "--output", "json").stdout)["mtp"]
+    assert found == {"promised": 1, "held": 0, "parameters": 0}
+    (tmp_path / "model.safetensors").unlink()
+    found = json.loads(invoke("inspect", str(tmp_path), "--output", "json").stdout)["mtp"]
+    assert found == {"promised": 1, "held": None, "parameters": 0}
 
 
 def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:

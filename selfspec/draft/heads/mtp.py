@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter, MtpLayout
 from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import Drafter
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
@@ -66,6 +67,10 @@ class MultiTokenPrediction(HeadDrafter):
     """
 
     source: str | None = None
+
+    @classmethod
+    def variants(cls, depth: int) -> Sequence[Drafter]:
+        return [cls()]
 
     def points(self, depth: int) -> tuple[Point, ...]:
         return ("normed",)
@@ -155,16 +160,13 @@ class MultiTokenPrediction(HeadDrafter):
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:
             return HeadFolder.at(self.source)
-        name = model.name_or_path
-        if name and Path(name).is_dir():
-            return HeadFolder(Path(name))
-        cached = try_to_load_from_cache(name, "config.json") if name else None
-        if not isinstance(cached, str):
+        folder = _folder_of(model.name_or_path)
+        if folder is None:
             raise HeadError(
                 "a module for multi-token prediction is read from the files of the checkpoint, and this model was not "
                 "loaded from a folder; write mtp:FOLDER"
             )
-        return HeadFolder(Path(cached).parent)
+        return HeadFolder(folder)
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> MultiTokenPrediction:
@@ -173,6 +175,63 @@ class MultiTokenPrediction(HeadDrafter):
     @property
     def spelling(self) -> str:
         return "mtp" if self.source is None else f"mtp:{self.source}"
+
+
+@dataclass(frozen=True)
+class HeldModules:
+    """The modules for multi-token prediction of a checkpoint.
+
+    Attributes:
+        promised: how many its config says there are; 0: it says nothing.
+        held: how many its files hold; None: its files are not all here.
+        parameters: of these.
+    """
+
+    promised: int
+    held: int | None
+    parameters: int
+
+    def __str__(self) -> str:
+        if self.held:
+            return f"{self.held}, {self.parameters:,} parameters: draft mtp"
+        lacking = (
+            "the weights are not here" if self.held is None else "the files have none: download the checkpoint whole"
+        )
+        return f"the config promises {self.promised}, and {lacking}" if self.promised else "none in the files"
+
+
+def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
+    """Say which modules a checkpoint holds, by the headers of its files.
+
+    Args:
+        name: its folder, or its name on the hub, of which only what is on this machine is looked at.
+        config: its configuration.
+
+    Returns:
+        None where checkpoints of this architecture have none that selfspec knows.
+    """
+    layout, text = mtp_layout(config), config.get_text_config(decoder=True)
+    if layout is None:
+        return None
+    folder = _folder_of(name)
+    try:
+        shapes = HeadFolder(folder).shapes() if folder is not None else None
+    except HeadError:
+        shapes = None
+    if shapes is None:
+        return HeldModules(layout.promised(text), None, 0)
+    depth = text.num_hidden_layers
+    modules = [layout.renamed(shapes, depth, module) for module in range(layout.held(shapes, depth))]
+    size = sum(torch.Size(shapes[each]).numel() for names in modules for each in names)
+    return HeldModules(layout.promised(text), len(modules), size)
+
+
+def _folder_of(name: str) -> Path | None:
+    """Return where the files of a checkpoint of that name are; None: not on this machine."""
+    if name and Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    cached = try_to_load_from_cache(name, "config.json") if name else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _layout(model: PreTrainedModel) -> MtpLayout:

@@ -15,7 +15,7 @@ from selfspec.control.forecast import Forecast, forecast
 from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, Suffixes, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, HeadError
 from selfspec.measure.costs import MeasuredCosts
 
 # Acceptance while generating may be better than the formula's, which takes one rate for all positions.
@@ -49,17 +49,16 @@ class Candidate:
 
 
 def considered(depth: int, drafters: Sequence[Drafter] | None) -> dict[str, Drafter]:
-    """Return the drafts to consider by name: those given, else what drafters declare; always 8 and 4 bits.
+    """Return the drafts to consider by name: those given, else what drafters declare.
+
+    What needs no training is always tried: 8 and 4 bits, and what a checkpoint brings along.
 
     Raises:
         DraftConfigError: one is no draft, does not fit the depth, is named twice, or has no name for a profile.
     """
-    bits = [LowPrecision(8), LowPrecision(4)]
-    if drafters is None:
-        usual: list[Drafter] = [each for each in _declared(depth) if isinstance(each, LayerPathDrafter)]
-    else:
-        # What needs no training is tried beside what was asked for.
-        usual = [*drafters, *(each for each in bits if each not in drafters)]
+    declared = [each for each in _declared(depth) if each.runs != "nothing"]
+    untrained = [LowPrecision(8), LowPrecision(4), *(each for each in declared if each.runs == "model")]
+    usual = declared if drafters is None else [*drafters, *(each for each in untrained if each not in drafters)]
     named: dict[str, Drafter] = {}
     for draft in usual:
         if not isinstance(draft, Drafter):
@@ -92,10 +91,13 @@ def _declared(depth: int) -> Iterator[Drafter]:
 
 
 def fitting(drafters: Mapping[str, Drafter], model: PreTrainedModel, adapter: Adapter) -> dict[str, Drafter]:
-    """Those of some drafts that the model does not refuse: a model that is quantised has no use for fewer bits."""
+    """Return those of some drafts that the model does not refuse.
+
+    One that is quantised has no use for fewer bits, and few checkpoints have a head.
+    """
     fit: dict[str, Drafter] = {}
     for name, draft in drafters.items():
-        with suppress(DraftConfigError):
+        with suppress(DraftConfigError, HeadError):
             draft.check_model(model, adapter)
             fit[name] = draft
     return fit
@@ -143,7 +145,7 @@ def to_confirm(
         drafters: by the same names.
         nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
         corpus: a file of `selfspec index`, for suffix trees; None: none.
-        others: that were asked for and are no path of the model.
+        others: that are no path of the model; those that run a head or another model grow trees as well.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -157,7 +159,8 @@ def to_confirm(
         candidates += [Candidate(Recycling(), budget) for budget in budgets]
         candidates += [Candidate(Union(*free), budget) for budget in budgets if corpus is not None]
         candidates += [Candidate(Union(*free, path), nodes) for path in worth[:1]]
-    return {each.name: each for each in [*others, *candidates]}
+    grown = [replace(each, nodes=nodes) for each in others if nodes > 1 and each.draft.runs == "model"]
+    return {each.name: each for each in [*others, *grown, *candidates]}
 
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:

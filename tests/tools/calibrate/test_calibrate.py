@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from helpers import tiny
+from helpers import published_heads, tiny
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware
@@ -80,10 +81,10 @@ def _costs(**steps: float) -> MeasuredCosts:
 
 def test_drafts_that_are_given_take_the_place_of_exits_and_of_nothing_else() -> None:
     exact, low = ["exit:1", "exit:2", "exit:3"], ["int8", "int4", "int8+exit:1", "int8+exit:2", "int8+exit:3"]
-    assert list(considered(4, None)) == [*exact, *low]
-    # Fewer bits need no training, and are never dropped for what was named.
-    assert list(considered(4, [LayerSkip(layers=[1])])) == ["skip:layers=1", "int8", "int4"]
-    assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8"]
+    assert list(considered(4, None)) == [*exact, *low, "mtp"]
+    # Fewer bits and what checkpoints bring along need no training, and are never dropped for what was named.
+    assert list(considered(4, [LayerSkip(layers=[1])])) == ["skip:layers=1", "int8", "int4", "mtp"]
+    assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,23 @@ def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None
         considered(4, drafts)
 
 
+def test_a_module_in_the_checkpoint_is_tried_without_being_asked_for(tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    profile = calibrate(made.model, [tiny.prompt(5)], [EarlyExit(3)], replace(SETTINGS, nodes=4))
+    for kind in ("greedy", "sampled"):
+        tried = {each["name"]: each for each in profile.report[kind]["confirmed"]}
+        assert tried["mtp"]["acceptance_rate"] is not None
+        assert "mtp, 4 nodes" in tried
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if "layers.4" not in name}, tmp_path / "model.safetensors")
+    adapter = find_adapter(made.model)
+    assert "mtp" not in fitting(considered(4, None), made.model, adapter)
+    assert "mtp" not in fitting(considered(4, None), tiny.llama(), adapter)
+
+
 def test_any_draft_may_be_considered_and_its_path_is_measured() -> None:
     found = considered(4, [Cascade(PromptLookup(), LayerSkip(layers=[1])), Repeat()])
-    assert list(found) == ["lookup+skip:layers=1", f"{__name__}:Repeat", "int8", "int4"]
+    assert list(found) == ["lookup+skip:layers=1", f"{__name__}:Repeat", "int8", "int4", "mtp"]
     assert list(paths_of(found)) == ["skip:layers=1", "int8", "int4"]
     others = [Candidate(each) for each in list(found.values())[:2]]
     costs = _costs(skip_layers=0.5)
