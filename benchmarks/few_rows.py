@@ -1,4 +1,4 @@
-"""Linear layers of a block of few tokens on a CPU: torch's own, selfspec's view of them, and packed ones.
+"""Linear layers of a block of few tokens on a CPU: torch's own and selfspec's view of them.
 
     python benchmarks/few_rows.py
 
@@ -9,7 +9,6 @@ What selfspec's view does depends on the processor, so each kind has a file of r
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from collections.abc import Sequence
 
@@ -20,7 +19,6 @@ from torch import nn
 
 from selfspec.environment import environment
 from selfspec.runtime.few_rows import for_few_rows
-from selfspec.runtime.packed import PackedLinear
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
@@ -54,13 +52,9 @@ def _measured(width: int, outputs: int, threads: int, options: argparse.Namespac
     dtype = getattr(torch, options.dtype)
     number = max(2, _BYTES // (dtype.itemsize * width * outputs))
     layers = [nn.Linear(width, outputs, bias=False, dtype=dtype) for _ in range(number)]
-    packed = copy.deepcopy(layers)
-    for layer in packed:
-        PackedLinear.take(layer)
     ways: dict[str, Sequence[nn.Module]] = {
         "torch": layers,
         "selfspec": [for_few_rows(layer) for layer in layers],
-        "packed": packed,
     }
     cases = [(way, rows) for rows in _ROWS for way in ways]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
@@ -90,7 +84,7 @@ def _table(figures: list[dict[str, object]]) -> str:
     groups = dict.fromkeys((figure["threads"], str(figure["shape"])) for figure in figures)
     for threads, shape in groups:
         own = [figure for figure in figures if (figure["threads"], str(figure["shape"])) == (threads, shape)]
-        for way in ("torch", "selfspec", "packed"):
+        for way in ("torch", "selfspec"):
             cells = " | ".join(f"{figure[way]:.2f}" for figure in own)
             lines.append(f"| {threads} | {shape[1:-1].replace(', ', ' to ')} | {way} | {cells} |")
     return "\n".join(lines) + "\n"

@@ -230,8 +230,6 @@ CALLS["BatchCosts of rows twice"] = lambda g: selfspec.BatchCosts((selfspec.Cost
 _each("Native", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.Native(after=v))
 _each("CudaGraphs", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.CudaGraphs(after=v))
 _each("CudaGraphs bucket", [1, 0, False, 8.0], lambda g, v: selfspec.runtime.CudaGraphs(0, v))
-_each("pack", NO_MODELS, lambda g, v: selfspec.runtime.pack(v))
-_each("unpack", [None, 3, "x", PreTrainedModel], lambda g, v: selfspec.runtime.unpack(v))
 
 # Adapters.
 _each("Adapter layers", [3, None, True, "model.nothing", "", b"x", "lm_head"],

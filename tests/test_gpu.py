@@ -156,11 +156,6 @@ def test_drafts_in_fewer_bits_change_no_token_and_are_accepted(bits: int, runtim
     assert not spec.programs.refusals
 
 
-def test_weights_on_a_device_are_not_packed(model: PreTrainedModel) -> None:
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match="on a CPU"):
-        selfspec.runtime.pack(model)
-
-
 def test_a_model_on_one_device_runs_by_graphs_unless_something_else_is_asked_for(model: PreTrainedModel) -> None:
     spec, native = selfspec.wrap(model), selfspec.wrap(model, runtime=selfspec.runtime.Native())
     assert isinstance(spec.runtime, selfspec.runtime.CudaGraphs)

@@ -140,7 +140,7 @@ class Arms:
         if self.arm is None and device.type == "cuda":
             kinds.add("static")
         runtime = usual_runtime(device) if self.runtime is None else RuntimeName(self.runtime)
-        own = ArmSpec("plain", packed=model.packed, runtime=runtime)
+        own = ArmSpec("plain", runtime=runtime)
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
         named = {draft.strip(): read_draft(draft) for draft in drafts}
         for drafter in named.values():
@@ -292,7 +292,7 @@ def bench(
 
     Each combination of workload, temperature, batch and context is a cell, in which the arms take turns. Cells go to
     `runs.jsonl`, from which the report, its pictures and a table of all texts are made. Repeat an interrupted command
-    to resume it. With --packed selfspec's arms alone run packed weights.
+    to resume it.
 
     Exit status 1 if any arm was refused because its greedy tokens differ from those of `model.generate`.
     """
@@ -345,8 +345,7 @@ def _measure(
         # Texts are worth more or less beside those of plain decoding.
         beside = {"draft", "plain"} if "quality" in parts else {"draft"}
         specs = [spec for spec in specs if spec.kind in beside]
-    # Arms that run packed weights pack a copy.
-    checkpoint = replace(model, packed=False).load() if memory is None else _within(model, memory, specs, cells)
+    checkpoint = model.load() if memory is None else _within(model, memory, specs, cells)
     name = "embedded" if model.model == DEMO else Path(model.model).name
     session = Session(
         name=name if memory is None else f"{name} within {memory}",

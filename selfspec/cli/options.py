@@ -48,9 +48,6 @@ Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="`cpu`, `cuda`, `cuda:1`, ...; `auto`: a CUDA GPU if there is one.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch chooses.")]
-Packed = Annotated[
-    bool, typer.Option("--packed", help="Pack the weights for oneDNN: faster on CPUs with AVX-512, in bfloat16 most.")
-]
 Draft = Annotated[str, typer.Option(metavar="DRAFT", help="What drafts; `selfspec drafts` lists every kind.")]
 DraftLength = Annotated[
     int | None, typer.Option(min=1, help="Draft N tokens a round; by default as many as pay, or none.")
@@ -137,7 +134,6 @@ class ModelOptions(MachineOptions):
 
     model: Model
     dtype: Dtype = "auto"
-    packed: Packed = False
 
     @property
     def place(self) -> str:
@@ -161,12 +157,8 @@ class ModelOptions(MachineOptions):
     def load(self) -> Checkpoint:
         """Load the model and its tokenizer."""
         from selfspec.model.checkpoint import load_checkpoint
-        from selfspec.runtime.packed import pack
 
-        checkpoint = load_checkpoint(self.place, self.dtype, self.device)
-        if self.packed:
-            pack(checkpoint.model)
-        return checkpoint
+        return load_checkpoint(self.place, self.dtype, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +182,6 @@ def load_within(
     assert budget.memory is not None
     if not isinstance(draft, Drafter | bool | None):
         raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
-    if model.packed:
-        raise UnsupportedOptionError("--memory takes plain weights; drop --packed")
     device = None if model.device == "auto" else model.device
     return load(
         model.place,

@@ -27,7 +27,6 @@ _WHAT_DIFFERS = {
     "fingerprint": "weights",
     "model": "model class",
     "threads": "CPU threads",
-    "packed": "packed weights",
     "kernels": "CPU kernels",
     "selfspec": "selfspec version",
     "torch": "torch version",
@@ -67,7 +66,7 @@ class Chosen:
 class _Content:
     """What the file of a profile holds."""
 
-    format: Literal[6]
+    format: Literal[7]
     setting: Setting
     greedy: Chosen
     sampled: Chosen
@@ -123,7 +122,7 @@ class Profile(DraftPolicy):
             StorageError: it cannot be written there.
         """
         place = checked_path("file", file, ProfileError)
-        write_sealed(place, asdict(_Content(6, self.setting, self.greedy, self.sampled, self.report)))
+        write_sealed(place, asdict(_Content(7, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         chosen = self.greedy if greedy else self.sampled
@@ -156,8 +155,7 @@ def described(differences: Mapping[str, tuple[str | int, str | int]]) -> str:
 def remedy(setting: Setting) -> str:
     """The command that calibrates for a setting."""
     threads = f" --threads {setting.threads}" if setting.threads else ""
-    packed = " --packed" if setting.packed else ""
-    return f"selfspec calibrate MODEL --dtype {setting.dtype}{threads}{packed}"
+    return f"selfspec calibrate MODEL --dtype {setting.dtype}{threads}"
 
 
 def _short(value: str | int) -> str:

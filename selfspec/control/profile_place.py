@@ -27,9 +27,8 @@ def default_file(setting: Setting) -> Path:
     """Where the profile of a setting lies. Versions are not in its name: a new one takes the place of an old one."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
     threads = f"_{setting.threads}-threads" if setting.threads else ""
-    packed = "_packed" if setting.packed else ""
     kernels = "_kernels" if setting.kernels else ""
-    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{packed}{kernels}.json"
+    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{kernels}.json"
 
 
 def find_profile(setting: Setting) -> Profile | None:

@@ -12,7 +12,6 @@ from selfspec.environment import device_name
 from selfspec.errors import ProfileError
 from selfspec.kernels import native
 from selfspec.model.fingerprint import fingerprint
-from selfspec.runtime.packed import packed_layers
 from selfspec.version import __version__
 
 
@@ -24,7 +23,6 @@ class Setting:
         fingerprint: of the weights.
         device: the device's own name.
         threads: of the CPU; 0 on other devices, where they hardly matter.
-        packed: whether weights are laid out for oneDNN.
         kernels: whether the CPU kernels run.
     """
 
@@ -33,7 +31,6 @@ class Setting:
     device: str
     dtype: str
     threads: int
-    packed: bool
     kernels: bool
     selfspec: str
     torch: str
@@ -59,7 +56,6 @@ class Setting:
             device=device_name(device),
             dtype=str(model.dtype).removeprefix("torch."),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
-            packed=any(True for _ in packed_layers(model)),
             kernels=device.type == "cpu" and native.load_kernels(),
             selfspec=__version__,
             torch=str(torch.__version__),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from selfspec.errors import SelfSpecError
 from selfspec.model.tensor_parallel import whole
@@ -28,16 +28,11 @@ def fingerprint(model: nn.Module) -> str:
     for name, weight in sorted(model.named_parameters()):
         if weight.is_meta:
             raise ValueError(f"{name} is not in memory")
-        flat = plain(weight.detach()).reshape(-1)
+        flat = whole(weight.detach()).reshape(-1)
         sample = flat[:: -(-flat.numel() // _SAMPLE)] if flat.numel() else flat
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-def plain(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor: itself, or a copy of one that is packed or lies on several processes."""
-    return weight.to_dense() if weight.is_mkldnn else whole(weight)
 
 
 def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:

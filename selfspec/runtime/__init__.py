@@ -2,7 +2,6 @@
 
 from selfspec.runtime.cuda_graphs import CudaGraphs
 from selfspec.runtime.native.program import Native
-from selfspec.runtime.packed import pack, unpack
 from selfspec.runtime.runtime import Eager, Runtime
 
-__all__ = ["CudaGraphs", "Eager", "Native", "Runtime", "pack", "unpack"]
+__all__ = ["CudaGraphs", "Eager", "Native", "Runtime"]

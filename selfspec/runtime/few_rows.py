@@ -4,8 +4,7 @@ torch computes x W^T for one row as a matrix times a vector, at the speed of mem
 without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
 comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
 kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
-benchmarks/few_rows.py. The extension of `selfspec.kernels.native` is faster than both. Weights are neither
-packed nor copied here; `selfspec.runtime.pack` does that.
+benchmarks/few_rows.py. The extension of `selfspec.kernels.native` is faster than both. Weights are not copied.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class ModelState:
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     if tensor.layout is not torch.strided:
-        # Packed weights have no address; programs are given them at each call.
+        # Such tensors have no address.
         return tensor.dtype, tensor.shape
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 

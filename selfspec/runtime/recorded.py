@@ -11,7 +11,6 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
-from selfspec.runtime.packed import packed_layers
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall, with_kernels
@@ -85,8 +84,7 @@ def runner_for(
 
     Without `programs` the stock modules run every pass.
     """
-    # No program reads packed weights.
-    recordable = takes(model, "position_ids") and not adapter.publishes and not any(packed_layers(model))
+    recordable = takes(model, "position_ids") and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)

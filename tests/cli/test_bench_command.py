@@ -95,17 +95,6 @@ def test_the_grid_has_every_combination_once() -> None:
     assert cells[0] == Cell("a", 0.0, 1, 8, 64)
 
 
-def test_packed_arms_stand_beside_plain_generate(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
-    to = tmp_path / "results"
-    words = ("bench", folder, "--workload", texts, *QUICK, *ARMS, "--to", str(to), "--dtype", "float32")
-    ending = invoke(*words, "--temperature", "0", "--packed", "--output", "json")
-    assert ending.status == 0, ending.stderr
-    arms = {arm["name"]: arm for arm in json.loads(ending.stdout)["cells"][0]["arms"]}
-    own = ["selfspec plain, packed", "selfspec exit:2, packed"]
-    assert list(arms) == ["model.generate", "model.generate, prompt look-up", *own]
-    assert all(arms[name]["agreement"]["equal"] == 2 for name in own)
-
-
 def test_graphs_are_refused_where_there_is_no_such_device(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path
 ) -> None:

@@ -57,17 +57,6 @@ def test_prints_the_continuation_and_a_line_break(invoke: Invoke, folder: str, e
     assert (ending.status, ending.stdout, ending.stderr) == (0, expected_text + "\n", "")
 
 
-def test_packed_weights_give_the_same_text(invoke: Invoke, folder: str, expected_text: str) -> None:
-    ending = invoke(*words(folder, "--draft", "exit:3", "--packed", "--dtype", "float32"))
-    assert (ending.status, ending.stdout, ending.stderr) == (0, expected_text + "\n", "")
-
-
-def test_packed_weights_in_a_dtype_without_are_refused(invoke: Invoke, folder: str) -> None:
-    ending = invoke(*words(folder, "--packed", "--dtype", "float64"))
-    assert ending.status != 0
-    assert "no linear layer that can be packed" in ending.stderr
-
-
 def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expected_text: str) -> None:
     ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--output", "json"))
     found = result(ending.stdout)

@@ -79,7 +79,6 @@ COMMANDS = {
         "--memory 1KiB": "too little",
         "--memory -6GiB": "'-6GiB' is no size",
         "--memory '6 gigs'": "'6 gigs' is no size",
-        "--memory 6GiB --packed": "drop --packed",
         "--memory 6GiB --draft auto": "name another --draft",
         "--memory 6GiB --context 9": "raise context to",
     },

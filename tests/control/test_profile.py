@@ -22,7 +22,6 @@ from selfspec.control.profile_place import VARIABLE, default_file, find_profile,
 from selfspec.control.setting import Setting
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.errors import ProfileError, StorageError
-from selfspec.runtime import pack
 
 
 @pytest.fixture
@@ -174,18 +173,6 @@ def test_a_setting_knows_what_it_is(llama: PreTrainedModel) -> None:
     assert setting.device
     other = Setting.of(tiny.llama(seed=1, dtype=torch.float32))
     assert set(setting.differences(other)) == {"fingerprint", "dtype"}
-
-
-def test_packed_weights_are_another_setting(profiles: Path) -> None:
-    model = tiny.llama(dtype=torch.float32)
-    there = Setting.of(model)
-    profile_of(model).save(default_file(there))
-    pack(model)
-    here = Setting.of(model)
-    assert there.differences(here) == {"packed": (False, True)}
-    assert default_file(here) != default_file(there)
-    with pytest.raises(ProfileError, match=r"packed weights no there, yes here.* --packed"):
-        find_profile(here)
 
 
 @pytest.fixture

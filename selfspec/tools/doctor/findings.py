@@ -51,8 +51,6 @@ def _threads(machine: MachineReport) -> Iterator[str]:
 def _gpu(machine: MachineReport) -> Iterator[str]:
     if machine.gpu_without_cuda:
         yield "there is an NVIDIA GPU, but this torch was built for CPUs alone: install a build of torch with CUDA"
-    if machine.bfloat16 and not machine.gpus:
-        yield "this processor multiplies in bfloat16: try --dtype bfloat16 --packed"
 
 
 def _packages(packages: Packages) -> Iterator[str]:

@@ -47,7 +47,6 @@ class MachineReport:
         omp_num_threads: the variable of that name; None where it is not set.
         gpus: names of CUDA devices that torch sees.
         gpu_without_cuda: whether there is a GPU of NVIDIA's, and this torch was built without CUDA.
-        bfloat16: whether the processor multiplies in bfloat16 by instructions of its own.
         kernels: the CPU kernels.
     """
 
@@ -60,7 +59,6 @@ class MachineReport:
     omp_num_threads: str | None
     gpus: list[str]
     gpu_without_cuda: bool
-    bfloat16: bool
     kernels: KernelState
 
 
@@ -81,7 +79,6 @@ def read_machine(cores: SpareCores) -> MachineReport:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         gpus=gpus,
         gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
-        bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         kernels=KernelState(
             native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()
         ),

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.fingerprint import plain
+from selfspec.model.tensor_parallel import whole
 
 # Lists in a config that are as long as a model is deep by chance.
 _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
@@ -83,7 +83,7 @@ def _cut_state(
             if int(layer) not in numbers:
                 continue
             kept = f"{prefix}.{numbers[int(layer)]}.{inside}"
-        state[kept] = plain(weight).detach()
+        state[kept] = whole(weight).detach()
     for place, weights in enumerate(behind, start=len(layers)):
         state |= {f"{prefix}.{place}.{name}": weight for name, weight in weights.items()}
     return state

@@ -51,7 +51,6 @@ class ArmSpec:
         length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         accept: acceptance rule, by name; None: selfspec's default.
-        packed: whether it runs a model whose weights are packed.
         lossless: whether its texts are distributed as the model's own.
         content: of the draft, beyond its name.
     """
@@ -61,7 +60,6 @@ class ArmSpec:
     length: int | None = None
     nodes: int | None = None
     accept: str | None = None
-    packed: bool = False
     runtime: RuntimeName = RuntimeName.NATIVE
     lossless: bool = True
     content: str = ""
@@ -72,7 +70,7 @@ class ArmSpec:
         length = "" if self.length is None else f", length {self.length}"
         nodes = "" if self.nodes is None else f", {self.nodes} nodes"
         rule = "" if self.accept is None else f", {self.accept}"
-        how = (", packed" if self.packed else "") + _RUNTIMES[self.runtime]
+        how = _RUNTIMES[self.runtime]
         draft = self.draft or ""
         names: dict[ArmKind, str] = {
             "generate": "model.generate",
@@ -201,7 +199,7 @@ Arm = OwnArm | StockArm
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel, given: Given | None = None) -> Arm:
-    """The arm that a spec names, of a stock model; packed, if the spec says so."""
+    """The arm that a spec names, of a stock model."""
     return OwnArm(spec, model, given or Given()) if spec.own else StockArm(spec, model)
 
 

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from selfspec.measure.peak_memory import peak_memory
-from selfspec.model.fingerprint import plain
+from selfspec.model.tensor_parallel import whole
 from selfspec.placement.resident import resident_bytes
-from selfspec.runtime.packed import pack
 from selfspec.tools.lab.arms import ArmSpec, make_arm
 from selfspec.tools.lab.cell import Cell, Prompts
 
@@ -79,11 +78,9 @@ def _measure(job: _Job) -> PeakMemory | None:
     torch.set_num_threads(job.threads)
     before = _in_use(job.device)
     model = AutoModelForCausalLM.from_pretrained(job.place, dtype=job.dtype).to(job.device).eval()
-    if job.arm.packed:
-        pack(model)
     # Weights may be mapped from their file, and are not in memory before they are read.
     for weight in model.parameters():
-        plain(weight).sum()
+        whole(weight).sum()
     weights = _in_use(job.device) - before
     arm, prompts = make_arm(job.arm, model), Prompts(job.prompts.ids.to(job.device), job.prompts.mask.to(job.device))
     few = Prompts.of_one_length(prompts.ids[:, -_FEW:])

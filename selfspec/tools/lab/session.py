@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.environment import environment
 from selfspec.measure.expected_time import Watch
 from selfspec.measure.spare_cores import CoreWatch
-from selfspec.runtime.packed import pack
 from selfspec.tools.lab.arms import ArmSpec, make_arm
 from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.drafts import Given
@@ -67,12 +65,7 @@ class Session:
         Returns:
             All of the cells, measured now or before.
         """
-        own_model = self.model
-        if any(spec.packed for spec in self.specs):
-            # What it is compared with runs plain weights.
-            own_model = copy.deepcopy(self.model)
-            pack(own_model)
-        arms = [make_arm(spec, own_model if spec.packed else self.model, self.given) for spec in self.specs]
+        arms = [make_arm(spec, self.model, self.given) for spec in self.specs]
         setups = {cell: self._setup(prompts) for cell, prompts in cells.items()}
         found = {}
         for cell, setup in setups.items():
@@ -100,7 +93,7 @@ class Session:
             going = [arm for arm in arms if arm.spec not in records]
             results = measure(self.model, cell, going, prompts, repeats, warm_up, tick)
             load = busy.read()
-            costs = costs_of(own_model, cell, going, prompts) if "costs" in self.parts else [None] * len(going)
+            costs = costs_of(self.model, cell, going, prompts) if "costs" in self.parts else [None] * len(going)
             for result, cost in zip(results, costs, strict=True):
                 memory = None
                 if cell in weighed and self.place is not None and result.absence is None:

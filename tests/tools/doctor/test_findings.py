@@ -25,7 +25,6 @@ MACHINE = MachineReport(
     omp_num_threads=None,
     gpus=[],
     gpu_without_cuda=False,
-    bfloat16=False,
     kernels=KERNELS,
 )
 PACKAGES = Packages({"torch": "2.13.0"}, {}, {}, {})
@@ -49,7 +48,6 @@ def test_nothing_is_found_where_nothing_is_slow() -> None:
         (replace(MACHINE, cores=SpareCores(4, 1.2)), "only 1.2 of 4 cores are free", "--threads 1"),
         (replace(MACHINE, threads=1, omp_num_threads="1"), "OMP_NUM_THREADS=1 holds torch to 1 of 4", "--threads 4"),
         (replace(MACHINE, gpu_without_cuda=True), "built for CPUs alone", "torch with CUDA"),
-        (replace(MACHINE, bfloat16=True), "bfloat16", "--packed"),
     ],
 )
 def test_a_cause_comes_with_its_remedy(machine: MachineReport, cause: str, remedy: str) -> None:

@@ -13,11 +13,10 @@ from selfspec.tools.lab.memory import measure_memory
 CELL = Cell("w", 0.0, 2, 8, 16)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.tools
-def test_a_process_of_its_own_weighs_an_arm(packed: bool) -> None:
+def test_a_process_of_its_own_weighs_an_arm() -> None:
     prompts = Prompts.of_one_length(torch.arange(10, 26).view(2, 8))
-    arm = ArmSpec("draft", "exit:4", packed=packed)
+    arm = ArmSpec("draft", "exit:4")
     found = measure_memory(arm, CELL, prompts, str(checkpoint_folder()), torch.float32)
     if found is None:
         pytest.skip("this system does not tell")

@@ -74,7 +74,7 @@ def test_cells_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Path
 def test_whatever_may_be_kept_is_read_back(tmp_path: Path) -> None:
     some = Estimate(0.2, 0.1, 0.3, 0.9)
     costs = PassCosts(some, some, {2: some, 4: some}, {1: some, 4: some}, some)
-    specs = [ArmSpec("draft", "exit:1", 4, 8, "token", packed=True, runtime=name) for name in RuntimeName]
+    specs = [ArmSpec("draft", "exit:1", 4, 8, "token", runtime=name) for name in RuntimeName]
     assert len({spec.name for spec in specs}) == len(specs)
     full = replace(
         record("draft", [[1.0]]),
