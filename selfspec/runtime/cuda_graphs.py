@@ -12,6 +12,7 @@ from torch import Tensor
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.process_lock import ProcessLock
+from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
 
 # Graphs of one kind of pass: one for each bucket of slots and each cache.
@@ -54,6 +55,8 @@ class CudaGraphs(Runtime):
         return len(lengths) >= TRIALS
 
     def program(self, function: Function, example: PassTensors) -> Function:
+        # What waits for the device would fail a capture half-way.
+        run_watched(lambda: function(example.flat()))
         return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:

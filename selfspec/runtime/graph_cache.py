@@ -13,7 +13,7 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.recordable import run_watched, why_not
+from selfspec.runtime.recordable import why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 from selfspec.runtime.timer import Timer
 
@@ -197,7 +197,7 @@ class BoundPrograms:
         stock_seconds = timer.now() - began
         try:
             if candidate.program is None:
-                candidate.program = self._made(tensors, function())
+                candidate.program = self._made(tensors, function(), expected)
             began = timer.now()
             given = candidate.program.run(tensors)
             seconds = timer.now() - began
@@ -224,10 +224,9 @@ class BoundPrograms:
                 candidate.refuse("it took longer than the stock modules")
         return expected
 
-    def _made(self, tensors: PassTensors, function: PassFunction) -> _Program:
-        left = run_watched(lambda: function.result(tensors.flat())).states
-        program = self.runtime.program(function, tensors)
-        return _Program(program, function.kind.base is None, None if left is None else tuple(left.attention))
+    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassResult) -> _Program:
+        leaves = None if expected.states is None else tuple(expected.states.attention)
+        return _Program(self.runtime.program(function, tensors), expected.logits is not None, leaves)
 
 
 def _said(error: Exception) -> str:

@@ -102,11 +102,7 @@ class PassFunction:
     config: PreTrainedConfig
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.result(tensors).flat()
-
-    def result(self, tensors: tuple[Tensor, ...]) -> PassResult:
-        """The same, not in a row."""
-        return self.masked(tensors, self._masks(tensors, self.kind.padded))
+        return self.masked(tensors, self._masks(tensors, self.kind.padded)).flat()
 
     def masks(self, tensors: tuple[Tensor, ...]) -> Any:
         """What the model takes as its mask, made even where it needs none: a tensor, or a dict of them."""

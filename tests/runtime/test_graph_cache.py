@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.captures import Again
+from helpers.captures import Again, StandIn
 from helpers.proving import ticking
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
@@ -130,7 +130,7 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
     # Expert by expert, as far as any was chosen.
     model.set_experts_implementation("eager")
-    spec = _wrapped(model)
+    spec = _wrapped(model, runtime=StandIn(0, 8))
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=8, do_sample=False).sequences
     assert found.tolist() == model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
