@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.process_memory import free_bytes
+
 _PAGE = 1 << 21
-_GROUP = Path("/sys/fs/cgroup")
 _MOST_PAGES = 32
 # Of a cache, in bytes.
 _LINE = 64
@@ -54,18 +52,8 @@ def move_weights(model: nn.Module) -> None:
     """Move a model's weights to large pages, where there is free memory for a copy of them."""
     weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
     wanted = sum(weight.nbytes for weight in weights)
-    if not hasattr(mmap, "MADV_HUGEPAGE") or _free_memory() < wanted:
+    if not hasattr(mmap, "MADV_HUGEPAGE") or free_bytes() < wanted:
         return
     pages = LargePages()
     for weight in weights:
         weight.data = pages.moved(weight.data)
-
-
-def _free_memory() -> int:
-    """Bytes that are free, here and in the control group of the process; what caches hold does not count as free."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Without a limit the file says "max"; without control groups there is none.
-    with suppress(OSError, ValueError):
-        most, taken = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, most - taken)
-    return free

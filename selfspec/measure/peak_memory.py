@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.placement.resident import give_back_free_memory, status_bytes
+from selfspec.process_memory import give_back_free_memory, status_bytes
 
 _CLEAR = Path("/proc/self/clear_refs")
 # Writing it to `clear_refs` makes the peak resident set begin again at the present one.

@@ -16,9 +16,9 @@ from selfspec.placement.device_copies import CudaCopies, DeviceCopies
 from selfspec.placement.disk_slots import disk_slots
 from selfspec.placement.host_slots import host_bandwidth, host_slots
 from selfspec.placement.plan import SLOTS, Bandwidth
-from selfspec.placement.resident import machine_bytes, resident_bytes
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 from selfspec.placement.weight_stream import Slot
+from selfspec.process_memory import machine_bytes, resident_bytes
 
 # Bytes of weights that are moved, and multiplied, to see how fast.
 _PROBED = 1 << 27

@@ -14,6 +14,7 @@ import torch
 from selfspec.environment import device_name
 from selfspec.kernels import native
 from selfspec.measure.spare_cores import SpareCores
+from selfspec.process_memory import machine_bytes
 
 _COMPILERS = ("c++", "g++", "clang++")
 
@@ -42,7 +43,7 @@ class MachineReport:
         processor: its name.
         cores: that this process may use, and how many of them were free while it started.
         load: processes that ran or waited in the last minute, on average; None where the system does not tell.
-        memory: bytes of main memory; None as above.
+        memory: bytes of main memory, or of the process's control group; None as above.
         threads: that torch computes with.
         omp_num_threads: the variable of that name; None where it is not set.
         gpus: names of CUDA devices that torch sees.
@@ -74,7 +75,7 @@ def read_machine(cores: SpareCores) -> MachineReport:
         processor=device_name(torch.device("cpu")),
         cores=cores,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        memory=_memory(),
+        memory=machine_bytes(),
         threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         gpus=gpus,
@@ -87,10 +88,3 @@ def read_machine(cores: SpareCores) -> MachineReport:
 
 def _has_ninja() -> bool:
     return find_spec("ninja") is not None or shutil.which("ninja") is not None
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None

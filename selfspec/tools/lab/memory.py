@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from selfspec.measure.peak_memory import peak_memory
 from selfspec.model.tensor_parallel import whole
-from selfspec.placement.resident import resident_bytes
+from selfspec.process_memory import resident_bytes
 from selfspec.tools.lab.arms import ArmSpec, make_arm
 from selfspec.tools.lab.cell import Cell, Prompts
 

@@ -1,4 +1,4 @@
-"""The memory that the process has."""
+"""The memory that the process has, and what it may take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
-_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def resident_bytes() -> int | None:
@@ -34,9 +34,23 @@ def status_bytes(field: str) -> int:
 
 def machine_bytes() -> int | None:
     """The memory of the machine, or of the process's control group, in bytes; None where the system does not tell."""
-    try:
-        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-    limit = _GROUP_LIMIT.read_text().strip() if _GROUP_LIMIT.is_file() else "max"
-    return most if limit == "max" else min(most, int(limit))
+    return min((*_system("SC_PHYS_PAGES"), *_group("memory.max")), default=None)
+
+
+def free_bytes() -> int:
+    """Bytes that are free, here and in the process's control group; what caches hold does not count as free."""
+    taken = sum(_group("memory.current"))
+    return min((*_system("SC_AVPHYS_PAGES"), *(most - taken for most in _group("memory.max"))), default=0)
+
+
+def _system(pages: str) -> list[int]:
+    with suppress(AttributeError, OSError, ValueError):
+        return [os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")]
+    return []
+
+
+def _group(file: str) -> list[int]:
+    # Without a limit the file says "max"; without control groups there is none.
+    with suppress(OSError, ValueError):
+        return [int((_GROUP / file).read_text())]
+    return []
