@@ -16,8 +16,8 @@ from selfspec.cli.options import Model, Output, OutputFormat, Threads, WholeMach
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import model_place
-from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
-from selfspec.tools.train.settings import Averaging, Course, Files, HeadCourse, Texts
+from selfspec.tools.train.recipe import ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
+from selfspec.tools.train.settings import Averaging, Course, DraftHeadCourse, Files, HeadCourse, Texts
 
 if TYPE_CHECKING:
     from selfspec.tools.train.doubts import CheckedExit
@@ -54,14 +54,14 @@ To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes.
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """`selfspec train layerskip`, `plain` and `exit`.
+    """`selfspec train layerskip`, `plain`, `exit` and `head`.
 
     Attributes:
         base: fingerprint of the weights it began with.
         before: figures on held-out text.
         resumed_at: the step it went on from; 0: it began anew.
         doubts: what looked wrong on the way.
-        checked: each exit, predicted and measured in times plain decoding; None of `train plain`.
+        checked: each exit, predicted and measured in times plain decoding; None of `train plain` and `head`.
         verdict: what it made, in a sentence.
     """
 
@@ -164,6 +164,24 @@ def exit_heads(
 
 @train.command()
 @grouped
+def head(
+    model: Model,
+    to: To,
+    text: Texts,
+    recipe: HeadRecipe,
+    course: DraftHeadCourse,
+    machine: WholeMachine,
+    output: Output = "text",
+) -> Trained:
+    """Train a draft head for a base that stays as it is, in the layout that other engines read.
+
+    `--draft eagle:FOLDER` drafts with it. Agreement and alpha of each drafted token are the acceptance rates to expect.
+    """
+    return _shown(_train(model, text, course, recipe, to, machine), output)
+
+
+@train.command()
+@grouped
 def average(
     trained: Annotated[str, typer.Argument(metavar="TRAINED", help="What `train layerskip` made.")],
     base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint it was made from.")],
@@ -201,7 +219,7 @@ def _train(
     model: str,
     text: Texts,
     course: Course,
-    recipe: LayerSkipRecipe | ExitHeadRecipe | None,
+    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None,
     to: Path,
     machine: WholeMachine,
 ) -> Trained:
@@ -286,6 +304,11 @@ def _shown(result: _Result, output: OutputFormat) -> _Result:
         table.add_row("full model", _pair(result, "held_out_loss"), "", "", "")
     for layer in _exits(result.after):
         table.add_row(f"exit {layer}", "", *(_pair(result, f"{figure}_{layer}") for figure in _OF_EXITS))
+    if "accepted_greedily" in result.after:
+        drafted = [name.removeprefix("alpha_") for name in result.after if name.startswith("alpha_")]
+        for token in drafted:
+            table.add_row(f"token {token}", "", *(_pair(result, f"{figure}_{token}") for figure in _OF_EXITS[:2]), "")
+        table.add_row("accepted of a greedy draft", "", _pair(result, "accepted_greedily"), "", "")
     console().print(table)
     print(
         f"Before and after, in {result.folder}. Loss: nats a token. Agreement: top-1, with the full model. Alpha: 1 - "

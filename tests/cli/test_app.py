@@ -41,7 +41,7 @@ COMMANDS = (
     "index",
     "train",
 )
-TRAININGS = ("layerskip", "plain", "exit", "average", "vocabulary")
+TRAININGS = ("layerskip", "plain", "exit", "head", "average", "vocabulary")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ COMMANDS = {
     "train layerskip": ("train", "layerskip", MODEL, "--text", TEXT),
     "train plain": ("train", "plain", MODEL, "--text", TEXT),
     "train exit": ("train", "exit", MODEL, "--text", TEXT),
+    "train head": ("train", "head", MODEL, "--kind", "eagle3", "--text", TEXT),
     "train average": ("train", "average", MODEL, MODEL),
     "train vocabulary": ("train", "vocabulary", MODEL, "--text", TEXT, "--size", "8"),
     "bench": ("bench", MODEL),

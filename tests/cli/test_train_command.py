@@ -69,6 +69,17 @@ def test_plain_training_is_there_to_compare_with(invoke: Invoke, folder: str, te
     assert "full model" in ending.stdout
 
 
+def test_a_draft_head_drafts_for_its_base(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
+    to = str(tmp_path / "eagle")
+    ending = invoke("train", "head", folder, "--kind", "eagle3", "--text", text, "--to", to, "--depth", "2", *_QUICK)
+    assert ending.status == 0, ending.stderr
+    assert all(name in ending.stdout for name in ("token 1", "token 2", "accepted of a greedy draft"))
+    words = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    assert invoke(*words, "--draft", f"eagle:{to}").stdout == invoke(*words).stdout
+    unknown = invoke("train", "head", folder, "--kind", "eagle9", "--text", text, "--to", to)
+    assert (unknown.status, "eagle3" in unknown.stderr) == (2, True)
+
+
 def test_exit_heads_draft_for_their_base_alone(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "heads")
     ending = invoke(

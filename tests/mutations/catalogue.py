@@ -55,6 +55,7 @@ _TREE_PROOF = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
+_UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -648,5 +649,11 @@ CATALOGUE = (
     Mutation("the pair of a row without a state is kept", "PairState._close",
         "each is not None and each.first_read and len(each.states) > 1",
         "each is not None and len(each.states) > 1", ("test_a_row_without_a_state_waits",)),
+    Mutation("a head learns to go on from its state after the norm", "Eagle3Module.forward",
+        "tap.take()['last'][:, :-1]", "normed[:, :-1]", (_UNROLLED,)),
+    Mutation("a head learns to go on from its state before the same token", "Eagle3Module.forward",
+        "pad(tap.take()['last'][:, :-1], (0, 0, 1, 0))", "tap.take()['last']", (_UNROLLED,)),
+    Mutation("an unrolled step sees the target's states of drafted tokens", "_unrolled",
+        "seen.tril(-step)", "seen.tril()", (_UNROLLED,)),
 )
 # fmt: on

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter
-from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, Eagle3Layer
+from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
@@ -165,21 +165,20 @@ class Eagle(HeadDrafter):
         weights = {_name(name): weight for name, weight in HeadFolder(Path(self.source).expanduser()).tensors().items()}
         own = layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
         own.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
-        layers = causal_lm(own, model.config._attn_implementation)
+        kernel = model.config._attn_implementation
+        third = self._is_third
+        layers = eagle3_layers(own, kernel, self._config.normed_residual) if third else causal_lm(own, kernel)
         adapter = find_adapter(layers)
         inside: Any = layers.get_submodule(adapter.base(layers))
         fusion = self._fusion(own)
-        if self._is_third:
-            inside.layers[0] = Eagle3Layer(inside.layers[0], own, self._config.normed_residual)
-        else:
+        if not third:
             inside.layers[0].input_layernorm = nn.Identity()
-            inside.norm = nn.Identity()
+            inside.norm = inside.embed_tokens = nn.Identity()
         embed: Any = model.get_input_embeddings()
         given = weights.get("embed_tokens.weight")
         if given is not None and not _is_equal(given, embed.weight):
             embed = nn.Embedding.from_pretrained(given)
-        inside.embed_tokens = nn.Identity()
-        output = weights.get("lm_head.weight") if self._is_third else None
+        output = weights.get("lm_head.weight") if third else None
         if output is not None:
             layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
             fill(layers.lm_head, {"weight": output}, self.source)

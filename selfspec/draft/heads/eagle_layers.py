@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.draft.heads.head import Fusion
+from selfspec.draft.heads.own_layers import causal_lm
+from selfspec.model.registry import find_adapter
 
 
 class Eagle1Fusion(Fusion):
@@ -87,3 +89,18 @@ class Eagle3Layer(nn.Module):
         residual = (normed if self._normed_residual else state) + attended
         output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return output
+
+
+def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residual: bool) -> PreTrainedModel:
+    """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs.
+
+    Args:
+        config: of its layers.
+        attention: the kernel; None: the default.
+        normed_residual: see `Eagle3Layer`.
+    """
+    layers = causal_lm(config, attention)
+    inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
+    inside.layers[0] = Eagle3Layer(inside.layers[0], config, normed_residual)
+    inside.embed_tokens = nn.Identity()
+    return layers

@@ -303,9 +303,14 @@ def split(blocks: Blocks, held_out: int) -> Split:
 
 
 def written_text(
-    model: PreTrainedModel, begun: Sequence[Sequence[int]], course: Course, texts: Texts, kept: Path
+    model: PreTrainedModel,
+    begun: Sequence[Sequence[int]],
+    course: Course,
+    texts: Texts,
+    kept: Path,
+    temperature: float = 1.0,
 ) -> Split:
-    """Let a model continue beginnings at temperature 1, without top-k or top-p.
+    """Let a model continue beginnings, without top-k or top-p; at temperature 0 greedily.
 
     What was written is kept batch by batch, so that an interrupted call resumes. The course's length counts beginnings
     in. What is behind a token that ends the text is not learnt.
@@ -322,7 +327,7 @@ def written_text(
             pad_sequence(part, batch_first=True, padding_side="left").to(model.device)
             for part in (rows, [torch.ones_like(row) for row in rows])
         )
-        more = own_text(model, some, course.length - some.shape[1], 1.0, course.seed + start, mask).cpu()
+        more = own_text(model, some, course.length - some.shape[1], temperature, course.seed + start, mask).cpu()
         more = torch.stack([row.roll(len(first) - some.shape[1]) for row, first in zip(more, rows, strict=True)])
         learnt = torch.stack(
             [_learnt(row, len(first), some.shape[1], ends) for row, first in zip(more, rows, strict=True)]

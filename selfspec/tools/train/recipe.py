@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfspec.errors import TrainingError
+from selfspec.values import check_numbers
 
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
@@ -32,7 +33,38 @@ Exits = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitHeadRecipe:
+class BesideRecipe:
+    """How what drafts for a base that stays as it is learns from it.
+
+    Raises:
+        TrainingError: a value is out of range.
+    """
+
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
+    ] = None
+    own_texts: Annotated[
+        int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
+    ] = 0
+    beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
+    temperature: Annotated[float, typer.Option(help="At which it writes these texts; 0: greedily.")] = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, TrainingError)
+        if self.temperature < 0:
+            raise TrainingError(f"a temperature is 0 or more; got {self.temperature}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe(BesideRecipe):
+    """Head."""
+
+    kind: Annotated[Literal["eagle3"], typer.Option(help="What is trained: see docs/heads.md.")]
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitHeadRecipe(BesideRecipe):
     """Heads."""
 
     exits: Exits = ()
@@ -43,19 +75,12 @@ class ExitHeadRecipe:
         Literal["kl", "tv", "both"],
         typer.Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
     ] = "both"
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
-    ] = None
     foldable: Annotated[
         bool,
         typer.Option(
             "--foldable", help="Leave the residual stream as it is: `selfspec export` makes such a head a layer."
         ),
     ] = False
-    own_texts: Annotated[
-        int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
-    ] = 0
-    beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
         """The exits taught in a network of `depth` layers; by default at a quarter and a third of it."""

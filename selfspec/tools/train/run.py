@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from selfspec.errors import TrainingError
 from selfspec.measure.palette import SEQUENCE
 from selfspec.model.checkpoint import load_checkpoint
@@ -21,9 +23,10 @@ from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, train
 from selfspec.tools.train.doubts import doubts
 from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.folder import RunFolder
+from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
-from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
+from selfspec.tools.train.recipe import BesideRecipe, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.settings import Course, Texts
 
 if TYPE_CHECKING:
@@ -34,18 +37,18 @@ def run(
     model: str,
     texts: Texts,
     course: Course,
-    recipe: LayerSkipRecipe | ExitHeadRecipe | None,
+    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None,
     to: Path,
     observe: Observer,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Train what exits early: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
+    """Train what drafts: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
 
     Args:
         model: folder or hub name of the base.
         texts: what from.
         course: how long, how fast and on how much at once.
-        recipe: how exits are taught; None: plain training of the model, to compare with.
+        recipe: how exits or a draft head are taught; None: plain training of the model, to compare with.
         to: the folder that becomes the result. The same call resumes an interrupted training there.
         observe: called at every step, in the first process of a distributed training.
         device: as in `torch.device`, or "auto".
@@ -71,10 +74,13 @@ def run(
     if processes.is_main_process:
         folder.check()
     checkpoint = load_checkpoint(model, "auto", device)
-    dtype, base = checkpoint.model.dtype, checkpoint.model.float()
-    if not isinstance(recipe, ExitHeadRecipe):
+    dtype = checkpoint.model.dtype
+    # The passes of a base that does not learn need no other weights than their products.
+    in_half = isinstance(recipe, HeadRecipe) and course.precision == "bfloat16"
+    base = checkpoint.model.to(torch.bfloat16 if in_half else torch.float32)
+    if not isinstance(recipe, BesideRecipe):
         course = course.for_model(base.num_parameters())
-    if recipe is not None:
+    if isinstance(recipe, ExitHeadRecipe | LayerSkipRecipe):
         recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
     documents = all_documents(texts.text, course.seed)
     settings = {
@@ -91,7 +97,7 @@ def run(
     }
     # The other processes of a distributed training find what the first one wrote.
     with processes.main_process_first():
-        if isinstance(recipe, ExitHeadRecipe) and recipe.own_texts:
+        if isinstance(recipe, BesideRecipe) and recipe.own_texts:
             if not 1 <= recipe.beginning < course.length:
                 raise TrainingError(
                     f"beginnings of {recipe.beginning} tokens leave nothing to write in {course.length}"
@@ -99,12 +105,16 @@ def run(
             begun = beginnings(documents, checkpoint.tokenizer, recipe.own_texts, recipe.beginning, course.length)
             # What the model writes is kept there.
             folder.begin(settings)
-            text = written_text(base, begun, course, texts, to / CHECKPOINTS / "own_text.safetensors")
+            text = written_text(
+                base, begun, course, texts, to / CHECKPOINTS / "own_text.safetensors", recipe.temperature
+            )
         else:
             text = given_text(documents, texts, course, checkpoint.tokenizer, processes.num_processes)
         lesson: Lesson
         if isinstance(recipe, ExitHeadRecipe):
             lesson = ExitLesson(base, recipe, text, course.seed)
+        elif isinstance(recipe, HeadRecipe):
+            lesson = Eagle3Lesson(base, recipe, text, course.seed)
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}
@@ -154,7 +164,7 @@ def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
     )
     panels = [
         Panel("loss, nats a token, by step", loss),
-        Panel("top-1 agreement of exits, held out, by step", agreement),
+        Panel("top-1 agreement by exit or drafted token, held out, by step", agreement),
     ]
     Picture(file.stem, panels, 2.4, share=False).save(file.parent)
 
@@ -170,7 +180,7 @@ def _curves(axes: Axes, log: Sequence[Mapping[str, Any]], starts: tuple[str, ...
     named = {names[place * (len(names) - 1) // 4] for place in range(5)} if many else {*names}
     for name, colour in zip(names, colours, strict=False):
         known = [(point["step"], point[name]) for point in log if name in point]
-        shown = name.replace("agreement_", "exit ").replace("_", " ") if name in named else None
+        shown = name.removeprefix("agreement_").replace("_", " ") if name in named else None
         axes.plot(*zip(*known, strict=True), color=colour, marker="." if len(known) < 50 else "", label=shown)
     if names:
         axes.legend()

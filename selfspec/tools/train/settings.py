@@ -93,6 +93,14 @@ class HeadCourse(Course):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftHeadCourse(Course):
+    """Steps and learning rate."""
+
+    learning_rate: LearningRate = 1e-3
+    decay: Decay = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
 class Averaging:
     """Average.
 

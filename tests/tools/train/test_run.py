@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, StorageError, TrainingError
 from selfspec.tools.train.course import Observer
-from selfspec.tools.train.recipe import ExitHeadRecipe, LayerSkipRecipe
+from selfspec.tools.train.recipe import ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.run import run
 from selfspec.tools.train.settings import Course, Texts
 
@@ -25,7 +25,7 @@ _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, le
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
 _RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
 
-Recipe = LayerSkipRecipe | ExitHeadRecipe | None
+Recipe = LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None
 Training = Callable[..., dict[str, Any]]
 
 
@@ -106,6 +106,34 @@ def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Pat
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
     assert tensors[0]["tokens"].shape == (100,)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
+    training: Training, tmp_path: Path, precision: Literal["float32", "bfloat16"]
+) -> None:
+    plan = HeadRecipe(kind="eagle3", depth=3, vocabulary=200, own_texts=40, beginning=4, temperature=0.7)
+    course = replace(_COURSE, steps=24, learning_rate=5e-3, precision=precision)
+
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == 19:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        training(plan, tmp_path / "broken", die, course)
+    report = training(plan, tmp_path / "broken", course=course)
+    assert report["resumed_at"] == 18
+    assert training(plan, tmp_path / "whole", course=course)["after"] == report["after"]
+    assert report["after"]["alpha_1"] > report["before"]["alpha_1"] + 0.1
+    assert report["after"]["accepted_greedily"] > report["before"]["accepted_greedily"]
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    ids = AutoTokenizer.from_pretrained(checkpoint_folder())(PROMPTS[0], return_tensors="pt").input_ids
+    out = selfspec.wrap(model, draft=f"eagle:{tmp_path / 'whole'}", draft_length=3).generate(ids, max_new_tokens=30)
+    assert torch.equal(out.sequences, selfspec.wrap(model).generate(ids, max_new_tokens=30).sequences)
+    assert out.stats.accepted > 0
 
 
 def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""EAGLE-3 heads as they learn (Li et al., 2025, arXiv 2503.01840), in the speculators library's layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+
+from selfspec.compat import cache_argument
+from selfspec.draft.heads.eagle_layers import Eagle3Fusion, eagle3_layers
+from selfspec.draft.heads.folder import fill
+from selfspec.model.features import FeatureTap, Point
+from selfspec.model.registry import find_adapter
+from selfspec.model.vocabulary import vocabulary_size
+from selfspec.tools.train.corpus import Split
+from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
+from selfspec.tools.train.recipe import HeadRecipe
+
+# Standard deviation of new weights.
+_NEW = 0.02
+# What a layer has in common with the target's.
+_ALIKE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+
+
+class Eagle3Module(DraftHeadModule):
+    """The modules that the drafter itself runs, over whole texts.
+
+    Args:
+        fusion: joins the target's states.
+        layers: see `eagle3_layers`.
+        differences: between the ids of the target that it drafts and its own, `[ids]`; None: it drafts all.
+        vocabulary: of the target.
+    """
+
+    differences: Tensor | None
+
+    def __init__(self, fusion: Eagle3Fusion, layers: PreTrainedModel, differences: Tensor | None, vocabulary: int):
+        super().__init__()
+        self.fusion = fusion
+        self.layers = layers
+        self.register_buffer("differences", differences)
+        self._vocabulary = vocabulary
+
+    def forward(self, seen: Seen, steps: int) -> list[Tensor]:
+        adapter = find_adapter(self.layers)
+        base = adapter.base(self.layers)
+        tap = FeatureTap(self.layers, adapter, base, ("last",))
+        state, cache, found = self.fusion.state(seen.features), DynamicCache(), []
+        width = state.shape[1]
+        positions = torch.arange(width, device=state.device)[None]
+        for step in range(steps):
+            # As `Head.recycled`: of the last token before a draft the state is the target's, of drafted ones its own.
+            normed = tap.module.get_submodule(base)(
+                inputs_embeds=self.fusion.inputs(seen.embedded, state),
+                attention_mask=_unrolled(width, step, state),
+                position_ids=positions,
+                use_cache=True,
+                **{cache_argument(self.layers): cache},
+            )[0]
+            found.append(self.layers.get_output_embeddings()(normed[seen.reached(step)]))
+            state = pad(tap.take()["last"][:, :-1], (0, 0, 1, 0))
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        inside = self.layers.get_submodule(find_adapter(self.layers).base(self.layers))
+        named = {**dict(self.fusion.named_parameters()), **dict(inside.named_parameters())}
+        named["lm_head.weight"] = self.layers.get_output_embeddings().weight
+        if self.differences is not None:
+            tokens = torch.arange(len(self.differences)) + self.differences.cpu()
+            named["d2t"] = self.differences
+            named["t2d"] = torch.zeros(self._vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
+        return named
+
+
+class Eagle3Lesson(HeadLesson):
+    """Trains an EAGLE-3 head by test-time unrolling: each step reads the head's own states of the step before."""
+
+    model: Eagle3Module
+
+    def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, seed: int) -> None:
+        depth = len(find_adapter(base).decoder_layers(base))
+        super().__init__(base, recipe, text, usual_points(depth))
+        self._layers = _layer_config(base)
+        layers = eagle3_layers(self._layers, base.config._attn_implementation, normed_residual=False)
+        inside = layers.get_submodule(find_adapter(layers).base(layers))
+        width, vocabulary = self._layers.hidden_size, vocabulary_size(base)
+        with torch.device("meta"):
+            fusion = Eagle3Fusion(width, len(self._points), width)
+            layers.lm_head = nn.Linear(width, len(self._tokens) if self._tokens is not None else vocabulary, bias=False)
+        # A copy, for the base's own weights stay as they are.
+        rows = self._kept(base.get_output_embeddings().weight.T).T.float().clone(memory_format=torch.contiguous_format)
+        for module, weights in (
+            # At first it passes on the deepest state alone.
+            (fusion, {"fc.weight": torch.eye(width, len(self._points) * width).roll(-width, 1)}),
+            (inside, self._begun(inside, seed)),
+            (layers.lm_head, {"weight": rows}),
+        ):
+            fill(module, weights, "the new head")
+            module.requires_grad_(True)
+        differences = None if self._tokens is None else self._tokens.cpu() - torch.arange(len(self._tokens))
+        self.model = Eagle3Module(fusion, layers, differences, vocabulary).to(base.device)
+
+    def _begun(self, inside: nn.Module, seed: int) -> dict[str, Tensor]:
+        """Weights to begin with: those of the target's last layer where they fit, so that its states are understood."""
+        last: Any = self._adapter.decoder_layers(self._base)[-1]
+        drawn, own = torch.Generator().manual_seed(seed), dict(last.named_parameters())
+        norms, found = self._norms(last), {}
+        for name, parameter in inside.named_parameters():
+            if parameter.dim() == 1:
+                found[name] = norms.get(name, torch.ones(parameter.shape))
+                continue
+            found[name] = torch.randn(parameter.shape, generator=drawn) * _NEW
+            given = own.get(name.removeprefix("layers.0."))
+            # Of what reads an embedding and a state, the part that reads the state.
+            if given is not None and len(given) == len(parameter) and given.shape[1] in _read_widths(parameter):
+                found[name][:, -given.shape[1] :] = given.float().cpu()
+        return found
+
+    def _norms(self, last: Any) -> dict[str, Tensor]:
+        """What norms of the target multiply by, where they are of the head's kind."""
+        outermost: Any = self._base.get_submodule(self._adapter.base(self._base))
+        named = {
+            "layers.0.hidden_norm.weight": getattr(last, "input_layernorm", None),
+            "layers.0.post_attention_layernorm.weight": getattr(last, "post_attention_layernorm", None),
+            "norm.weight": getattr(outermost, "norm", None),
+        }
+        ones = torch.ones(1, self._layers.hidden_size, device=self._base.device, dtype=self._base.dtype)
+        return {
+            name: norm(ones)[0].float().cpu()
+            for name, norm in named.items()
+            if norm is not None and "RMSNorm" in type(norm).__name__
+        }
+
+    def config(self) -> dict[str, Any]:
+        layers = self._layers.to_diff_dict() | {"model_type": "llama", "vocab_size": vocabulary_size(self._base)}
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": self.model.layers.get_output_embeddings().weight.shape[0],
+            "target_hidden_size": self._layers.hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(self._points),
+            "norm_before_residual": False,
+            "transformer_layer_config": layers,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self._recipe.depth}],
+                "verifier": {
+                    "name_or_path": self._base.name_or_path,
+                    "architectures": list(self._base.config.architectures or [type(self._base).__name__]),
+                },
+            },
+        }
+
+
+def _read_widths(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[1], weight.shape[1] // 2
+
+
+def usual_points(depth: int) -> tuple[Point, ...]:
+    """The inputs of three layers that a head reads: those published, or of a network of few layers others."""
+    return (2, depth // 2, depth - 3) if depth >= 6 else (min(1, depth - 1), depth // 2, depth - 1)
+
+
+def _layer_config(base: PreTrainedModel) -> LlamaConfig:
+    """Return the configuration of a layer like the target's, of the one type that all engines read."""
+    own: Any = base.config.get_text_config(decoder=True)
+    given = {name: getattr(own, name) for name in _ALIKE if isinstance(getattr(own, name, None), int | float | str)}
+    rotary = getattr(own, "rope_parameters", None)
+    if isinstance(rotary, dict) and "rope_theta" in rotary:
+        given["rope_parameters"] = dict(rotary)
+    config = LlamaConfig(**{"intermediate_size": 4 * own.hidden_size, **given}, num_hidden_layers=1)
+    config.vocab_size = 1
+    config.tie_word_embeddings = False
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    return config
+
+
+def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
+    """What pairs of a step see of those of all steps so far, `[1, 1, width, (step + 1) * width]`, as it is added.
+
+    The draft that a pair is in began `step` pairs before it: until there it sees the target's, then its own.
+    """
+    seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
+    parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]
+    # Pairs that no draft of this step ends at see themselves, so that what they give is a number.
+    parts[-1] = parts[-1] | torch.eye(width, dtype=torch.bool, device=like.device)
+    mask = torch.zeros(width, len(parts) * width, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]
