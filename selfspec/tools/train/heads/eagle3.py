@@ -92,7 +92,7 @@ class Eagle3Lesson(HeadLesson):
         depth = len(find_adapter(base).decoder_layers(base))
         super().__init__(base, recipe, text, usual_points(depth))
         self._layers = _layer_config(base)
-        layers = eagle3_layers(self._layers, base.config._attn_implementation, normed_residual=False)
+        layers = eagle3_layers(self._layers, None, normed_residual=False)
         inside = layers.get_submodule(find_adapter(layers).base(layers))
         width, vocabulary = self._layers.hidden_size, vocabulary_size(base)
         with torch.device("meta"):
