@@ -87,7 +87,8 @@ def calibrate(
 
     Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
     drafts given in place of exits), a head that the checkpoint brings along, look-ups before each, recycling, and trees
-    along the best. The formula narrows them down; what is chosen was the fastest in real generations in turns with plain decoding, and surely faster than that.
+    along the best. The formula narrows them down; what is chosen was the fastest in real generations in turns with
+    plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
