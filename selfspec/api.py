@@ -367,7 +367,8 @@ class SelfSpeculative:
         """
         self._check_open()
         check_in_memory(self.model, "saved")
-        recipe = Recipe.of(self.draft, self.control, self.rule)
+        draft = self.draft.saved_from(self.model) if isinstance(self.draft, Drafter) else self.draft
+        recipe = Recipe.of(draft, self.control, self.rule)
         check_saved_whole(self.model)
         place = checked_path("folder", folder)
         check_methods("tokenizer", tokenizer, ("save_pretrained",), "pass the model's own, as AutoTokenizer loads it")

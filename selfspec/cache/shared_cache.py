@@ -170,9 +170,14 @@ class SharedCache(Cache):
         for layer in self._slotted:
             layer.hold()
 
-    def lengthen(self, other: SharedCache) -> None:
-        """Let rows come to hold as many tokens as those of another cache may, which are to join."""
-        self._cursors.limit = max(self._cursors.limit, other._cursors.limit)
+    @property
+    def limit(self) -> int:
+        """The most tokens a row may come to hold."""
+        return self._cursors.limit
+
+    def lengthen(self, limit: int) -> None:
+        """Let rows come to hold `limit` tokens, if they may not yet."""
+        self._cursors.limit = max(self.limit, limit)
 
     def join(self, other: SharedCache) -> None:
         """Add the rows of another cache of the same model behind these. The other is of no use afterwards.

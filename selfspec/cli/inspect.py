@@ -120,6 +120,8 @@ def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     yield "keys and values", shown_bytes(memory.cache) + kept
     if memory.process:
         yield "the process itself", shown_bytes(memory.process)
+    if memory.draft:
+        yield "the draft's own weights, keys and values", shown_bytes(memory.draft)
     yield "total", shown_bytes(plan.total)
     yield "plain decoding, predicted", f"{plan.plain:.2f} tokens/s"
     if plan.drafting is not None:

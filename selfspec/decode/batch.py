@@ -248,6 +248,17 @@ class Batch:
         self.noise = self.noise.narrowed(kept)
         self._number()
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of keys, values and states, those of drafters included."""
+        return self.cache.nbytes + sum(proposer.row_bytes for proposer in self.proposers.values())
+
+    def hold(self, rows: int, tokens: int) -> None:
+        """Make storage for `rows` rows of `tokens` committed tokens each and a draft behind them."""
+        self.cache.hold(rows, tokens)
+        for proposer in self.proposers.values():
+            proposer.hold(rows, tokens)
+
     def join(self, other: Batch) -> None:
         """Add the rows of another batch of the same model and drafter, which is of no use afterwards.
 

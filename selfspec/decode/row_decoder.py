@@ -52,7 +52,7 @@ class CacheSizes:
     """Bytes that the cache of this model takes.
 
     Attributes:
-        slot: keys and values of one token, in all layers.
+        slot: keys and values of one token, in all layers and in those of drafters.
         row: states of one row, those of a round's nodes included; 0 where layers have none.
         slack: slots of each row behind its committed tokens, for drafts.
     """
@@ -158,7 +158,6 @@ class RowDecoder:
         """Begin to read a row's text but its last token, into a cache that has room for it alone."""
         self._check()
         cache = self._cache()
-        cache.hold(1, row.length)
         if self._runner is None:
             self._runner = self._target.runner(cache)
         text = row.sequences.tokens_from(0, 0)
@@ -175,6 +174,7 @@ class RowDecoder:
         for each in self._drafting.values():
             if each.drafter is not None:
                 batch.begin(each.drafter)
+        batch.hold(1, row.length)
         tokens = torch.tensor([text[:-1]], dtype=torch.long)
         return Prefill(batch, tokens, [len(text) - 1])
 
@@ -199,7 +199,7 @@ class RowDecoder:
 
     @torch.no_grad()
     def measured(self) -> CacheSizes:
-        """Measure what a token and a row take in the cache, by a pass over one token."""
+        """Measure what a token and a row take in the cache, by a pass over one token; a drafter's own is counted."""
         cache = self._cache()
         runner = runner_for(self._target.model, self._target.adapter, cache, None, self._target.substitutes)
         cache.hold(1, 1)
@@ -207,7 +207,9 @@ class RowDecoder:
         slots = cache.nbytes - cache.state_bytes
         cache.commit([1])
         states = cache.state_bytes * (self._slack + 2)
-        return CacheSizes(slots // cache.capacity, states, self._slack)
+        drafters = {each.drafter for each in self._drafting.values() if each.drafter is not None}
+        drafts = sum(drafter.own_bytes(self._target.model).token for drafter in drafters)
+        return CacheSizes(slots // cache.capacity + drafts, states, self._slack)
 
     @property
     def _device(self) -> torch.device:

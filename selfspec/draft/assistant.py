@@ -13,7 +13,7 @@ from selfspec.arguments import check_kind, check_weights, shown
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import MODEL, Drafter
+from selfspec.draft.drafter import MODEL, Drafter, OwnBytes
 from selfspec.draft.growing import GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import grow
@@ -22,6 +22,7 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.summary import cache_summary
 from selfspec.model.unwrap import stock_model
 from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
 from selfspec.model.weights_read import bytes_read
@@ -101,6 +102,12 @@ class Assistant(Drafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return bytes_read(self.model, self.adapter) / bytes_read(model, adapter)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        dtype = self.model.dtype if self.source is None else model.dtype
+        weights = sum(weight.numel() for weight in self.model.parameters()) * dtype.itemsize
+        own = self.model.config.get_text_config(decoder=True)
+        return OwnBytes(weights, cache_summary(own, dtype).bytes_per_token)
 
     def begin(self, rows: RowsView) -> AssistantProposer:
         self._check_rows(rows)

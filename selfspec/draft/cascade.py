@@ -76,7 +76,7 @@ class JoinedDrafter(Drafter):
         if sum(source.runs != "nothing" for source in flat) > 1:
             raise DraftConfigError(
                 f"a cascade and a union hold at most one drafter that runs a model, which drafts each time that it is "
-                f"asked; got {shown(list(sources))}"
+                f"asked; got {shown(list(sources))}; name one of these alone: `selfspec bench` sets them side by side"
             )
         bits = next((source.bits for source in flat if source.bits is not None), None)
         runs = next((source.runs for source in flat if source.runs != "nothing"), "nothing")
@@ -117,6 +117,14 @@ class JoinedProposer(Proposer):
     @property
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(source.row_bytes for source in self.sources)
+
+    def hold(self, rows: int, tokens: int) -> None:
+        for source in self.sources:
+            source.hold(rows, tokens)
 
     def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
         for source in self.sources:

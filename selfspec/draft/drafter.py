@@ -40,6 +40,19 @@ class Exit:
     head: DraftHead | None
 
 
+@dataclass(frozen=True)
+class OwnBytes:
+    """What a drafter takes in memory beside the model.
+
+    Attributes:
+        weights: bytes of its weights.
+        token: bytes of its keys and values of one token of a row.
+    """
+
+    weights: int = 0
+    token: int = 0
+
+
 class DraftMemory:
     """What a drafter keeps of texts as long as the wrapper, in `RowsView.memories`."""
 
@@ -106,6 +119,14 @@ class Proposer(ABC):
     def nbytes(self) -> int:
         """Bytes of weights, keys and values that it takes beside the model's own."""
         return 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of these that grow with the rows and their texts."""
+        return 0
+
+    def hold(self, rows: int, tokens: int) -> None:  # noqa: B027 - most keep nothing of rows
+        """Make storage for `rows` rows of `tokens` committed tokens each, as the shared cache has."""
 
     def join(self, other: Self) -> None:  # noqa: B027 - most keep nothing of rows
         """Take over what a proposer of the same drafter keeps for the rows of another batch, behind one's own."""
@@ -194,6 +215,15 @@ class Drafter(ABC):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return max((source.cost(model, adapter) for source in self.sources), default=0.0)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        """Count what it takes beside a model, whose weights may be on the meta device; of substitutes nothing."""
+        each = [source.own_bytes(model) for source in self.sources]
+        return OwnBytes(sum(own.weights for own in each), sum(own.token for own in each))
+
+    def saved_from(self, model: PreTrainedModel) -> Drafter:
+        """Return what drafts the same with a copy of the model that is saved to another folder."""
+        return self.mapped(lambda each: each if each is self else each.saved_from(model))
 
     @property
     def last(self) -> Drafter:

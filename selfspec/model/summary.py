@@ -225,6 +225,11 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
     return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
 
 
+def cache_summary(config: PreTrainedConfig, dtype: torch.dtype) -> CacheSummary:
+    """Describe the keys and values of a network of this configuration, kept in a dtype."""
+    return _cache(config, dtype, _windows(config, config.num_hidden_layers))
+
+
 def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheSummary:
     # The last layers may read what earlier ones keep, and keep nothing themselves.
     keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))

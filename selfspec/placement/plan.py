@@ -32,6 +32,7 @@ class Memory:
         substitutes: of each of these, by bits.
         cache: keys and values of the context.
         working: what a pass needs besides.
+        draft: weights of a drafter's own, and its keys and values of the context.
     """
 
     process: int
@@ -41,11 +42,12 @@ class Memory:
     substitutes: dict[int, tuple[int, ...]]
     cache: int
     working: int
+    draft: int = 0
 
     @property
     def least(self) -> int:
         """Bytes of all that neither stays away nor has a choice."""
-        return self.process + self.kept + self.cache + self.working
+        return self.process + self.kept + self.cache + self.working + self.draft
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> s
         "for weights on their way": SLOTS * memory.largest,
         "for copies that draft": 0 if bits is None else sum(memory.substitutes[bits]),
         "for keys and values": memory.cache,
+        "for the draft's own weights, keys and values": memory.draft,
         "to work with": memory.working,
     }
     told = ", ".join(f"{shown_bytes(size)} {what}" for what, size in parts.items() if size)

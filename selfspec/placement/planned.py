@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
+from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.mtp import HeldModules
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.summary import ModelSummary
@@ -83,8 +84,11 @@ def plan_checkpoint(
     others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
     kinds: list[CacheKind] = [named or "exact", *others]
 
+    own = draft.own_bytes(surveyed.skeleton.model) if isinstance(draft, Drafter) else OwnBytes()
+
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
+        keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.token * size))
         return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, bits, beside))
 
     found = _first_that_fits(planned, list(product(contexts, kinds)))

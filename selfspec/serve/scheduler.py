@@ -111,7 +111,7 @@ class Scheduler:
             running=len(self._running),
             prefilling=int(reading is not None),
             waiting=len(self._waiting) + incoming,
-            cache_bytes=self._batch_bytes + (0 if reading is None else reading.prefill.batch.cache.nbytes),
+            cache_bytes=self._batch_bytes + (0 if reading is None else reading.prefill.batch.row_bytes),
             cache_bound=self._budget.bound,
             rounds=counts.rounds,
             plain_rounds=self._decoder.plain_rounds,
@@ -131,7 +131,7 @@ class Scheduler:
     @property
     def _batch_bytes(self) -> int:
         batch = self._batch
-        return 0 if batch is None else batch.cache.nbytes
+        return 0 if batch is None else batch.row_bytes
 
     def _leave_cancelled(self) -> None:
         for entry in [entry for entry in self._waiting if entry.ticket.cancelled]:
@@ -208,7 +208,7 @@ class Scheduler:
         if chosen is None:
             return False
         if chosen != now:
-            cache.hold(chosen.rows, chosen.tokens)
+            self._batch.hold(chosen.rows, chosen.tokens)
         return True
 
     def _make_room(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from helpers import tiny
 from helpers.shrunken import shrunken
 
 HIDDEN = 32
@@ -207,3 +209,22 @@ def medusa(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 1
     else:
         save_file(weights, folder / "model.safetensors")
     return str(folder)
+
+
+_WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {"eagle1": eagle1, "eagle3": eagle3, "medusa": medusa}
+FAMILIES = (*_WRITERS, "mtp")
+"""Kinds of heads, as `with_head` names them."""
+
+
+def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, str]:
+    """Make a tiny model in float64 and a head for it, and return the model and the name of the draft.
+
+    Args:
+        kind: one of `FAMILIES`.
+        folder: where the head is written, and the checkpoint of one that is part of it.
+        options: fields of the model's config.
+    """
+    if kind == "mtp":
+        return mtp(folder, "glm4_moe", **options).model, "mtp"
+    model = tiny.llama(num_hidden_layers=6, **options)
+    return model, f"{kind.rstrip('13')}:{_WRITERS[kind](folder, model)}"

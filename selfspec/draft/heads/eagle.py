@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
@@ -22,6 +23,7 @@ from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
+from selfspec.model.summary import cache_summary
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.vocabulary import vocabulary_size
 
@@ -160,10 +162,20 @@ class Eagle(HeadDrafter):
             (sum(torch.Size(shape).numel() for shape in read) + output) * model.dtype.itemsize, model, adapter
         )
 
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        # Embeddings are kept where they differ from the model's, which their weights alone say.
+        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")]
+        own = self._layers_config()
+        size = sum(torch.Size(shape).numel() for shape in weights) * model.dtype.itemsize
+        return OwnBytes(size, cache_summary(own, model.dtype).bytes_per_token)
+
+    def _layers_config(self) -> PreTrainedConfig:
+        return layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
+
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
         weights = {_name(name): weight for name, weight in HeadFolder(Path(self.source).expanduser()).tensors().items()}
-        own = layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
+        own = self._layers_config()
         own.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
         kernel = model.config._attn_implementation
         third = self._is_third

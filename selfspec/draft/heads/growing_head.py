@@ -135,6 +135,13 @@ class HeadProposer(FeatureProposer):
         self._state.read_if_many(rows)
         super().learn(rows, draft, logits, verdict)
 
+    @property
+    def row_bytes(self) -> int:
+        return self._state.row_bytes
+
+    def hold(self, rows: int, tokens: int) -> None:
+        self._state.hold(rows, tokens)
+
     def join(self, other: HeadProposer) -> None:
         self._state.join(other._state)
 

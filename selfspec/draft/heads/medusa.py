@@ -15,7 +15,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.folder import HeadFolder
 from selfspec.draft.heads.growing_head import FeatureProposer, remembered, share_of
 from selfspec.draft.rows_view import RowsView
@@ -76,6 +76,9 @@ class Medusa(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         size = sum(torch.Size(shape).numel() for shape in self._shapes.values()) // _count(self._shapes)
         return share_of(size * model.dtype.itemsize, model, adapter)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        return OwnBytes(sum(torch.Size(shape).numel() for shape in self._shapes.values()) * model.dtype.itemsize)
 
     def begin(self, rows: RowsView) -> MedusaProposer:
         return MedusaProposer(remembered(rows, self, self._heads))

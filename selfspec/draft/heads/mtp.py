@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter, MtpLayout
 from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
@@ -23,6 +23,7 @@ from selfspec.errors import CheckpointError, HeadError
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter, mtp_layout
+from selfspec.model.summary import cache_summary
 from selfspec.model.tensor_parallel import check_on_one_process
 
 
@@ -100,6 +101,16 @@ class MultiTokenPrediction(HeadDrafter):
         size += model.get_output_embeddings().weight.numel()
         return share_of(size * model.dtype.itemsize, model, adapter)
 
+    def saved_from(self, model: PreTrainedModel) -> Drafter:
+        # `transformers` saves the model without its modules.
+        return type(self)(str(self._folder(model).path.resolve()))
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        folder, names = self._module(model)
+        size = sum(torch.Size(shape).numel() for name, shape in folder.shapes().items() if name in names)
+        own = _layer_config(model, _layout(model))
+        return OwnBytes(size * model.dtype.itemsize, cache_summary(own, model.dtype).bytes_per_token)
+
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
         layout = _layout(model)
@@ -160,7 +171,9 @@ class MultiTokenPrediction(HeadDrafter):
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:
             return HeadFolder.at(self.source)
-        folder = _folder_of(model.name_or_path)
+        # Within a budget it is the config alone that knows.
+        found = map(_folder_of, (model.name_or_path, model.config.name_or_path))
+        folder = next((each for each in found if each is not None), None)
         if folder is None:
             raise HeadError(
                 "a module for multi-token prediction is read from the files of the checkpoint, and this model was not "

@@ -138,13 +138,23 @@ class PairState:
         self._states = torch.cat([self._states, states], 1)
         return logits
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of its keys and values."""
+        return self._cache.nbytes
+
+    def hold(self, rows: int, tokens: int) -> None:
+        """Make storage for `rows` rows of `tokens` tokens each."""
+        self._cache.lengthen(tokens)
+        self._cache.hold(rows, tokens)
+
     def join(self, other: PairState) -> None:
         """Add the rows of another one of the same head behind these."""
         for each in (self, other):
             each._close()
         longest = max(self._cache.room, other._cache.room)
-        self._cache.lengthen(other._cache)
-        self._cache.hold(len(self._rows) + len(other._rows), longest)
+        self.hold(max(self._cache.held, len(self._rows) + len(other._rows)), longest)
+        self._cache.lengthen(other._cache.limit)
         self._cache.join(other._cache)
         self._waiting += other._waiting
         self._rows = list(range(len(self._waiting)))
@@ -196,10 +206,14 @@ class PairState:
         counts = self._counts
         self._cache.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
         unread = [max(count - 1, 0) for count in counts]
-        if max(unread) > most:
-            tokens, states = self._next_pairs(view, max(unread))
-            self._runner.prefill(self._head.fusion.inputs(self._head.embed(tokens), states), unread)
-            self._settle(unread)
+        while max(unread) > most:
+            # Rows with less to read are filled up, with scrap behind their cursors that needs slots as well.
+            width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
+            read = [min(count, width) for count in unread]
+            tokens, states = self._next_pairs(view, width)
+            self._runner.prefill(self._head.fusion.inputs(self._head.embed(tokens), states), read)
+            self._settle(read)
+            unread = [count - done for count, done in zip(unread, read, strict=True)]
 
     def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
         """Return tokens and states of each row's next pairs, filled up: `[rows, width]` and `[rows, width, hidden]`."""

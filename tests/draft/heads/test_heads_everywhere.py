@@ -1,0 +1,200 @@
+"""Heads of every family where other drafts go: streamed weights, few bits, joined drafts, saved folders, the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import published_heads, tiny
+from helpers.joints import assert_rows_are_stock, padded
+from helpers.running import Invoke
+from helpers.serving import Stepped
+from selfspec.draft.registry import parse_draft
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.placement.place import place
+from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.planned import plan_checkpoint
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_source import FromDisk
+from selfspec.serve.row_request import RowRequest, SamplingParams
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = SamplingParams(temperature=0.0)
+
+families = pytest.mark.parametrize("kind", published_heads.FAMILIES)
+
+
+def streamed(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Write a model, and load it so that all layers but one are streamed from the disk."""
+    if not (folder / "model.safetensors").exists():
+        model.save_pretrained(folder)
+    plan = Plan(1, True, None, 0, Bandwidth(10e9, 1e9), 1.0)
+    return eager(place(survey(str(folder), None, 128, FromDisk()), plan))
+
+
+def eager(model: Any) -> Any:
+    """Let experts, if a model has any, compute in fp64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+@families
+def test_a_head_drafts_for_a_model_that_streams_and_stays_in_memory_itself(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "head", intermediate_size=64)
+    placed = streamed(model, tmp_path / ("head" if kind == "mtp" else "model"))
+    assert any(weight.is_meta for weight in placed.parameters())
+    ids, mask = padded(PROMPTS)
+    wanted = selfspec.wrap(model).generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
+    for control in (3, selfspec.FixedLength(3, nodes=6)):
+        found = selfspec.wrap(placed, draft, draft_length=control).generate(
+            ids, attention_mask=mask, max_new_tokens=12, **OPTIONS
+        )
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert found.stats.drafted > 0
+
+
+@families
+def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "head", intermediate_size=64)
+    folder = tmp_path / ("head" if kind == "mtp" else "model")
+    if kind != "mtp":
+        model.save_pretrained(folder)
+    drafter = parse_draft(draft)
+    assert drafter is not None
+    context = 32
+    planned, plain = (
+        plan_checkpoint(str(folder), "64GiB", None, each, context, FromDisk()).survey.memory
+        for each in (drafter, False)
+    )
+    assert planned.least - planned.process == plain.least - plain.process + planned.draft
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    taken = spec.generate(tiny.prompt(20), max_new_tokens=context - 20, **OPTIONS).stats.draft_bytes
+    own = drafter.own_bytes(model)
+    assert planned.draft == own.weights + context * own.token
+    # There are further slots for a draft. Not counted are buffers, and the model's embeddings in EAGLE-1's files.
+    embeddings = model.get_input_embeddings().weight.nbytes if kind == "eagle1" else 0
+    assert taken == pytest.approx(planned.draft - embeddings + 3 * own.token, rel=0.005)
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_has_the_dtype_of_its_model(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    exact = selfspec.wrap(model, draft, draft_length=3).generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
+    model.to(dtype)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    found = spec.generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
+    assert found.stats.draft_bytes * 8 == pytest.approx(exact.stats.draft_bytes * dtype.itemsize, rel=0.02)
+    if dtype == torch.float32:
+        wanted = selfspec.wrap(model).generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
+        assert torch.equal(found.sequences, wanted.sequences)
+
+
+@families
+@pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+{}", "union:suffix+recycle+{}"])
+def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    for control in (3, selfspec.FixedLength(3, nodes=8), None):
+        spec = selfspec.wrap(model, joined.format(draft), draft_length=control)
+        assert_rows_are_stock(model, spec, [each.repeat(1, 2) for each in PROMPTS], max_new_tokens=16, eos_token_id=7)
+
+
+@families
+def test_a_head_and_another_draft_that_runs_a_model_are_refused(tmp_path: Path, kind: str) -> None:
+    _, draft = published_heads.with_head(kind, tmp_path)
+    for joined in (f"{draft}+int8", f"int8+{draft}", f"union:{draft}+exit:2"):
+        with pytest.raises(DraftConfigError, match="name one of these alone"):
+            parse_draft(joined)
+
+
+@families
+@pytest.mark.parametrize("control", [3, selfspec.FixedLength(3, nodes=6)], ids=str)
+def test_processors_judge_what_a_head_drafts(tmp_path: Path, kind: str, control: Any) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    options: dict[str, Any] = {**OPTIONS, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 16}
+    ids, mask = padded(PROMPTS)
+    found = selfspec.wrap(model, draft, draft_length=control).generate(ids, attention_mask=mask, **options)
+    assert torch.equal(found.sequences, model.generate(ids, attention_mask=mask, **options))
+    assert found.stats.drafted > 0
+
+
+@families
+def test_a_saved_model_drafts_with_its_head(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "head")
+    selfspec.wrap(model, draft, draft_length=3).save_pretrained(tmp_path / "saved")
+    loaded = eager(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64, trust_remote_code=True)
+    )
+    found = loaded.generate(PROMPTS[1], return_dict_in_generate=True, max_new_tokens=9, **OPTIONS)
+    wanted = selfspec.wrap(model).generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
+    assert isinstance(found, selfspec.GenerateOutput)
+    assert found.stats.drafted > 0
+    assert torch.equal(found.sequences, wanted.sequences)
+
+
+@families
+@pytest.mark.tools
+def test_commands_take_a_head_by_name(tmp_path: Path, kind: str, invoke: Invoke) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "model", vocab_size=256)
+    if kind != "mtp":
+        model.save_pretrained(tmp_path / "model" / "base")
+    folder = tmp_path / "model" / ("" if kind == "mtp" else "base")
+    tiny.tokenizer().save_pretrained(folder)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "Once upon a time"}\n{"text": "One day, a dog"}\n')
+    shared = (str(folder), "--dtype", "float32", "--workload", f"x={texts}", "--max-new-tokens", "16")
+    bench = ("--prompts", "2", "--repeats", "1", "--warm-up", "1", "--context", "12", "--measure", "costs")
+    ending = invoke("bench", *shared, "--draft", draft, "--arm", "draft", *bench, "--to", str(tmp_path / "bench"))
+    assert ending.status == 0, ending.stderr
+    assert draft.partition(":")[0] in ending.stdout
+    ending = invoke(
+        "ablate", "--model", *shared, "--draft", draft, "--confirm", "0", "--temperature", "0", "--texts", "2",
+        "--pricing", "weights", "--device", "cpu", "--to", str(tmp_path / "study"),
+    )  # fmt: skip
+    assert ending.status == 0, ending.stderr
+    assert "0 failed" in ending.stdout
+
+
+@families
+def test_a_head_of_text_refuses_embeddings(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    embeddings = model.get_input_embeddings()(PROMPTS[1])
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    if kind == "medusa":
+        # Of its last token it reads nothing but the state.
+        found = spec.generate(inputs_embeds=embeddings, max_new_tokens=9, **OPTIONS)
+        wanted = selfspec.wrap(model).generate(inputs_embeds=embeddings, max_new_tokens=9, **OPTIONS)
+        assert torch.equal(found.sequences, wanted.sequences)
+        return
+    with pytest.raises(UnsupportedOptionError, match="pass the whole text as input_ids"):
+        spec.generate(inputs_embeds=embeddings, max_new_tokens=9, **OPTIONS)
+
+
+@families
+def test_the_bound_of_a_server_counts_the_heads_own_cache(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    model.generation_config.eos_token_id = None
+    spec = selfspec.wrap(model, draft, draft_length=2)
+    engine = Stepped(spec, max_rows=3, tokens=80)
+    prompts = [tiny.prompt(3 + 5 * number, seed=number).clamp(min=3) for number in range(6)]
+    seen = [
+        engine.submit(RowRequest(tuple(each[0].tolist()), 12 + number, GREEDY)) for number, each in enumerate(prompts)
+    ]
+    own = 0
+    while engine.scheduler.busy:
+        engine.step()
+        held = engine.scheduler.stats().cache_bytes
+        assert held <= engine.budget.bound
+        batch = engine.scheduler._batch
+        own = max(own, 0 if batch is None else batch.row_bytes - batch.cache.nbytes)
+    assert (own > 0) is (kind != "medusa")
+    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
+        whole = selfspec.wrap(model).generate(prompt, max_new_tokens=12 + number, **OPTIONS).sequences
+        assert list(each.tokens) == whole[0, prompt.shape[1] :].tolist()
