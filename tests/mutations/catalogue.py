@@ -655,5 +655,7 @@ CATALOGUE = (
         "pad(tap.take()['last'][:, :-1], (0, 0, 1, 0))", "tap.take()['last']", (_UNROLLED,)),
     Mutation("an unrolled step sees the target's states of drafted tokens", "_unrolled",
         "seen.tril(-step)", "seen.tril()", (_UNROLLED,)),
+    Mutation("a Medusa head learns from the state of a token that is drafted", "MedusaModule.forward",
+        "pad(states, (0, 0, step, 0))", "states", ("test_each_medusa_head_says_what_the_saved_one_drafts",)),
 )
 # fmt: on

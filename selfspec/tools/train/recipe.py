@@ -59,7 +59,7 @@ class BesideRecipe:
 class HeadRecipe(BesideRecipe):
     """Head."""
 
-    kind: Annotated[Literal["eagle3"], typer.Option(help="What is trained: see docs/heads.md.")]
+    kind: Annotated[Literal["eagle3", "medusa"], typer.Option(help="What is trained: see docs/heads.md.")]
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
 
 

@@ -24,6 +24,7 @@ from selfspec.tools.train.doubts import doubts
 from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
+from selfspec.tools.train.heads.medusa import MedusaLesson
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import BesideRecipe, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
@@ -31,6 +32,8 @@ from selfspec.tools.train.settings import Course, Texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_HEADS = {"eagle3": Eagle3Lesson, "medusa": MedusaLesson}
 
 
 def run(
@@ -114,7 +117,7 @@ def run(
         if isinstance(recipe, ExitHeadRecipe):
             lesson = ExitLesson(base, recipe, text, course.seed)
         elif isinstance(recipe, HeadRecipe):
-            lesson = Eagle3Lesson(base, recipe, text, course.seed)
+            lesson = _HEADS[recipe.kind](base, recipe, text, course.seed)
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}

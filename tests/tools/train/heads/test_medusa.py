@@ -1,0 +1,90 @@
+"""Medusa heads as they learn: what is trained is what drafts, by an independent computation, and it learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import reference_heads, tiny
+from selfspec.draft.heads.medusa import MedusaProposer
+from selfspec.errors import TrainingError
+from selfspec.model.fingerprint import fingerprint
+from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.heads.medusa import MedusaLesson
+from selfspec.tools.train.recipe import HeadRecipe
+
+RECIPE = HeadRecipe(kind="medusa", depth=3)
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def text(model: PreTrainedModel) -> Blocks:
+    """What the model itself says, greedily, so that there is something to learn."""
+    ids = torch.cat([tiny.prompt(3, seed=seed) for seed in range(6)])
+    return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
+
+
+def trained(model: PreTrainedModel, text: Blocks, steps: int) -> MedusaLesson:
+    lesson = MedusaLesson(model, RECIPE, Split(text, text), 0)
+    lesson.model.double()
+    optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
+    for _ in range(steps):
+        loss = lesson.loss(lesson.model, text, 0, 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return lesson
+
+
+def test_each_medusa_head_says_what_the_saved_one_drafts(model: PreTrainedModel, text: Blocks, tmp_path: Path) -> None:
+    lesson = trained(model, text, 3)
+    lesson.save(tmp_path, torch.float64, {})
+    weights = load_file(tmp_path / "model.safetensors")
+    logits = reference_heads.medusa(model, weights, 1)
+    ids = text.ids[0].tolist()
+    with torch.no_grad():
+        seen, _ = lesson._read(text.chosen(slice(0, 1)))
+        found = lesson.model(seen, RECIPE.depth)
+    for step, learnt in enumerate(found):
+        for pair, given in enumerate(learnt, step):
+            torch.testing.assert_close(given, logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2]))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+    named = [f"{head}.{name}" for head in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")]
+    assert sorted(weights) == sorted(named)
+
+
+def test_medusa_heads_learn_and_draft(
+    model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = fingerprint(model)
+    before, lesson = trained(model, text, 0).measure(), trained(model, text, 60)
+    after = lesson.measure()
+    for name in ("agreement_1", "alpha_1", "alpha_3", "accepted_greedily"):
+        assert after[name] > before[name] + 0.1, name
+    assert fingerprint(model) == base
+    lesson.save(tmp_path, torch.float64, after)
+    found = reference_heads.recorded_drafts(monkeypatch, MedusaProposer)
+    spec = selfspec.wrap(model, f"medusa:{tmp_path}", draft_length=3)
+    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
+    assert torch.equal(out.sequences, text.ids[:1])
+    assert out.stats.accepted > 0
+    weights = load_file(tmp_path / "model.safetensors")
+    reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, 1))
+
+
+def test_a_reduced_vocabulary_is_refused(model: PreTrainedModel, text: Blocks) -> None:
+    with pytest.raises(TrainingError, match="whole vocabularies"):
+        MedusaLesson(model, HeadRecipe(kind="medusa", vocabulary=20), Split(text, text), 0)
