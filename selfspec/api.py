@@ -52,7 +52,7 @@ from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import Vocabulary, vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
@@ -386,26 +386,6 @@ class SelfSpeculative:
         """
         for drafter in [key for key, memory in self._memories.items() if isinstance(memory, DraftMemory)]:
             del self._memories[drafter]
-
-    def save_memory(self, file: str | Path) -> None:
-        """Write what its drafter has learnt from texts by now, bound to the model's tokenizer.
-
-        `Recycling.from_file` reads it. Folders that are missing on the way to the file are made.
-
-        Raises:
-            DraftConfigError: nothing was learnt yet that has a file.
-            UnsupportedOptionError: the file is no path.
-            StorageError: the file cannot be written.
-        """
-        self._check_open()
-        place = checked_path("file", file)
-        self._follow_vocabulary()
-        memories = [memory for memory in self._memories.values() if isinstance(memory, DraftMemory) and memory.has_file]
-        if not memories:
-            raise DraftConfigError(
-                "nothing was learnt yet that has a file; wrap with draft='recycle', and generate first"
-            )
-        memories[0].save(place, Vocabulary.of(self.model))
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None

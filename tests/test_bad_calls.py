@@ -120,12 +120,6 @@ _each("load cache", [3, True, "int4", "", b"exact", ["exact"]], lambda g, v: sel
 _each("save_pretrained", NO_PATHS, lambda g, v: g.spec.save_pretrained(v))
 _each("save_pretrained tokenizer", [3, "gpt2", True, object()],
     lambda g, v: selfspec.wrap(g.model).save_pretrained(g.folder, tokenizer=v))
-_each("save_memory", NO_PATHS,
-    lambda g, v: (g.spec.generate(tiny.prompt(5), max_new_tokens=4), g.spec.save_memory(v)))
-CALLS["save_memory folder"] = lambda g: (
-    g.spec.generate(tiny.prompt(5), max_new_tokens=4),
-    g.spec.save_memory(g.folder),
-)
 
 # Drafters.
 _each("EarlyExit", [*NO_COUNTS, torch.tensor(2), tiny.DEPTH, 10**30],
@@ -162,9 +156,6 @@ _each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: d
 _each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: drafts.Suffixes(most_bytes=v))
 for name in ("candidates", "longest", "most_bytes"):
     _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: drafts.Recycling))
-_each("Recycling saved", [3, b"x", True, "nowhere", "a\0b", ["x"]],
-    lambda g, v: selfspec.wrap(g.model, drafts.Recycling(saved=v)))
-_each("Recycling.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.Recycling.from_file(v))
 _each("ReducedVocabulary",
     [None, 3, "123", [], [1, 1], [1.5], ["1"], [True], [-1], [10**6], [2**70], [None], torch.tensor([1, 2]), True,
      object()], lambda g, v: selfspec.wrap(g.model, drafts.ReducedVocabulary(drafts.EarlyExit(2), v)))
@@ -205,12 +196,6 @@ _each("TopKTolerance top_k", NO_COUNTS, lambda g, v: TopKTolerance(top_k=v))
 _each(
     "TopKTolerance tolerance", [NAN, -INF, "0.5", None, True, [0.5], 1j, -0.1], lambda g, v: TopKTolerance(tolerance=v)
 )
-_each("thresholds",
-    ["epsilon=nan", "epsilon=-1", "epsilon=2", "delta=inf", "epsilon=", "epsilon", "x=1", "epsilon=0.1,epsilon=0.2",
-     "epsilon=\uff10.1", "epsilon=1_0"], lambda g, v: selfspec.wrap(g.model, accept=f"relaxed-typical:{v}"))
-_each("whole thresholds",
-    ["top_k=0", "top_k=-1", "top_k=1.5", "top_k=\uff13", "tolerance=-1", "tolerance=nan", "top_k=1_0"],
-    lambda g, v: selfspec.wrap(g.model, accept=f"relaxed-top-k:{v}"))
 _each("FixedLength", NO_COUNTS, lambda g, v: selfspec.FixedLength(v))
 _each("FixedLength nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.FixedLength(3, v), None)
 _each("CostAware", NO_COUNTS, lambda g, v: selfspec.CostAware(v))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +58,6 @@ class CandidateTable:
     def longest(self) -> int:
         """Tokens of the longest context."""
         return len(self._keys)
-
-    @property
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """All it consists of, by name."""
-        return {"keys": self._keys, "candidates": self._rows}
 
     @property
     def nbytes(self) -> int:
@@ -133,10 +127,6 @@ class CandidateTable:
             held = np.flatnonzero(keys)
             places = self._places(keys[held])
             self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
-
-    def keep_below(self, vocabulary: int) -> None:
-        """Drop the candidates that are no tokens of a vocabulary."""
-        self._rows[self._rows >= vocabulary] = NONE
 
     def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
         """The candidates of contexts, `[n, kept]`, `NONE` of those that are not known."""

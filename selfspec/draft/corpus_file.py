@@ -41,7 +41,7 @@ class CorpusFile(DescribedTensors[_About]):
     """
 
     def __init__(self, file: str | Path) -> None:
-        super().__init__(file, "a corpus", _ABOUT, _About, "pt", _REWRITE)
+        super().__init__(file, "a corpus", _ABOUT, _About, _REWRITE)
         self.check_names(("tokens", "ends"))
         tokens, ends = self.read("tokens"), self.read("ends")
         within = _is_within(tokens, NONE, self.about.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from selfspec.draft.verdict import Verdict
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import Vocabulary
 
 MODEL = 0
 """The match length of drafts for which a model ran."""
@@ -55,17 +53,6 @@ class OwnBytes:
 
 class DraftMemory:
     """What a drafter keeps of texts as long as the wrapper, in `RowsView.memories`."""
-
-    has_file: ClassVar[bool] = False
-    """Whether `save` writes it to a file."""
-
-    def save(self, file: str | Path, vocabulary: Vocabulary) -> None:
-        """Write all of it to a file, which names the tokenizer that it is for.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no file")
 
 
 class Proposer(ABC):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +13,6 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.draft.candidate_file import AboutCandidates, CandidateFile, write_candidates
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
@@ -27,8 +24,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
-from selfspec.model.vocabulary import Vocabulary
-from selfspec.values import checked_path, shown
+from selfspec.values import shown
 
 # The match length of drafts of recycled candidates: they are one source of drafts.
 _CANDIDATES = 1
@@ -41,7 +37,7 @@ _ROW_BYTES = 8 << 20
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
-@drafter("recycle", argument="[:FILE]", help="trees of candidates that earlier passes left over", mark=("#D55E00", "P"))
+@drafter("recycle", help="trees of candidates that earlier passes left over", mark=("#D55E00", "P"))
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
@@ -61,13 +57,11 @@ class Recycling(Drafter):
         candidates: kept for each context, 1 to 64.
         longest: tokens of the longest context, 1 to 16; 1 is the table of the paper.
         most_bytes: of the table, 8 KiB to 16 GiB. A new context takes the place of an older one where there is no room.
-        saved: the file that the table of a new wrapper is read from; None: it begins empty.
     """
 
     candidates: int = 8
     longest: int = 4
     most_bytes: int = 8 << 20
-    saved: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in _RANGES:
@@ -75,85 +69,30 @@ class Recycling(Drafter):
             if type(given) is not int or not least <= given <= most:
                 raise DraftConfigError(f"{name} must be an integer from {least} to {most}, got {shown(given)}")
 
-    @classmethod
-    def from_file(cls, file: str | Path) -> Recycling:
-        """Begin with a table that `SelfSpeculative.save_memory` wrote. The file stays as it is.
-
-        Raises:
-            DraftConfigError: the file is missing, truncated, foreign or of another format.
-        """
-        about = CandidateFile(checked_path("file", file, DraftConfigError)).about
-        return cls(about.candidates, about.longest, about.most_bytes, str(file))
-
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         adapter.check_trees(model)
-        if self.saved is not None:
-            self._check_file(CandidateFile(self.saved), Vocabulary.of(model))
 
     def begin(self, rows: RowsView) -> RecyclingProposer:
         if self not in rows.memories:
-            made = RecyclingMemory(self.candidates, self.longest, self.most_bytes, self.saved)
-            if self.saved is not None:
-                # Models of one tokenizer may have heads of different sizes.
-                made.table.keep_below(rows.runner.vocabulary)
-            rows.memories[self] = made
+            rows.memories[self] = RecyclingMemory(self.candidates, self.longest, self.most_bytes)
         memory = rows.memories[self]
         assert isinstance(memory, RecyclingMemory)
         return RecyclingProposer(self, memory, rows)
 
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Recycling:
-        return cls() if argument is None else cls.from_file(argument)
-
-    @property
-    def spelling(self) -> str | None:
-        return super().spelling if self.saved is None else f"recycle:{self.saved}"
-
-    def _check_file(self, file: CandidateFile, vocabulary: Vocabulary) -> None:
-        if not file.about.vocabulary.is_same(vocabulary):
-            raise DraftConfigError(
-                f"{self.saved} holds candidates of another tokenizer than the model's; draft with Recycling() alone, "
-                "or save a table of this model"
-            )
-        about = (file.about.candidates, file.about.longest, file.about.most_bytes)
-        if about != (self.candidates, self.longest, self.most_bytes):
-            raise DraftConfigError(f"{self.saved} holds another table by now; make the draft of it anew")
-
 
 class RecyclingMemory(DraftMemory):
     """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
-
-    The table is that of a `Recycling`, read from the file `saved` if there is one.
 
     Attributes:
         table: candidates of each context.
         chances: of the ranks, in drafts after contexts of one token, of two, ...
     """
 
-    has_file = True
-
-    def __init__(self, candidates: int, longest: int, nbytes: int, saved: str | None = None) -> None:
+    def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
         self._size = (candidates, longest, nbytes)
         self.table = CandidateTable(candidates, longest, nbytes)
         first = (_CHANCES[min(length, 1)] for length in range(longest))
         self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
-        if saved is not None:
-            kept = CandidateFile(saved).tables(self._arrays())
-            for name, values in self._arrays().items():
-                values[:] = kept[name]
-
-    def save(self, file: str | Path, vocabulary: Vocabulary) -> None:
-        """Write all of it to a file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        write_candidates(file, AboutCandidates(2, vocabulary, *self._size), self._arrays())
-
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        """What it consists of, by name; what is written there is known from then on."""
-        counts = {f"chances.{length}": chances.counts for length, chances in enumerate(self.chances)}
-        return {**self.table.arrays, **counts}
 
     def of_row(self) -> CandidateTable:
         """Make a table that knows what this one knows, and learns by itself."""

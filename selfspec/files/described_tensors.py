@@ -7,13 +7,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
-import safetensors.numpy
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.errors import DraftConfigError
@@ -21,7 +19,6 @@ from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import whole
 
 _About = TypeVar("_About")
-_Array = TypeVar("_Array", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class DescribedTensors(Generic[_About]):
         what: it should be, for messages.
         key: of the description in the metadata.
         kind: dataclass of the description, `about`.
-        framework: of the arrays that are read.
         remedy: what to do about a file that cannot be used.
 
     Raises:
@@ -48,13 +44,11 @@ class DescribedTensors(Generic[_About]):
             damaged.
     """
 
-    def __init__(
-        self, file: str | Path, what: str, key: str, kind: type[_About], framework: Literal["np", "pt"], remedy: str
-    ) -> None:
+    def __init__(self, file: str | Path, what: str, key: str, kind: type[_About], remedy: str) -> None:
         self.source = str(file)
         self.remedy = remedy
         try:
-            self._tensors = cast(Any, safe_open(self.source, framework=framework))
+            self._tensors = cast(Any, safe_open(self.source, framework="pt"))
             said = (self._tensors.metadata() or {}).get(key, "")
             self.about = parsed(said, kind)
             self._sha256 = parsed(said, _Written).sha256
@@ -80,21 +74,21 @@ class DescribedTensors(Generic[_About]):
             if others:
                 raise DraftConfigError(f"{self.source} {what} {min(others)}; {self.remedy}")
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str) -> Tensor:
         """Read a tensor.
 
         Raises:
             DraftConfigError: the file lacks it, or it is damaged.
         """
         try:
-            found = self._tensors.get_tensor(name)
+            found: Tensor = self._tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise DraftConfigError(f"{self.source} lacks {name} ({error}); {self.remedy}") from error
         if _digest(found) != self._sha256[name]:
             raise DraftConfigError(f"{self.source} is damaged: {name} is not what was written; {self.remedy}")
         return found
 
-    def read_like(self, name: str, like: _Array) -> _Array:
+    def read_like(self, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the type and shape of another.
 
         Raises:
@@ -106,11 +100,11 @@ class DescribedTensors(Generic[_About]):
                 f"{self.source} holds {name} as {found.dtype} {list(found.shape)} and not as {like.dtype} "
                 f"{list(like.shape)}; {self.remedy}"
             )
-        return cast(_Array, found)
+        return found
 
 
-def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Write tensors, all of torch or all of numpy, and what they are: the whole file or none of it.
+def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, and what they are: the whole file or none of it.
 
     The description is under a key of the metadata, as `DescribedTensors` reads it.
 
@@ -118,16 +112,12 @@ def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Map
         StorageError: it cannot be written.
     """
     said = sealed({**about, "sha256": {name: _digest(values) for name, values in tensors.items()}})
-    of_torch = any(isinstance(values, Tensor) for values in tensors.values())
-    save: Any = safetensors.torch.save_file if of_torch else safetensors.numpy.save_file
     with whole(file) as draft:
-        save(dict(tensors), draft, {key: json.dumps(said)})
+        save_file(dict(tensors), draft, {key: json.dumps(said)})
 
 
-def _digest(values: Any) -> str:
-    """SHA-256 of the dtype, the shape and the values of a tensor or an array."""
+def _digest(values: Tensor) -> str:
+    """SHA-256 of the dtype, the shape and the values of a tensor."""
     found = hashlib.sha256(f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}\n".encode())
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    found.update(np.ascontiguousarray(values).data)
+    found.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

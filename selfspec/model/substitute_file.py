@@ -47,7 +47,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
     """
 
     def __init__(self, file: str | Path) -> None:
-        super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, "pt", REWRITE)
+        super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, REWRITE)
         parts = ("levels", "scales") if self.about.bits == 8 else ("levels", "scales", "zeros")
         self.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
 

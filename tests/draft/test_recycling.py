@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.described import rewrite
 from helpers.drafting import stock
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
@@ -107,62 +103,3 @@ def test_names() -> None:
 def test_numbers_out_of_range_are_refused(name: str, bounds: str, given: Any) -> None:
     with pytest.raises(selfspec.errors.DraftConfigError, match=f"{name} must be an integer from {bounds}"):
         Recycling(**{name: given})
-
-
-def _saved(spec: selfspec.SelfSpeculative, folder: Path) -> str:
-    spec.generate(tiny.prompt(9), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    spec.save_memory(folder / "candidates")
-    return str(folder / "candidates")
-
-
-def test_a_table_from_a_file_drafts_as_the_one_that_was_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = selfspec.wrap(llama, Recycling(candidates=4), draft_length=7)
-    file = _saved(spec, tmp_path)
-    options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
-    again = spec.generate(tiny.prompt(9), **options)
-    fresh = selfspec.wrap(llama, f"recycle:{file}", draft_length=7)
-    assert fresh.draft == Recycling.from_file(file) == Recycling(4, saved=file)
-    assert draft_name(Recycling.from_file(file)) == f"recycle:{file}"
-    found = fresh.generate(tiny.prompt(9), **options)
-    assert torch.equal(found.sequences, again.sequences)
-    assert found.stats.rounds == again.stats.rounds
-    fresh.forget()
-    assert fresh.generate(tiny.prompt(9), **options).stats.rounds == found.stats.rounds
-
-
-def test_a_table_of_another_tokenizer_is_refused_before_any_pass(llama: PreTrainedModel, tmp_path: Path) -> None:
-    file = _saved(selfspec.wrap(llama, "recycle", draft_length=7), tmp_path)
-    with pytest.raises(selfspec.errors.DraftConfigError, match="another tokenizer"):
-        selfspec.wrap(tiny.llama(vocab_size=tiny.VOCABULARY + 1), f"recycle:{file}")
-    _saved(selfspec.wrap(llama, Recycling(longest=2), draft_length=7), tmp_path)
-    with pytest.raises(selfspec.errors.DraftConfigError, match="another table"):
-        selfspec.wrap(llama, Recycling(saved=file))
-
-
-def _tables_alone(change: Callable[[dict[str, Any]], object], tables: dict[str, Any], _: object) -> None:
-    change(tables)
-
-
-def test_files_that_hold_no_candidates_are_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = selfspec.wrap(llama, Recycling(most_bytes=1 << 13), draft_length=7)
-    with pytest.raises(selfspec.errors.DraftConfigError, match="nothing was learnt"):
-        spec.save_memory(tmp_path / "candidates")
-    file = _saved(spec, tmp_path)
-    content = Path(file).read_bytes()
-    for damaged in (content[:40], b"", b"\0" * 64):
-        Path(file).write_bytes(damaged)
-        with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read as candidates"):
-            parse_draft(f"recycle:{file}")
-    Path(file).write_bytes(content)
-    wrong: dict[str, Callable[[dict[str, Any]], object]] = {
-        "lacks keys": lambda tables: tables.pop("keys"),
-        "beside its own tensors more": lambda tables: tables.update(more=tables["keys"]),
-        "and not as": lambda tables: tables.update(keys=tables["keys"][:1]),
-        "numbers in candidates": lambda tables: tables["candidates"].fill(tiny.VOCABULARY),
-        "numbers in chances.0": lambda tables: tables["chances.0"].fill(np.nan),
-    }
-    for said, change in wrong.items():
-        Path(file).write_bytes(content)
-        rewrite(file, partial(_tables_alone, change), "np")
-        with pytest.raises(selfspec.errors.DraftConfigError, match=said):
-            selfspec.wrap(llama, f"recycle:{file}").generate(tiny.prompt(9), max_new_tokens=4, do_sample=False)

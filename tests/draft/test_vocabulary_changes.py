@@ -89,19 +89,11 @@ def corpus(model: PreTrainedModel, folder: Path) -> Suffixes:
     return Suffixes(corpus=str(folder / "corpus"))
 
 
-def candidates(model: PreTrainedModel, folder: Path) -> Recycling:
-    spec = selfspec.wrap(model, Recycling())
-    spec.generate(**prompt(), **GREEDY)
-    spec.save_memory(folder / "candidates")
-    return Recycling.from_file(folder / "candidates")
-
-
 BOUND: dict[str, Any] = {
     "corpus": corpus,
-    "candidates": candidates,
     "reduced": lambda model, folder: ReducedVocabulary(EarlyExit(2), (1, 2, 40)),
     "assistant": lambda model, folder: Assistant(tiny.llama(num_hidden_layers=1)),
-    "cascade": lambda model, folder: Cascade(PromptLookup(), candidates(model, folder)),
+    "cascade": lambda model, folder: Cascade(PromptLookup(), Cascade(corpus(model, folder), EarlyExit(2))),
 }
 
 
@@ -120,14 +112,6 @@ def test_a_draft_of_other_tokens_is_refused_before_any_pass_until_they_are_there
     check(spec, 1)
 
 
-def test_a_table_of_other_tokens_is_not_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec = selfspec.wrap(llama, "recycle")
-    spec.generate(**prompt(), **GREEDY)
-    resized(llama, SMALL)
-    with pytest.warns(UserWarning, match="is dropped"), pytest.raises(DraftConfigError, match="nothing was learnt"):
-        spec.save_memory(tmp_path / "file")
-
-
 def with_tokenizer(tokens: int, folder: Path) -> PreTrainedModel:
     """A model from a folder, with the tokenizer of all others of this test and a head of its own size."""
     model = tiny.llama(vocab_size=tokens)
@@ -138,15 +122,6 @@ def with_tokenizer(tokens: int, folder: Path) -> PreTrainedModel:
 
 def test_files_of_one_tokenizer_hold_no_token_that_a_smaller_head_has_not(tmp_path: Path) -> None:
     large, small = (with_tokenizer(tokens, tmp_path / str(tokens)) for tokens in (600, 256))
-    spec = selfspec.wrap(large, "recycle")
-    ids = spec.generate(**prompt(), **GREEDY).sequences
-    assert int(ids.max()) > 255
-    spec.save_memory(tmp_path / "candidates")
-    other = selfspec.wrap(small, Recycling.from_file(tmp_path / "candidates"), draft_length=4)
-    for start in range(9):
-        part = ids[:, start : start + 9].clamp(max=255)
-        asked = {"input_ids": part, "attention_mask": torch.ones_like(part), **GREEDY}
-        assert torch.equal(other.generate(**asked).sequences, small.generate(**asked))
     write_corpus(tmp_path / "corpus", [[1, 2, 599]], Vocabulary.of(large))
     selfspec.wrap(large, Suffixes(corpus=str(tmp_path / "corpus")))
     with pytest.raises(DraftConfigError, match="holds token 599, and the model has 256"):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -23,7 +22,6 @@ from helpers.profiles import profile_of
 from selfspec.control.profile import Profile
 from selfspec.draft.corpus_file import CorpusFile, write_corpus
 from selfspec.draft.exit_head import CONFIG, WEIGHTS, ExitHead
-from selfspec.draft.recycling import Recycling, RecyclingMemory
 from selfspec.draft.skip_file import SkipFile, write_skip_file
 from selfspec.errors import (
     BenchError,
@@ -101,20 +99,6 @@ def _read_corpus(file: Path) -> object:
     return found.about.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
 
 
-def _candidates(folder: Path) -> Path:
-    memory = RecyclingMemory(2, 2, 1 << 13)
-    memory.table.learn_text(list(range(30)))
-    memory.save(folder / "candidates", Vocabulary.of(_model()))
-    return folder / "candidates"
-
-
-def _read_candidates(file: Path) -> object:
-    draft = Recycling.from_file(file)
-    draft.check_model(_model(), selfspec.wrap(_model()).adapter)
-    memory = RecyclingMemory(draft.candidates, draft.longest, draft.most_bytes, draft.saved)
-    return draft, {name: values.tolist() for name, values in memory._arrays().items()}
-
-
 def _exit_head(file: str) -> Kind:
     def make(folder: Path) -> Path:
         ExitHeads(64, 2, (1, 2), torch.arange(0, 50, 2)).save(
@@ -189,7 +173,6 @@ KINDS: dict[str, Kind] = {
     "int8": _substitutes(8),
     "int4": _substitutes(4),
     "corpus": Kind(_corpus, _read_corpus, DraftConfigError),
-    "candidates": Kind(_candidates, _read_candidates, DraftConfigError),
     "exit head": _exit_head(WEIGHTS),
     "config of an exit head": _exit_head(CONFIG),
     "skip set": Kind(_skip_set, SkipFile.from_file, DraftConfigError),
@@ -199,7 +182,7 @@ KINDS: dict[str, Kind] = {
     "run": Kind(_run, _read_run, BenchError),
     "training": Kind(_training, _read_training, TrainingError),
 }
-OF_TENSORS = ("int8", "int4", "corpus", "candidates", "exit head")
+OF_TENSORS = ("int8", "int4", "corpus", "exit head")
 # Files that are not one object: the config of an exit head has no checksum, and runs have a line each.
 OF_LINES = ("config of an exit head", "run")
 FLIPS = (0x01, 0x10, 0x80)
@@ -247,11 +230,9 @@ def test_a_file_with_tensors_that_are_missing_or_too_many_is_refused(name: str, 
     kind = KINDS[name]
     file = kind.make(tmp_path)
     content = file.read_bytes()
-    of_arrays = name == "candidates"
-    with safe_open(file, framework="np" if of_arrays else "pt") as opened:
+    with safe_open(file, framework="pt") as opened:
         said = opened.metadata()
         tensors: dict[str, Any] = {each: opened.get_tensor(each) for each in opened.keys()}  # noqa: SIM118
-    save: Any = save_arrays if of_arrays else save_file
     first, last = min(tensors), max(tensors)
     changed: list[dict[str, Any]] = [
         {each: values for each, values in tensors.items() if each != first},
@@ -262,7 +243,7 @@ def test_a_file_with_tensors_that_are_missing_or_too_many_is_refused(name: str, 
         {**tensors, last: tensors[last].reshape(1, *tensors[last].shape)},
     ]
     for each in changed:
-        save(each, file, said)
+        save_file(each, file, said)
         with pytest.raises(kind.error):
             kind.read(file)
     if name == "exit head":
@@ -270,8 +251,7 @@ def test_a_file_with_tensors_that_are_missing_or_too_many_is_refused(name: str, 
     # With checksums that fit, by another writer.
     for each in (changed[2], changed[3], changed[4], changed[5]):
         file.write_bytes(content)
-        framework: Any = "np" if of_arrays else "pt"
-        rewrite(file, partial(_replace, each), framework)
+        rewrite(file, partial(_replace, each))
         with pytest.raises(kind.error):
             kind.read(file)
 

@@ -350,7 +350,7 @@ def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
 def _kept_text(kept: Path, length: int) -> Blocks:
     remedy = "remove it to have the text written again"
     try:
-        found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, "pt", remedy)
+        found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, remedy)
         found.check_names(("ids", "learnt"))
         shape = (found.read("ids").shape[0], length)
         ids = found.read_like("ids", torch.empty(shape, dtype=torch.long))
