@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import MINUTES, DtypeOption, Minutes, Output, WholeMachine, prepare_process
+from selfspec.cli.options import MINUTES, DtypeOption, MachineOptions, Minutes, Output, prepare_process
 from selfspec.cli.terminal import announce, share_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
@@ -82,7 +82,7 @@ class Ablated:
 def ablate(
     lists: Lists,
     estimates: Estimates,
-    machine: WholeMachine,
+    machine: MachineOptions,
     study: Annotated[Path | None, typer.Argument(metavar="STUDY", help="A study as TOML; options override it.")] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MINUTES, Chat, GivenOptions, Minutes, Output, PromptFile, WholeModelOptions, read_draft
+from selfspec.cli.options import MINUTES, Chat, GivenOptions, Minutes, ModelOptions, Output, PromptFile, read_draft
 from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
@@ -44,7 +44,7 @@ class Calibrated:
 
 
 def calibrate(
-    model: WholeModelOptions,
+    model: ModelOptions,
     measurements: Measurements,
     given: GivenOptions,
     draft: Annotated[

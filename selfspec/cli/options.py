@@ -110,25 +110,6 @@ class MachineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NoBudget:
-    """Memory of commands that read or change all weights: there is no budget."""
-
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", hidden=True)] = None
-
-    def __post_init__(self) -> None:
-        if self.memory is not None:
-            raise UnsupportedOptionError(
-                "--memory: this command measures, reads or changes all weights, so the model is in memory whole; "
-                "generate, inspect, verify and bench take a budget, whose plan predicts what drafts cost"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeMachine(_NoBudget, MachineOptions):
-    """Device."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelOptions(MachineOptions):
     """Device and weights."""
 
@@ -159,11 +140,6 @@ class ModelOptions(MachineOptions):
         from selfspec.model.checkpoint import load_checkpoint
 
         return load_checkpoint(self.place, self.dtype, self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeModelOptions(_NoBudget, ModelOptions):
-    """Device and weights."""
 
 
 def load_within(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import PromptFile, Seed, WholeModelOptions
+from selfspec.cli.options import ModelOptions, PromptFile, Seed
 from selfspec.cli.terminal import counting_bar
 from selfspec.errors import DraftConfigError
 
@@ -45,7 +45,7 @@ class Quantized:
 
 
 def quantize(
-    model: WholeModelOptions,
+    model: ModelOptions,
     to: Annotated[Path, typer.Option(metavar="FILE", help="Where the substitutes go: safetensors.")],
     bits: Annotated[int, typer.Option(help="Bits of a weight: 8 or 4.")] = 8,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale, in 4 bits: 32, 64, 128 or 256.")] = 32,

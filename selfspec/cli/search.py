@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
-from selfspec.cli.options import MINUTES, GivenOptions, Minutes, Model, Output, Seed, WholeMachine
+from selfspec.cli.options import MINUTES, GivenOptions, MachineOptions, Minutes, Model, Output, Seed
 from selfspec.cli.terminal import announce, share_bar
 from selfspec.errors import DraftConfigError
 
@@ -43,7 +43,7 @@ class Searched:
 def search(
     model: Model,
     texts: TextsAndCosts,
-    machine: WholeMachine,
+    machine: MachineOptions,
     said: GivenOptions,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
     evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from selfspec.cli.options import Model, Output, OutputFormat, Threads, WholeMachine, grouped, prepare_process
+from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, Threads, grouped, prepare_process
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import model_place
@@ -121,7 +121,7 @@ def layerskip(
     text: Texts,
     recipe: LayerSkipRecipe,
     course: Course,
-    machine: WholeMachine,
+    machine: MachineOptions,
     check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
@@ -136,7 +136,9 @@ def layerskip(
 
 @train.command()
 @grouped
-def plain(model: Model, to: To, text: Texts, course: Course, machine: WholeMachine, output: Output = "text") -> Trained:
+def plain(
+    model: Model, to: To, text: Texts, course: Course, machine: MachineOptions, output: Output = "text"
+) -> Trained:
     """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
     return _shown(_train(model, text, course, None, to, machine), output)
 
@@ -149,7 +151,7 @@ def exit_heads(
     text: Texts,
     heads: ExitHeadRecipe,
     course: HeadCourse,
-    machine: WholeMachine,
+    machine: MachineOptions,
     check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
@@ -222,7 +224,7 @@ def _train(
     course: Course,
     recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None,
     to: Path,
-    machine: WholeMachine,
+    machine: MachineOptions,
 ) -> Trained:
     """Train, and return the figures before and after."""
     from selfspec.tools.train.course import RESUMED

@@ -358,13 +358,3 @@ def test_within_a_budget_the_text_is_the_same(
     settings = found["settings"]
     assert settings["draft"] in ((draft,) if draft else ("lookup+int8", "lookup+int4"))
     assert (settings["memory"], settings["context"]) == ("1TiB", 200)
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["calibrate demo", "quantize demo --to x", "search demo --to x", "ablate", "train plain demo --to x --text x"],
-)
-def test_commands_that_need_all_weights_have_no_budget_and_say_why(invoke: Invoke, command: str) -> None:
-    ending = invoke(*command.split(), "--memory", "2GiB")
-    assert (ending.status, ending.stdout) == (2, "")
-    assert "the model is in memory whole" in ending.stderr
