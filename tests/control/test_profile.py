@@ -124,6 +124,7 @@ def test_costs_have_no_defaults(file: Path) -> None:
         {"out_of_step": 0.9},
         {"rows": 0},
         {"verify": -2.0},
+        {"verify": 0},
         {"overhead": float("nan")},
     ],
 )

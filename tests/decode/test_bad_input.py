@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,8 @@ from helpers import tiny
 from helpers.profiles import GREEDY, profile_of
 from selfspec.arguments import check_scores
 from selfspec.control import Control
-from selfspec.control.profile import Profile
 from selfspec.draft.registry import parse_draft
-from selfspec.errors import DraftConfigError, ProfileError, PromptError, SelfSpecError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.saved.custom_generate import generate_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -257,13 +255,6 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("seed", -(2**63) - 1, "seed="),
     ("seed", [0], "seed="),
     ("draft_length", 0, "draft length"),
-    ("draft_length", -1, "draft length"),
-    ("draft_length", True, "draft length"),
-    ("draft_length", 2.5, "draft length"),
-    ("draft_length", NAN, "draft length"),
-    ("draft_length", "3", "draft length"),
-    ("draft_length", [3], "draft length"),
-    ("draft_length", selfspec.CostAware, "draft length"),
     ("draft_length", -(10**5000), "draft length"),
     ("accept", "tokn", "tokn.*choose one of"),
     ("accept", "", "choose one of"),
@@ -407,42 +398,6 @@ def test_names_of_drafts_are_understood_or_refused(text: str) -> None:
 def test_names_of_files_that_cannot_be_are_refused(name: str) -> None:
     with nothing_runs() as spec, pytest.raises(SelfSpecError):
         selfspec.wrap(spec.model, name)
-
-
-PROFILES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "greedy.draft": lambda content: content["greedy"].update(draft=4),
-    "greedy.draft is not understood": lambda content: content["greedy"].update(draft="exit:" + "9" * 5000),
-    "sampled.longest": lambda content: content["sampled"].update(longest=2.5),
-    "greedy.longest": lambda content: content["greedy"].update(longest=-(10**400)),
-    "greedy.temperature": lambda content: content["greedy"].update(temperature=10**400),
-    "greedy.speedup": lambda content: content["greedy"].update(speedup=[1.0, 10**400, 1.0]),
-    "greedy.most_rows": lambda content: content["greedy"].update(most_rows=0),
-    "greedy.costs": lambda content: content["greedy"]["costs"]["measured"][0].update(draft=10**400),
-    "sampled.costs": lambda content: content["sampled"]["costs"]["measured"][0].update(verify=0),
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiles_with_odd_numbers_are_refused(name: str, tmp_path: Path) -> None:
-    model = _model()
-    profile_of(model).save(tmp_path / "profile.json")
-    content = json.loads((tmp_path / "profile.json").read_text())
-    del content["checksum"]
-    PROFILES[name](content)
-    (tmp_path / "profile.json").write_text(json.dumps(content))
-    # Numbers of hundreds of digits are refused as such, whatever they are of.
-    with nothing_runs(), pytest.raises(ProfileError, match=f"{name}|integer of 40. digits"):
-        Profile.load(tmp_path / "profile.json")
-
-
-def test_a_profile_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text("[" * 200_000)
-    with nothing_runs(), pytest.raises(ProfileError, match="JSON"):
-        Profile.load(tmp_path / "profile.json")
-
-
-def test_there_are_many_kinds() -> None:
-    assert len(BAD_OPTIONS) + len(KEYWORDS) + len(PROMPTS) + len(NAMES) + len(PROFILES) >= 150
 
 
 # What looks odd and means something in transformers means the same here.

@@ -452,17 +452,6 @@ def test_what_changes_nothing_is_no_reason_to_refuse(llama: PreTrainedModel, opt
     assert torch.equal(found, wanted)
 
 
-def test_what_is_returned_with_the_whole_output_is_still_refused(spec: selfspec.SelfSpeculative) -> None:
-    refused(
-        spec,
-        UnsupportedOptionError,
-        "output_hidden_states",
-        tiny.prompt(5),
-        output_hidden_states=True,
-        return_dict_in_generate=True,
-    )
-
-
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
 def test_a_checkpoint_that_says_use_cache_false_is_decoded(llama: PreTrainedModel, way: str) -> None:
     """mpt's config says so by default. Who asks for it in the call is still refused."""
@@ -477,9 +466,3 @@ def test_a_checkpoint_that_says_use_cache_false_is_decoded(llama: PreTrainedMode
     assert torch.equal(found, wanted)
     with pytest.raises(UnsupportedOptionError, match="use_cache"):
         spec.generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)
-
-
-def test_use_cache_false_of_a_call_is_refused_through_transformers_too(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
-    with pytest.raises(UnsupportedOptionError, match="use_cache"):
-        llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=3, use_cache=False)
