@@ -172,7 +172,7 @@ def head(
     text: Texts,
     recipe: HeadRecipe,
     course: DraftHeadCourse,
-    machine: WholeMachine,
+    machine: MachineOptions,
     output: Output = "text",
 ) -> Trained:
     """Train a draft head for a base that stays as it is, in the layout that other engines read.
