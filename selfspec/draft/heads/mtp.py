@@ -150,6 +150,14 @@ class MultiTokenPrediction(HeadDrafter):
         layers.set_output_embeddings(model.get_output_embeddings())
         return Head(fusion, layers, adapter, layout.recycles, model.get_input_embeddings(), None, nbytes)
 
+    def names(self, model: PreTrainedModel) -> Mapping[str, str]:
+        """Return what the checkpoint calls the module's weights, and what they are: see `MtpLayout.renamed`.
+
+        Raises:
+            HeadError: there is no module.
+        """
+        return self._module(model)[1]
+
     def _module(self, model: PreTrainedModel) -> tuple[HeadFolder, Mapping[str, str]]:
         """Return the folder of the checkpoint, and the names of the module's weights: see `MtpLayout.renamed`.
 

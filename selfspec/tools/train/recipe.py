@@ -59,8 +59,15 @@ class BesideRecipe:
 class HeadRecipe(BesideRecipe):
     """Head."""
 
-    kind: Annotated[Literal["eagle3", "medusa"], typer.Option(help="What is trained: see docs/heads.md.")]
+    kind: Annotated[Literal["eagle3", "medusa", "mtp"], typer.Option(help="What is trained: see docs/heads.md.")]
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind != "eagle3" and self.vocabulary is not None:
+            raise TrainingError(
+                f"heads of the kind {self.kind} are published with whole vocabularies; drop --vocabulary"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

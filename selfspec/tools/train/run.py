@@ -25,6 +25,7 @@ from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
+from selfspec.tools.train.heads.mtp import MtpLesson
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import BesideRecipe, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
@@ -33,7 +34,11 @@ from selfspec.tools.train.settings import Course, Texts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_HEADS = {"eagle3": Eagle3Lesson, "medusa": MedusaLesson}
+_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson]] = {
+    "eagle3": Eagle3Lesson,
+    "medusa": MedusaLesson,
+    "mtp": MtpLesson,
+}
 
 
 def run(
@@ -61,6 +66,7 @@ def run(
 
     Raises:
         CheckpointError, UnsupportedModelError: the base cannot be loaded.
+        HeadError: the base's checkpoint has no module to train.
         CorpusError: a text cannot be read or is too short.
         TrainingError: a package is missing, the settings do not fit, the folder is taken, or the loss became NaN.
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
@@ -85,6 +91,8 @@ def run(
         course = course.for_model(base.num_parameters())
     if isinstance(recipe, ExitHeadRecipe | LayerSkipRecipe):
         recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
+    if isinstance(recipe, HeadRecipe):
+        _HEADS[recipe.kind].check(base)
     documents = all_documents(texts.text, course.seed)
     settings = {
         # Names, not folders, so that a training may move.

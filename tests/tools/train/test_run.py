@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
-from selfspec.errors import CorpusError, StorageError, TrainingError
+from selfspec.errors import CorpusError, HeadError, StorageError, TrainingError
 from selfspec.tools.train.course import Observer
 from selfspec.tools.train.recipe import ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
 from selfspec.tools.train.run import run
@@ -134,6 +134,12 @@ def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     out = selfspec.wrap(model, draft=f"eagle:{tmp_path / 'whole'}", draft_length=3).generate(ids, max_new_tokens=30)
     assert torch.equal(out.sequences, selfspec.wrap(model).generate(ids, max_new_tokens=30).sequences)
     assert out.stats.accepted > 0
+
+
+def test_a_base_without_a_module_is_refused_before_any_pass(training: Training, tmp_path: Path) -> None:
+    with pytest.raises(HeadError, match="no module"):
+        training(HeadRecipe(kind="mtp", own_texts=40, beginning=4), tmp_path / "module")
+    assert not (tmp_path / "module").exists()
 
 
 def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:

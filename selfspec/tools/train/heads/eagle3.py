@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
-from selfspec.compat import cache_argument
 from selfspec.draft.heads.eagle_layers import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
-from selfspec.model.features import FeatureTap, Point
+from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Split
-from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
+from selfspec.tools.train.heads.lesson import HeadLesson
+from selfspec.tools.train.heads.unrolled import UnrolledModule
 from selfspec.tools.train.recipe import HeadRecipe
 
 # Standard deviation of new weights.
@@ -33,12 +32,12 @@ _ALIKE = (
 )
 
 
-class Eagle3Module(DraftHeadModule):
-    """The modules that the drafter itself runs, over whole texts.
+class Eagle3Module(UnrolledModule):
+    """An EAGLE-3 head.
 
     Args:
         fusion: joins the target's states.
-        layers: see `eagle3_layers`.
+        layers: see `eagle3_layers`; their head gives logits of what it drafts.
         differences: between the ids of the target that it drafts and its own, `[ids]`; None: it drafts all.
         vocabulary: of the target.
     """
@@ -46,31 +45,9 @@ class Eagle3Module(DraftHeadModule):
     differences: Tensor | None
 
     def __init__(self, fusion: Eagle3Fusion, layers: PreTrainedModel, differences: Tensor | None, vocabulary: int):
-        super().__init__()
-        self.fusion = fusion
-        self.layers = layers
+        super().__init__(fusion, layers, layers.get_output_embeddings(), "last")
         self.register_buffer("differences", differences)
         self._vocabulary = vocabulary
-
-    def forward(self, seen: Seen, steps: int) -> list[Tensor]:
-        adapter = find_adapter(self.layers)
-        base = adapter.base(self.layers)
-        tap = FeatureTap(self.layers, adapter, base, ("last",))
-        state, cache, found = self.fusion.state(seen.features), DynamicCache(), []
-        width = state.shape[1]
-        positions = torch.arange(width, device=state.device)[None]
-        for step in range(steps):
-            # As `Head.recycled`: of the last token before a draft the state is the target's, of drafted ones its own.
-            normed = tap.module.get_submodule(base)(
-                inputs_embeds=self.fusion.inputs(seen.embedded, state),
-                attention_mask=_unrolled(width, step, state),
-                position_ids=positions,
-                use_cache=True,
-                **{cache_argument(self.layers): cache},
-            )[0]
-            found.append(self.layers.get_output_embeddings()(normed[seen.reached(step)]))
-            state = pad(tap.take()["last"][:, :-1], (0, 0, 1, 0))
-        return found
 
     def weights(self) -> dict[str, Tensor]:
         inside = self.layers.get_submodule(find_adapter(self.layers).base(self.layers))
@@ -185,16 +162,3 @@ def _layer_config(base: PreTrainedModel) -> LlamaConfig:
     config.tie_word_embeddings = False
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     return config
-
-
-def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
-    """What pairs of a step see of those of all steps so far, `[1, 1, width, (step + 1) * width]`, as it is added.
-
-    The draft that a pair is in began `step` pairs before it: until there it sees the target's, then its own.
-    """
-    seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
-    parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]
-    # Pairs that no draft of this step ends at see themselves, so that what they give is a number.
-    parts[-1] = parts[-1] | torch.eye(width, dtype=torch.bool, device=like.device)
-    mask = torch.zeros(width, len(parts) * width, dtype=like.dtype, device=like.device)
-    return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]

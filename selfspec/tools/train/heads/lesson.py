@@ -92,6 +92,14 @@ class HeadLesson(Lesson):
         if recipe.vocabulary is not None:
             self._tokens = most_frequent(text.train.ids, recipe.vocabulary, vocabulary_size(base)).to(base.device)
 
+    @classmethod
+    def check(cls, base: PreTrainedModel) -> None:
+        """Refuse, before any pass, a base that this kind of head is not trained for.
+
+        Raises:
+            HeadError, TrainingError: why.
+        """
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """What `config.json` says of the head."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedModel
 
-from selfspec.errors import TrainingError
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe
@@ -57,8 +56,6 @@ class MedusaLesson(HeadLesson):
     model: MedusaModule
 
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, seed: int) -> None:
-        if recipe.vocabulary is not None:
-            raise TrainingError("Medusa heads are published with whole vocabularies; drop --vocabulary")
         super().__init__(base, recipe, text, ("normed",))
         output = base.get_output_embeddings()
         self.model = MedusaModule(output, recipe.depth, output.weight.shape[1]).to(base.device)

@@ -178,5 +178,7 @@ def test_what_cannot_be_learnt_is_refused(model: PreTrainedModel, text: Blocks) 
         Eagle3Lesson(model, replace(RECIPE, vocabulary=10**6), Split(text, text), 0)
     with pytest.raises(TrainingError, match="depth must be at least 1"):
         replace(RECIPE, depth=0)
+    with pytest.raises(TrainingError, match="whole vocabularies"):
+        replace(RECIPE, kind="medusa")
     with pytest.raises(TrainingError, match="temperature"):
         replace(RECIPE, temperature=-1.0)

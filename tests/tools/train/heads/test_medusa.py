@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import reference_heads, tiny
 from selfspec.draft.heads.medusa import MedusaProposer
-from selfspec.errors import TrainingError
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.medusa import MedusaLesson
@@ -83,8 +82,3 @@ def test_medusa_heads_learn_and_draft(
     assert out.stats.accepted > 0
     weights = load_file(tmp_path / "model.safetensors")
     reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, 1))
-
-
-def test_a_reduced_vocabulary_is_refused(model: PreTrainedModel, text: Blocks) -> None:
-    with pytest.raises(TrainingError, match="whole vocabularies"):
-        MedusaLesson(model, HeadRecipe(kind="medusa", vocabulary=20), Split(text, text), 0)

@@ -1,0 +1,82 @@
+"""Modules for multi-token prediction as they learn further: what is trained is what drafts, and it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import selfspec
+from helpers import published_heads, reference_heads, tiny
+from selfspec.draft.heads.growing_head import HeadProposer
+from selfspec.errors import HeadError, TrainingError
+from selfspec.model.fingerprint import fingerprint
+from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.heads.mtp import MtpLesson
+from selfspec.tools.train.recipe import HeadRecipe
+
+RECIPE = HeadRecipe(kind="mtp", depth=3)
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+DENSE = ["qwen3_5_text", "ernie4_5_moe"]
+
+
+def said_by(model: Any) -> Blocks:
+    ids = torch.cat([tiny.prompt(3, seed=seed).clamp(min=3) for seed in range(6)])
+    return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, kind)
+    text = said_by(made.model)
+    lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
+    lesson.model.double()
+    logits = reference_heads.mtp(made.model, made.block, made.weights, kind)
+    ids = text.ids[0].tolist()
+    with torch.no_grad():
+        seen, _ = lesson._read(text.chosen(slice(0, 1)))
+        found = lesson.model(seen, RECIPE.depth)
+    for step, learnt in enumerate(found):
+        for pair, given in enumerate(learnt, step):
+            expected = logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2])
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_module_learns_and_drafts_from_its_new_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = published_heads.mtp(tmp_path / "base", kind)
+    text, base = said_by(made.model), fingerprint(made.model)
+    lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
+    before = lesson.measure()
+    optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
+    for _ in range(60):
+        loss = lesson.loss(lesson.model, text, 0, 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = lesson.measure()
+    for name in ("alpha_1", "alpha_3", "accepted_greedily"):
+        assert after[name] > before[name] + 0.1, name
+    assert fingerprint(made.model) == base
+    to = tmp_path / "module"
+    to.mkdir()
+    lesson.save(to, torch.float64, after)
+    assert load_file(to / "model.safetensors").keys() == {*lesson.model.weights()}
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    spec = selfspec.wrap(made.model, f"mtp:{to}", draft_length=3)
+    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
+    assert torch.equal(out.sequences, text.ids[:1])
+    assert found
+    assert out.stats.accepted > 0
+
+
+def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeadError, match="no module"):
+        MtpLesson.check(tiny.llama())
+    with pytest.raises(TrainingError, match="experts"):
+        MtpLesson.check(published_heads.mtp(tmp_path, "glm4_moe").model)
