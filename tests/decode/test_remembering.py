@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from transformers.generation import RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
 import selfspec
 from helpers import tiny
@@ -476,27 +476,6 @@ def test_after_an_abandoned_stream_fresh_ones_serve(model: PreTrainedModel, roun
     assert same_calls(log, calls, lengths(wanted))
 
 
-def test_a_streamer_gets_each_token(model: PreTrainedModel) -> None:
-    class Kept(BaseStreamer):
-        def __init__(self) -> None:
-            self.got: list[int] = []
-
-        def put(self, value: Tensor) -> None:
-            self.got += value.flatten().tolist()
-
-        def end(self) -> None:
-            return
-
-    prompt = tiny.prompt(WIDTH)
-    mine, theirs = Kept(), Kept()
-    wanted, calls = stock(model, "both", input_ids=prompt, streamer=theirs, **GREEDY)
-    log: list[Call] = []
-    out = wrapped(model, "skip", 4).generate(prompt, streamer=mine, **GREEDY, **OPTIONS["both"](log))
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(log, calls, out.lengths)
-    assert mine.got == theirs.got
-
-
 def test_an_error_of_a_processor_is_its_own_and_the_next_call_is_right(model: PreTrainedModel) -> None:
     class Breaks(Drifting):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -587,15 +566,6 @@ def test_the_remembering_processors_of_transformers_sampled(model: PreTrainedMod
 # Which say what they are.
 
 
-def as_good_as_the_target() -> PreTrainedModel:
-    """A llama whose last layer adds nothing, so that the exit before it gives the target's own logits."""
-    model = tiny.llama()
-    with torch.no_grad():
-        model.model.layers[3].self_attn.o_proj.weight.zero_()
-        model.model.layers[3].mlp.down_proj.weight.zero_()
-    return model
-
-
 class ByLastToken(LogitsProcessor):
     """A function of the ids and scores of a call."""
 
@@ -612,7 +582,7 @@ class Stateless(ByLastToken):
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_one_that_says_it_is_stateless_filters_drafts_too(rule: str, sampled: bool) -> None:
-    model = as_good_as_the_target()
+    model = tiny.as_good_as_the_target()
     spec = selfspec.wrap(model, EXIT, draft_length=4, accept=rule)
     options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
     said = spec.generate(tiny.prompt(5), **options, logits_processor=[Stateless()])
@@ -627,7 +597,7 @@ def test_one_that_says_otherwise_is_believed() -> None:
     class Says(Stateless):
         stateless = False
 
-    spec = selfspec.wrap(as_good_as_the_target(), EXIT, draft_length=4)
+    spec = selfspec.wrap(tiny.as_good_as_the_target(), EXIT, draft_length=4)
     out = spec.generate(tiny.prompt(5), **{**GREEDY, "eos_token_id": None}, logits_processor=[Says()])
     assert out.stats.acceptance_rate < 1
 
@@ -659,7 +629,7 @@ def test_calls_that_are_not_rolled_back_are_those_of_transformers(
 @pytest.mark.parametrize("rule", ["token", "coupled"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_one_that_can_go_back_filters_drafts_too(rule: str, sampled: bool) -> None:
-    spec = selfspec.wrap(as_good_as_the_target(), EXIT, draft_length=4, accept=rule)
+    spec = selfspec.wrap(tiny.as_good_as_the_target(), EXIT, draft_length=4, accept=rule)
     options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
     able, unable = Undone(), Drifting()
     out = spec.generate(tiny.prompt(5), **options, logits_processor=[able])

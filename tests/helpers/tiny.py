@@ -58,6 +58,15 @@ def llama(**options: Any) -> PreTrainedModel:
     return _built(LlamaConfig, LlamaForCausalLM, _SIZES, options)
 
 
+@torch.no_grad()
+def as_good_as_the_target() -> PreTrainedModel:
+    """Llama whose last layer adds nothing, so that the exit before it gives the target's own logits."""
+    model = llama()
+    model.model.layers[3].self_attn.o_proj.weight.zero_()
+    model.model.layers[3].mlp.down_proj.weight.zero_()
+    return model
+
+
 def mistral(**options: Any) -> PreTrainedModel:
     """Mistral with a sliding window shorter than the texts of the tests."""
     return _built(MistralConfig, MistralForCausalLM, {**_SIZES, "head_dim": 8, "sliding_window": WINDOW}, options)

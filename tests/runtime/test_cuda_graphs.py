@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn, StandInRecorder
-from helpers.proving import ticking
+from helpers.proving import wrapped
 from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime import CudaGraphs, Runtime, cuda_graphs
+from selfspec.runtime import CudaGraphs, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassTensors
@@ -27,16 +27,8 @@ PROMPT, NEW, BUCKET = 5, 20, 8
 EXIT = selfspec.drafts.EarlyExit(1)
 
 
-def _wrapped(
-    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
-) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or StandIn(0, BUCKET))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    return spec
-
-
 def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama)
+    spec = wrapped(llama, StandIn(0, BUCKET))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     runtime = spec.runtime
     assert isinstance(runtime, StandIn)
@@ -45,7 +37,7 @@ def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
 
 
 def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, EXIT)
+    spec = wrapped(llama, StandIn(0, BUCKET), EXIT)
     others = []
     for seed in range(3):
         prompt = tiny.prompt(PROMPT, seed=seed)
@@ -61,7 +53,7 @@ def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> Non
 def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", most)
-    spec = _wrapped(llama)
+    spec = wrapped(llama, StandIn(0, BUCKET))
     prompt = tiny.prompt(PROMPT)
     expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     for _ in range(2):
@@ -110,7 +102,7 @@ class _FailingGraphs(StandIn):
 def test_what_cannot_be_captured_is_run_by_the_stock_modules(
     llama: PreTrainedModel, good: int, fails: bool, reason: str
 ) -> None:
-    spec = _wrapped(llama, runtime=_FailingGraphs(0, BUCKET, good=good, fails=fails))
+    spec = wrapped(llama, _FailingGraphs(0, BUCKET, good=good, fails=fails))
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
@@ -128,7 +120,7 @@ def test_a_program_inside_that_does_not_fit_these_sizes_may_fit_others(llama: Pr
         def program(self, function: Function, example: PassTensors) -> Function:
             return super().program(fits_no_size, example)
 
-    spec = _wrapped(llama, runtime=Picky(0, BUCKET))
+    spec = wrapped(llama, Picky(0, BUCKET))
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
@@ -154,7 +146,7 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
         def recorder(self, device: torch.device) -> Recorder:
             return Forgetful()
 
-    spec = _wrapped(llama, runtime=Graphs(0, BUCKET))
+    spec = wrapped(llama, Graphs(0, BUCKET))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=1, do_sample=False)
     assert len(seen) == 2 * tiny.DEPTH
     assert [candidate.program is not None for candidate in spec.programs._candidates.values()] == [True]

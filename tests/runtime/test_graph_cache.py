@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import Again, StandIn
-from helpers.proving import ticking
+from helpers.proving import wrapped
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
-from selfspec.runtime import Eager, Runtime
+from selfspec.runtime import Eager
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.recordable import run_watched
@@ -30,16 +30,8 @@ PROMPT, NEW = 9, 24
 EXIT = selfspec.drafts.EarlyExit(1)
 
 
-def _wrapped(
-    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None, runtime: Runtime | None = None
-) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Again(after=0))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    return spec
-
-
 def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, runtime=Again(after=10))
+    spec = wrapped(llama, Again(after=10))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=10, do_sample=False)
     assert not spec.programs.proved
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
@@ -50,7 +42,7 @@ def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrai
 
 
 def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama)
+    spec = wrapped(llama, Again(after=0))
     prompt = tiny.prompt(PROMPT)
 
     def check() -> None:
@@ -79,7 +71,7 @@ def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
 
 
 def test_hooks_are_called_at_every_pass(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama)
+    spec = wrapped(llama, Again(after=0))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert spec.programs.proved
     calls = 0
@@ -100,7 +92,7 @@ class _Own(nn.Linear):
 def test_foreign_modules_run_unrecorded(llama: PreTrainedModel) -> None:
     own = _Own(llama.lm_head.in_features, llama.lm_head.out_features, bias=False).double()
     llama.lm_head = own
-    spec = _wrapped(llama)
+    spec = wrapped(llama, Again(after=0))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.proved
 
@@ -113,7 +105,7 @@ def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
             self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
             return func(*args, **(kwargs or {}))
 
-    spec = _wrapped(llama)
+    spec = wrapped(llama, Again(after=0))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     with Counting() as mode:  # type: ignore[no-untyped-call]
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
@@ -130,7 +122,7 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
     # Expert by expert, as far as any was chosen.
     model.set_experts_implementation("eager")
-    spec = _wrapped(model, runtime=StandIn(0, 8))
+    spec = wrapped(model, StandIn(0, 8))
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=8, do_sample=False).sequences
     assert found.tolist() == model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
@@ -162,7 +154,7 @@ def _raise(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_what_gives_other_bits_or_fails_is_never_used(
     llama: PreTrainedModel, does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], reason: str, runs: int
 ) -> None:
-    spec = _wrapped(llama, EXIT, _Planted(0, runs, does))
+    spec = wrapped(llama, _Planted(0, runs, does), EXIT)
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
@@ -179,7 +171,7 @@ def test_a_proved_program_that_fails_is_used_no_more(llama: PreTrainedModel, err
         raise error("planted")
 
     before = Snapshot(llama)
-    spec = _wrapped(llama, runtime=_Planted(0, 6, fail))
+    spec = wrapped(llama, _Planted(0, 6, fail))
     prompt = tiny.prompt(PROMPT)
     wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     for _ in range(2):
@@ -194,7 +186,7 @@ def test_a_program_without_memory_is_not_given_up(llama: PreTrainedModel) -> Non
     def fail(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("no room")
 
-    spec = _wrapped(llama, runtime=_Planted(0, 6, fail))
+    spec = wrapped(llama, _Planted(0, 6, fail))
     prompt = tiny.prompt(PROMPT)
     wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
@@ -214,7 +206,7 @@ def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) 
 
             return scribble
 
-    spec = _wrapped(llama, runtime=Scribbling(0))
+    spec = wrapped(llama, Scribbling(0))
     prompt = tiny.prompt(PROMPT)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
@@ -242,7 +234,7 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = _BoundToLength(0)
-    spec = _wrapped(llama, runtime=runtime)
+    spec = wrapped(llama, runtime)
     stock: list[int] = []
     run_stock = ModelRunner._run_stock
 
@@ -262,7 +254,7 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
 
 
 def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama)
+    spec = wrapped(llama, Again(after=0))
     ticks = count()
     spec.programs = GraphCache(spec.runtime, lambda: float(next(ticks)) ** 2)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
@@ -271,7 +263,7 @@ def test_what_takes_longer_is_not_used(llama: PreTrainedModel) -> None:
 
 
 def test_eager_makes_no_programs(llama: PreTrainedModel) -> None:
-    spec = _wrapped(llama, runtime=Eager())
+    spec = wrapped(llama, Eager())
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.proved
     assert not spec.programs.refusals

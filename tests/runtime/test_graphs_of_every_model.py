@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn
-from helpers.proving import check_inference_mode, greedy_together, ragged_samples, ticking
+from helpers.proving import check_inference_mode, greedy_together, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
-from selfspec.runtime import Eager, Runtime
-from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime import Eager
 
 PROMPT, NEW = 5, 24
 GRAPHS = StandIn(0, 8)
@@ -27,14 +26,6 @@ DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
 }
 
 
-def wrapped(
-    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, runtime: Runtime
-) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
-    spec.programs = GraphCache(spec.runtime, ticking())
-    return spec
-
-
 @pytest.mark.parametrize(
     ("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), ("sdpa", "eager"), tuple(DRAFTS))
 )
@@ -42,7 +33,7 @@ def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: 
     model = tiny.BUILDERS[architecture](attention=kernel)
     before = Snapshot(model)
     prompt = tiny.prompt(PROMPT)
-    spec = wrapped(model, DRAFTS[draft], GRAPHS)
+    spec = wrapped(model, GRAPHS, DRAFTS[draft])
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert spec.programs.proved
@@ -57,7 +48,7 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: 
     model = tiny.BUILDERS[architecture]()
     tokens: list[list[list[int]]] = []
     for each in (Eager(), GRAPHS):
-        spec = wrapped(model, DRAFTS[draft], each)
+        spec = wrapped(model, each, DRAFTS[draft])
         tokens.append(ragged_samples(spec, PROMPT, NEW))
     assert tokens[0] == tokens[1]
     assert any(not kind.uniform for kind in spec.programs.proved)
@@ -65,7 +56,7 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: 
 
 @pytest.fixture
 def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
-    return wrapped(llama, selfspec.drafts.EarlyExit(1), GRAPHS)
+    return wrapped(llama, GRAPHS, selfspec.drafts.EarlyExit(1))
 
 
 @pytest.mark.parametrize("first", [True, False])

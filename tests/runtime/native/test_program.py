@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import greedy_together, ragged_samples, ticking
+from helpers.proving import greedy_together, ragged_samples, ticking, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.runtime import Eager, Native, Runtime, runtime
+from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
 from selfspec.runtime.recorded import runner_for
@@ -73,19 +73,11 @@ def built(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def wrapped(
-    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, runtime: Runtime | None = None
-) -> selfspec.SelfSpeculative:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime or Native(after=0))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    return spec
-
-
 @pytest.mark.parametrize(("family", "draft"), in_turns(sorted(FAMILIES), tuple(DRAFTS)))
 def test_greedy_text_is_the_stock_models(family: str, draft: str) -> None:
     model = built(family)
     before = Snapshot(model)
-    spec, prompt = wrapped(model, DRAFTS[draft]), tiny.prompt(PROMPT, vocabulary=64)
+    spec, prompt = wrapped(model, Native(after=0), DRAFTS[draft]), tiny.prompt(PROMPT, vocabulary=64)
     found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     assert spec.programs.proved
@@ -96,8 +88,8 @@ def test_greedy_text_is_the_stock_models(family: str, draft: str) -> None:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(draft: str) -> None:
     model = tiny.BUILDERS["llama"]().float()
-    stock = ragged_samples(wrapped(model, DRAFTS[draft], Eager()), PROMPT, NEW)
-    spec = wrapped(model, DRAFTS[draft])
+    stock = ragged_samples(wrapped(model, Eager(), DRAFTS[draft]), PROMPT, NEW)
+    spec = wrapped(model, Native(after=0), DRAFTS[draft])
     assert ragged_samples(spec, PROMPT, NEW) == stock
     assert not spec.programs.refusals
     assert any(not kind.uniform for kind in spec.programs.proved)
@@ -105,21 +97,21 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(draft: str) ->
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_bfloat16_agrees_to_half_its_digits(family: str) -> None:
-    spec = wrapped(built(family, torch.bfloat16), selfspec.drafts.LowPrecision())
+    spec = wrapped(built(family, torch.bfloat16), Native(after=0), selfspec.drafts.LowPrecision())
     spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     assert spec.programs.proved
     assert not spec.programs.refusals
 
 
 def test_other_dtypes_run_on_the_stock_modules() -> None:
-    doubles = wrapped(built("llama", torch.float64), None)
+    doubles = wrapped(built("llama", torch.float64), Native(after=0))
     doubles.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     assert not doubles.programs.proved
     assert not doubles.programs.refusals
 
 
 def test_threads_share_programs() -> None:
-    spec = wrapped(built("llama"), selfspec.drafts.EarlyExit(1))
+    spec = wrapped(built("llama"), Native(after=0), selfspec.drafts.EarlyExit(1))
     prompts = [tiny.prompt(PROMPT, seed=seed, vocabulary=64) for seed in range(3)]
     expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
     assert greedy_together(spec, prompts, NEW) == expected
@@ -220,7 +212,7 @@ def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatc
         return stock(tuple(each * 1.12 for each in given), *others)
 
     monkeypatch.setattr(program, "close", seen)
-    spec = wrapped(built("llama"), selfspec.drafts.LowPrecision())
+    spec = wrapped(built("llama"), Native(after=0), selfspec.drafts.LowPrecision())
     spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     # The target's own passes are not let off.
     assert {kind.path.precision is not None for kind in spec.programs.proved} == {True}
