@@ -16,20 +16,7 @@ from selfspec.measure.timing import Call
 from selfspec.tools.lab.arms import StockArm
 from selfspec.tools.lab.cell import Cell, Prompts
 
-QUICK = (
-    "--prompts",
-    "2",
-    "--repeats",
-    "1",
-    "--warm-up",
-    "1",
-    "--max-new-tokens",
-    "16",
-    "--context",
-    "12",
-    "--measure",
-    "costs",
-)
+QUICK = ("--prompts", "2", "--repeats", "1", "--warm-up", "1", "--max-new-tokens", "16", "--context", "12")
 ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
 
@@ -110,7 +97,7 @@ def test_graphs_are_refused_where_there_is_no_such_device(
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     # Of itself the control would not draft with an exit that is worth nothing on these prompts.
-    fixed = (*QUICK, *ARMS, "--draft-length", "3")
+    fixed = (*QUICK, "--measure", "costs", *ARMS, "--draft-length", "3")
     words = ("bench", folder, "--workload", texts, *fixed, "--to", str(to), "--dtype", "float64")
     ending = invoke(*words, "--output", "json")
     assert ending.status == 0, ending.stderr
@@ -161,17 +148,8 @@ def test_arms_that_say_something_else_fail_it(
         return call
 
     monkeypatch.setattr(StockArm, "decode", slip)
-    words = (
-        "--workload",
-        texts,
-        *QUICK,
-        *ARMS,
-        "--temperature",
-        "0",
-        "--to",
-        str(tmp_path / "to"),
-    )
-    ending = invoke("bench", folder, *words, "--output", "json")
+    words = ("--workload", texts, *QUICK, "--measure", "costs", *ARMS, "--temperature", "0")
+    ending = invoke("bench", folder, *words, "--to", str(tmp_path / "to"), "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
     assert found["error"]["type"] == "RefusedError"
@@ -195,9 +173,8 @@ def test_arms_are_measured_within_a_budget(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight_budget(monkeypatch)
-    quick = QUICK[:-2]
     asked = ["--workload", texts, "--temperature", "0", "--arm", "draft", "--draft", "lookup+int4", "--memory", "1TiB"]
-    ending = invoke("bench", folder, *quick, *asked, "--to", str(tmp_path / "out"), "--output", "json")
+    ending = invoke("bench", folder, *QUICK, *asked, "--to", str(tmp_path / "out"), "--output", "json")
     assert ending.status == 0
     (cell,) = json.loads(ending.stdout)["cells"]
     assert cell["settings"]["model"].endswith("within 1TiB")
@@ -224,7 +201,7 @@ def test_what_a_budget_cannot_measure_is_refused(
 
 
 def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
-    words = ("bench", folder, "--workload", texts, *QUICK[:-2], "--temperature", "0", *ARMS)
+    words = ("bench", folder, "--workload", texts, *QUICK, "--temperature", "0", *ARMS)
     ending = invoke(*words, "--measure", "quality", "--to", str(tmp_path / "to"), "--output", "json")
     assert ending.status == 0, ending.stderr
     (cell,) = json.loads(ending.stdout)["cells"]
@@ -238,19 +215,8 @@ def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts:
 def test_acceptance_alone_of_whole_prompts_times_nothing(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path
 ) -> None:
-    words: tuple[str, ...] = (
-        "bench",
-        folder,
-        "--workload",
-        texts,
-        "--measure",
-        "acceptance",
-        "--max-new-tokens",
-        "16",
-        "--temperature",
-        "0",
-    )
-    words += ("--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path))
+    words = f"bench {folder} --workload {texts} --measure acceptance --max-new-tokens 16 --temperature 0".split()
+    words += ["--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path)]
     ending = invoke(*words, "--output", "json")
     assert ending.status == 0, ending.stderr
     (cell,) = json.loads(ending.stdout)["cells"]

@@ -116,35 +116,13 @@ def test_serve(padded: str) -> None:
 
 
 def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:
-    words = (
-        "verify",
-        padded,
-        "--draft",
-        "exit:3",
-        "--prompt-file",
-        prompts,
-        "--max-new-tokens",
-        "8",
-        "--samples",
-        "100",
-    )
+    words = f"verify {padded} --draft exit:3 --prompt-file {prompts} --max-new-tokens 8 --samples 100".split()
     assert said(invoke, *words)["verdict"] == "EXACT"
 
 
 def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     quick = ("--prompts", "2", "--context", "12", "--max-new-tokens", "16", "--repeats", "1", "--warm-up", "1")
-    words = (
-        "bench",
-        padded,
-        "--workload",
-        f"x={prompts}",
-        "--arm",
-        "draft",
-        "--arm",
-        "lookup",
-        "--draft",
-        "lookup+exit:3",
-    )
+    words = f"bench {padded} --workload x={prompts} --arm draft --arm lookup --draft lookup+exit:3".split()
     found = said(invoke, *words, *quick, "--measure", "quality", "--temperature", "0", "--to", str(tmp_path))
     arms = found["cells"][0]["arms"]
     assert all(arm["absence"] is None for arm in arms)
@@ -156,19 +134,7 @@ STUDY = ("--texts", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--pr
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_ablate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path, temperature: str) -> None:
     to = str(tmp_path / "study")
-    words = (
-        "ablate",
-        "--model",
-        padded,
-        "--draft",
-        "exit:3",
-        "--confirm",
-        "1",
-        "--temperature",
-        temperature,
-        "--to",
-        to,
-    )
+    words = f"ablate --model {padded} --draft exit:3 --confirm 1 --temperature {temperature} --to {to}".split()
     found = said(invoke, *words, "--workload", f"x={prompts}", *STUDY)
     assert found["failed"] == []
     confirmed = [row for row in found["best"] if row.get("measured_speedup")]
