@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
 import selfspec
 from helpers import tiny
@@ -108,35 +108,11 @@ def test_one_changed_weight_makes_another_base() -> None:
     assert fingerprint(model) != before
 
 
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-7])
-
-
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-
-
-def _foreign(file: Path) -> None:
-    file.write_bytes(save({"weight": torch.ones(3)}))
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, _cut, _flip, _foreign])
-def test_damaged_weights_are_refused(tmp_path: Path, damage: object) -> None:
-    assert callable(damage)
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG])
+def test_what_is_missing_is_named(tmp_path: Path, file: str) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
-    damage(folder / WEIGHTS)
-    with pytest.raises(ExitHeadError, match=WEIGHTS.replace(".", r"\.")):
-        selfspec.drafts.ExitHead.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, _cut])
-def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: object) -> None:
-    assert callable(damage)
-    folder = _side_car(tmp_path / "heads", tiny.llama())
-    damage(folder / CONFIG)
-    with pytest.raises(ExitHeadError, match=r"exit_head\.json"):
+    (folder / file).unlink()
+    with pytest.raises(ExitHeadError, match=re.escape(file)):
         selfspec.drafts.ExitHead.from_pretrained(folder)
 
 
