@@ -7,16 +7,14 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from mutations.catalogue import Mutation
 
 _CODE = ("selfspec", "adapters")
 _PLACEHOLDER = re.compile(r"_[1-9]")
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
-
-_Node = ast.expr | ast.stmt
 
 
 class AnchorError(Exception):
@@ -29,7 +27,7 @@ class Planted:
 
     Attributes:
         file: where, from the root of the project.
-        text: the whole file.
+        text: the whole file, without comments.
     """
 
     file: Path
@@ -37,18 +35,11 @@ class Planted:
 
 
 @dataclass(frozen=True)
-class _Definition:
-    name: str
-    file: Path
-    node: ast.AST
-
-
-@dataclass(frozen=True)
 class _Match:
     """Code that was found: its nodes, one expression or statements in a row, and what each placeholder matched."""
 
-    definition: _Definition
-    nodes: Sequence[_Node]
+    file: Path
+    nodes: Sequence[ast.AST]
     bound: dict[str, ast.expr]
 
 
@@ -63,11 +54,11 @@ class Sources:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._definitions: list[_Definition] = []
-        for file in sorted(path for folder in _CODE for path in (root / folder).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            self._definitions += _definitions(tree, "", file.relative_to(root))
+        files = sorted(path for folder in _CODE for path in (root / folder).rglob("*.py"))
+        self._trees = {file.relative_to(root): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+        self._definitions = [
+            (name, file, node) for file, tree in self._trees.items() for name, node in _definitions(tree, "")
+        ]
 
     def planted(self, mutation: Mutation) -> Planted:
         """Plant a bug in the one file that has its anchor.
@@ -75,39 +66,43 @@ class Sources:
         Raises:
             AnchorError: the anchor is not found exactly once, or the bug changes nothing or does not compile.
         """
-        right = _parsed(mutation.right, mutation)
-        definitions = [each for each in self._definitions if each.name == mutation.at]
-        matches = [match for each in definitions for match in _matches(right, each)]
+        right, wrong = _parsed(mutation.right, mutation), _parsed(mutation.wrong, mutation)
+        if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (right, wrong)):
+            right, wrong = ([part[0].value] for part in (right, wrong))  # type: ignore[attr-defined]
+        places = [(file, node) for name, file, node in self._definitions if name == mutation.at]
+        matches = [match for file, node in places for match in _matches(right, file, node)]
         if len(matches) != 1:
-            raise AnchorError(f"{mutation.name!r}: {self._remedy(mutation, right, definitions, len(matches))}")
-        file = matches[0].definition.file
-        before = (self._root / file).read_text(encoding="utf-8")
-        after = _replaced(before, matches[0], _parsed(mutation.wrong, mutation))
+            files = ", ".join(str(file) for file, _ in places)
+            raise AnchorError(f"{mutation.name!r}: {self._remedy(mutation, right, files, len(matches))}")
+        (match,) = matches
+        before = ast.unparse(self._trees[match.file])
+        memo: dict[int, ast.AST] = {}
+        tree = copy.deepcopy(self._trees[match.file], memo)
+        filled = [_Filled(match.bound).visit(each) for each in wrong]
+        after = ast.unparse(_Planting([memo[id(node)] for node in match.nodes], filled).visit(tree))
         try:
-            changed = ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
-            compile(after, str(file), "exec", dont_inherit=True)
+            compile(after, str(match.file), "exec", dont_inherit=True)
         except SyntaxError as error:
-            raise AnchorError(f"{mutation.name!r}: {file} does not compile with the bug in it: {error}") from error
-        if not changed:
+            raise AnchorError(
+                f"{mutation.name!r}: {match.file} does not compile with the bug in it: {error}"
+            ) from error
+        if after == before:
             raise AnchorError(f"{mutation.name!r}: `wrong` is the same code as `right`. Write what is wrong.")
-        return Planted(file, after)
+        return Planted(match.file, after)
 
-    def _remedy(self, mutation: Mutation, right: list[_Node], definitions: list[_Definition], found: int) -> str:
-        files = ", ".join(str(each.file) for each in definitions)
+    def _remedy(self, mutation: Mutation, right: list[ast.AST], files: str, found: int) -> str:
         if found:
             return f"`right` is found {found} times in {mutation.at} ({files}). Take in more of the code around it."
-        missing = (
-            f"`right` is not in {mutation.at} ({files})" if definitions else f"nothing is defined as {mutation.at}"
-        )
+        missing = f"`right` is not in {mutation.at} ({files})" if files else f"nothing is defined as {mutation.at}"
         # Inner definitions come after outer ones, and say more.
-        elsewhere = {str(each.file): each.name for each in self._definitions if any(_matches(right, each))}
+        elsewhere = {str(file): name for name, file, node in self._definitions if any(_matches(right, file, node))}
         if elsewhere:
             places = ", ".join(f"{name} ({file})" for file, name in elsewhere.items())
             return f"{missing}; this code is in {places}. Correct `at`."
         return f"{missing}, nor anywhere else. Write `at`, `right` and `wrong` for the code that does this today."
 
 
-def _definitions(node: ast.AST, prefix: str, file: Path) -> Iterator[_Definition]:
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
     """All functions and classes, and what a name is given at the top of a module or class; outer ones first."""
     for child in ast.iter_child_nodes(node):
         names = []
@@ -117,43 +112,26 @@ def _definitions(node: ast.AST, prefix: str, file: Path) -> Iterator[_Definition
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
         for name in names:
-            yield _Definition(f"{prefix}{name}", file, child)
-        inner = f"{prefix}{names[0]}." if names else prefix
-        yield from _definitions(child, inner, file)
+            yield f"{prefix}{name}", child
+        yield from _definitions(child, f"{prefix}{names[0]}." if names else prefix)
 
 
-def _parsed(code: str, mutation: Mutation) -> list[_Node]:
+def _parsed(code: str, mutation: Mutation) -> list[ast.AST]:
     try:
-        statements: list[_Node] = [*ast.parse(code).body]
+        return [*ast.parse(code).body]
     except SyntaxError as error:
         raise AnchorError(f"{mutation.name!r}: {code!r} is no whole expression, and no whole statements.") from error
-    if len(statements) == 1 and isinstance(statements[0], ast.Expr):
-        return [statements[0].value]
-    return statements
 
 
-def _matches(pattern: list[_Node], definition: _Definition) -> Iterator[_Match]:
-    for nodes in _candidates(definition.node, len(pattern)):
-        bound: dict[str, ast.expr] = {}
-        if _alike(pattern, nodes, bound):
-            yield _Match(definition, nodes, bound)
-
-
-def _candidates(node: ast.AST, count: int) -> Iterator[list[_Node]]:
-    """Every expression, and every `count` statements that follow each other, of a piece of code and within it."""
-    if isinstance(node, ast.JoinedStr):
-        return  # In Python 3.11 what is within has no place in the text.
-    if isinstance(node, _Node) and count == 1:
-        yield [node]
-    for _, value in ast.iter_fields(node):
-        children = value if isinstance(value, list) else [value]
-        if count > 1:
-            for start in range(len(children) - count + 1):
-                if all(isinstance(child, ast.stmt) for child in children[start : start + count]):
-                    yield children[start : start + count]
-        for child in children:
-            if isinstance(child, ast.AST):
-                yield from _candidates(child, count)
+def _matches(pattern: list[ast.AST], file: Path, node: ast.AST) -> Iterator[_Match]:
+    """Find a pattern in a piece of code and within it."""
+    # Each node by itself, and those of a list in a row.
+    rows = [[node], *(value for each in ast.walk(node) for _, value in ast.iter_fields(each))]
+    for row in (each if isinstance(each, list) else [each] for each in rows):
+        for start in range(len(row) - len(pattern) + 1):
+            nodes, bound = row[start : start + len(pattern)], dict[str, ast.expr]()
+            if type(nodes[0]) is type(pattern[0]) and _alike(pattern, nodes, bound):
+                yield _Match(file, nodes, bound)
 
 
 def _alike(pattern: object, code: object, bound: dict[str, ast.expr]) -> bool:
@@ -178,20 +156,13 @@ class _Filled(ast.NodeTransformer):
         return self._bound.get(node.id, node)
 
 
-def _replaced(text: str, match: _Match, wrong: list[_Node]) -> str:
-    """The text of a file with other nodes in the place of those that matched."""
-    filled = [_Filled(match.bound).visit(copy.deepcopy(node)) for node in wrong]
-    first = match.nodes[0]
-    if isinstance(first, ast.expr) and isinstance(filled[0], ast.expr):
-        code = f"({ast.unparse(filled[0])})"
-    else:
-        code = "\n".join(map(ast.unparse, filled)).replace("\n", "\n" + " " * first.col_offset)
-    # Columns count bytes.
-    lines = text.encode().splitlines(keepends=True)
-    starts = [0, *accumulate(map(len, lines))]
-    start = starts[first.lineno - 1] + first.col_offset
-    last = match.nodes[-1]
-    assert last.end_lineno is not None
-    assert last.end_col_offset is not None
-    end = starts[last.end_lineno - 1] + last.end_col_offset
-    return (text.encode()[:start] + code.encode() + text.encode()[end:]).decode()
+class _Planting(ast.NodeTransformer):
+    """Puts code in the place of nodes that follow each other."""
+
+    def __init__(self, nodes: Sequence[ast.AST], wrong: Sequence[ast.AST]) -> None:
+        self._nodes, self._wrong = nodes, wrong
+
+    def visit(self, node: ast.AST) -> Any:
+        if node is self._nodes[0]:
+            return self._wrong[0] if isinstance(node, ast.expr) else self._wrong
+        return None if any(node is each for each in self._nodes) else self.generic_visit(node)
