@@ -104,6 +104,11 @@ class Conversation:
     messages: tuple[Message, ...]
 
     @property
+    def asks(self) -> bool:
+        """Whether nobody has answered yet."""
+        return self.messages[-1]["role"] != "assistant"
+
+    @property
     def text(self) -> str:
         """What was said, without who said it."""
         return "\n\n".join(each["content"] for each in self.messages)
@@ -200,6 +205,9 @@ def _conversation(said: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
             last = ends[0] + 1 if ends else len(answer)
             learnt += [False] * (len(before) - len(ids)) + [True] * last + [False] * (len(answer) - last)
             ids = ids_now
+    if said.asks:
+        asked = _templated(tokenizer, said.messages, answering=True)
+        ids, learnt = asked, learnt + [False] * (len(asked) - len(learnt))
     return ids, learnt
 
 
@@ -241,6 +249,8 @@ def beginnings(
 ) -> list[list[int]]:
     """Return what a model is to write on from: the first tokens of texts, and conversations up to each answer.
 
+    An answer that a conversation lacks is one of these.
+
     Args:
         documents: where there are fewer, they come again.
         tokenizer: the model's.
@@ -255,6 +265,7 @@ def beginnings(
     for document, (ids, learnt) in zip(documents, encoded(documents, tokenizer), strict=True):
         if isinstance(document, Conversation):
             answers = [at for at in range(1, len(ids)) if learnt[at] and not learnt[at - 1]]
+            answers += [len(ids)] if document.asks else []
             found += [ids[:at] for at in answers if at < length]
         elif len(ids) >= tokens:
             found.append(ids[:tokens])
