@@ -109,6 +109,16 @@ def eagle3(
     return write(folder, {**config, **options}, weights)
 
 
+def peagle(folder: Path, model: PreTrainedModel, **options: Any) -> str:
+    """Write a P-EAGLE head, as the speculators library does."""
+    fields = {"speculators_model_type": "peagle", "mask_token_id": 2, **options}
+    eagle3(folder, model, "speculators", **fields)
+    weights = load_file(folder / "model.safetensors")
+    weights |= weights_of({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=3)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def eagle1(folder: Path, model: PreTrainedModel, bias: bool = True) -> str:
     """Write an EAGLE-1 head, as SafeAILab does."""
     shapes = {**layer_shapes("layers.0"), "fc.weight": (HIDDEN, 2 * HIDDEN), **({"fc.bias": (HIDDEN,)} if bias else {})}
@@ -211,7 +221,42 @@ def medusa(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 1
     return str(folder)
 
 
-_WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {"eagle1": eagle1, "eagle3": eagle3, "medusa": medusa}
+def hydra(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 2, grounded: bool = True) -> str:
+    """Write Hydra heads with a prefix layer, as their authors do."""
+    vocabulary = model.config.vocab_size
+    prefix = "prefix_embeding_layer"
+    shapes = {
+        **layer_shapes(f"{prefix}.layers.0"),
+        f"{prefix}.layers.0.input_layernorm.weight": (HIDDEN,),
+        f"{prefix}.norm.weight": (HIDDEN,),
+        f"{prefix}.embed_tokens.weight": (vocabulary, HIDDEN),
+    }
+    for head in range(heads):
+        read = HIDDEN * (head + 2) if grounded else HIDDEN
+        shapes[f"hydra_mlp.{head}.1.linear.weight"] = (HIDDEN, read)
+        shapes[f"hydra_mlp.{head}.1.linear.bias"] = (HIDDEN,)
+        if grounded:
+            shapes[f"hydra_mlp.{head}.1.res_connection.weight"] = (HIDDEN, read)
+            shapes[f"hydra_mlp.{head}.1.res_connection.bias"] = (HIDDEN,)
+        for block in range(1, blocks):
+            shapes[f"hydra_mlp.{head}.{2 * block + 1}.linear.weight"] = (HIDDEN, HIDDEN)
+            shapes[f"hydra_mlp.{head}.{2 * block + 1}.linear.bias"] = (HIDDEN,)
+        shapes[f"hydra_lm_head.{head}.1.weight"] = (vocabulary, HIDDEN)
+        shapes[f"hydra_lm_head.{head}.1.bias"] = (vocabulary,)
+    config = {"hydra_num_heads": heads, "hydra_num_layers": blocks, "hydra_head_arch": "prefix-mlp"}
+    write(folder, config, {})
+    (folder / "model.safetensors").unlink()
+    torch.save(weights_of(shapes), folder / "hydra_lm_head.pt")
+    return str(folder)
+
+
+_WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
+    "eagle1": eagle1,
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "hydra": hydra,
+    "peagle": peagle,
+}
 FAMILIES = (*_WRITERS, "mtp")
 """Kinds of heads, as `with_head` names them."""
 

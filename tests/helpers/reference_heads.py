@@ -202,3 +202,59 @@ def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Callable[[l
         return found
 
     return logits
+
+
+def hydra(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list[int]], Tensor]:
+    """Hydra heads: what that of the next token gives after a text and draft tokens, `[vocab]`."""
+    prefix = {name.removeprefix("prefix_embeding_layer."): each for name, each in weights.items()}
+    eps = model.config.rms_norm_eps
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        inside = norm(states, prefix["layers.0.input_layernorm.weight"], eps)
+        states = states + attention(prefix, "layers.0.self_attn", inside)
+        inside = norm(states, prefix["layers.0.post_attention_layernorm.weight"], eps)
+        last = norm(states + mlp(prefix, "layers.0.mlp", inside), prefix["norm.weight"], eps)[-1]
+        tokens = model.get_input_embeddings()(torch.tensor([text[-1], *drafted]))
+        head = len(drafted)
+        reads = weights[f"hydra_mlp.{head}.1.linear.weight"].shape[1] // len(last)
+        state = torch.cat([last, *tokens])[: reads * len(last)]
+        for block in (1, 3, 5):
+            place = f"hydra_mlp.{head}.{block}"
+            if f"{place}.linear.weight" in weights:
+                inner = silu(weights[f"{place}.linear.weight"] @ state + weights[f"{place}.linear.bias"])
+                if f"{place}.res_connection.weight" in weights:
+                    state = weights[f"{place}.res_connection.weight"] @ state + weights[f"{place}.res_connection.bias"]
+                state = state + inner
+        found: Tensor = weights[f"hydra_lm_head.{head}.1.weight"] @ state + weights[f"hydra_lm_head.{head}.1.bias"]
+        return found
+
+    return logits
+
+
+def peagle(
+    model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
+) -> Callable[[list[int], list[int]], Tensor]:
+    """P-EAGLE: what it gives after a text and as many masked slots as there are draft tokens, `[vocab]`."""
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        known = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        read = torch.cat([known[point][0] for point in points], -1)
+        read = torch.cat([read, weights["mask_hidden"][0].expand(len(drafted), -1)])
+        states = linear(read, weights["fc.weight"])
+        tokens = torch.tensor([*text[1:], *[config["mask_token_id"]] * len(drafted)])
+        embedded = model.get_input_embeddings()(tokens)
+        normed = norm(states, weights["layers.0.hidden_norm.weight"])
+        inputs = torch.cat([norm(embedded, weights["layers.0.input_layernorm.weight"]), normed], -1)
+        residual = states + attention(weights, "layers.0.self_attn", inputs)
+        output = residual + mlp(
+            weights, "layers.0.mlp", norm(residual, weights["layers.0.post_attention_layernorm.weight"])
+        )
+        small = linear(norm(output, weights["norm.weight"])[-1], weights["lm_head.weight"])
+        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=small.dtype)
+        whole[torch.arange(len(small)) + weights["d2t"]] = small
+        return whole
+
+    return logits

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.declaration import drafter
+from selfspec.draft.declaration import drafter, name_of
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import HeadFolder, fill
@@ -57,11 +57,9 @@ class EagleConfig:
         """Read a config.json.
 
         Raises:
-            ValueError: it is of another kind of head.
+            ValueError: it describes no layers.
         """
         kind = config.get("speculators_model_type")
-        if kind not in (None, "eagle3"):
-            raise ValueError(f"speculators_model_type {kind!r}")
         own = config.get("eagle_config") or {}
         layers = config.get("transformer_layer_config") if kind else config
         points = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids") or ()
@@ -106,6 +104,7 @@ class Eagle(HeadDrafter):
 
     def __post_init__(self) -> None:
         folder = HeadFolder.at(self.source)
+        folder.check_kind(name_of(type(self)))
         try:
             config = EagleConfig.of(folder.config())
         except ValueError as error:
@@ -215,7 +214,12 @@ class Eagle(HeadDrafter):
             embed,
             None if tokens is None else tokens.to(model.device),
             nbytes,
+            self._masked(fusion, embed, weights),
         )
+
+    def _masked(self, fusion: Fusion, embed: nn.Module, weights: Mapping[str, Tensor]) -> Tensor | None:
+        """Return what enters the layers in the place of a token that is not known; None: nothing does."""
+        return None
 
     def _layers(self) -> int:
         return 1 + max(int(name.split(".")[1]) for name in self._shapes if name.startswith("layers."))
@@ -242,14 +246,14 @@ class Eagle(HeadDrafter):
         return tokens
 
     @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Eagle:
+    def spelled(cls, name: str, argument: str | None) -> Self:
         if not argument:
             raise ValueError(argument)
         return cls(argument)
 
     @property
     def spelling(self) -> str:
-        return f"eagle:{self.source}"
+        return f"{name_of(type(self))}:{self.source}"
 
 
 def _name(name: str) -> str:

@@ -59,6 +59,16 @@ class HeadFolder:
             raise HeadError(f"{file} holds no JSON object; copy it from the original again")
         return content
 
+    def check_kind(self, wanted: str) -> None:
+        """Refuse a folder of another kind of head.
+
+        Raises:
+            HeadError: naming the kind that its config.json says, or config.json cannot be read.
+        """
+        found = kind_of(self.config())
+        if found is not None and found != wanted:
+            raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; write {found}:{self.path}")
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Read the names and shapes of its weights; of safetensors the headers alone.
 
@@ -125,6 +135,24 @@ class HeadFolder:
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise HeadError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """Return the draft that takes a head of this config.json; None: it does not say."""
+    named = str(config.get("speculators_model_type") or "")
+    kinds = {"eagle": "eagle", "eagle3": "eagle", "peagle": "peagle", "dflash": "dflash", "mtp": "mtp"}
+    if named:
+        return kinds.get(named, named)
+    if "dflash_config" in config:
+        return "dflash"
+    if "medusa_num_heads" in config:
+        return "medusa"
+    if "hydra_num_heads" in config:
+        return "hydra"
+    names = " ".join(map(str, config.get("architectures") or ()))
+    if "PEagle" in names or config.get("parallel_drafting"):
+        return "peagle"
+    return "eagle" if "Eagle" in names or "eagle_config" in config else None
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -64,7 +64,11 @@ class HeadDrafter(Drafter):
         )
         runner = runner_for(head.layers, head.adapter, cache, None)
         points = self.points(rows.runner.depth)
-        return HeadProposer(PairState(head, runner, cache, points, rows.running, rows.runner.vocabulary))
+        return self.proposer(PairState(head, runner, cache, points, rows.running, rows.runner.vocabulary))
+
+    def proposer(self, state: PairState) -> HeadProposer:
+        """Make what drafts with the passes of a head."""
+        return HeadProposer(state)
 
 
 class FeatureProposer(GrowingProposer):
@@ -147,6 +151,31 @@ class HeadProposer(FeatureProposer):
 
     def select(self, rows: Sequence[int]) -> None:
         self._state.select(rows)
+
+
+class LevelProposer(HeadProposer):
+    """Grows drafts from what one pass of a head guesses of all levels, none of which depends on the one before it.
+
+    Args:
+        state: its passes and its cache.
+        most: the most levels; None: any number.
+    """
+
+    def __init__(self, state: PairState, most: int | None = None) -> None:
+        super().__init__(state)
+        self._most = most
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return super().propose(rows, budget if self._most is None else budget.within(self._most))
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        levels = self._state.levels_after_text(rows, tree.depth)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            level = 0 if first < 0 else tree.depths[first]
+            return levels[:, level : level + 1].expand(-1, tokens.shape[1], -1)
+
+        return read
 
 
 def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel], _Made]) -> _Made:

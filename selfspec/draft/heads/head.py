@@ -48,6 +48,7 @@ class Head:
         embed: the embeddings of tokens, its own or the target's.
         tokens: ids that it can draft, in the order of its logits; None: all.
         nbytes: of the weights that are its own.
+        masked: what enters its layers in the place of a token that is not known yet, `[input]`; None: it takes none.
     """
 
     fusion: Fusion
@@ -57,6 +58,7 @@ class Head:
     embed: nn.Module
     tokens: Tensor | None
     nbytes: int
+    masked: Tensor | None = None
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Return logits over the target's vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.

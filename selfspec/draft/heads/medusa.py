@@ -45,7 +45,9 @@ class Medusa(Drafter):
     runs = "model"
 
     def __post_init__(self) -> None:
-        shapes = {_name(name): shape for name, shape in HeadFolder.at(self.source).shapes().items()}
+        folder = HeadFolder.at(self.source)
+        folder.check_kind("medusa")
+        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
         if "0.0.linear.weight" not in shapes:
             raise HeadError(
                 f"{self.source} holds no Medusa heads: it has no weight 0.0.linear.weight; see docs/heads.md"

@@ -49,6 +49,9 @@ class PairState:
         points: whose states it reads of the target, in the order of `Fusion.state`.
         rows: numbers of the rows of the batch.
         vocabulary: number of logits that the target gives.
+
+    Attributes:
+        head: what drafts.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class PairState:
         rows: Sequence[int],
         vocabulary: int,
     ) -> None:
-        self._head = head
+        self.head = head
         self._runner = runner
         self._cache = cache
         self._points = points
@@ -75,7 +78,7 @@ class PairState:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights, keys and values."""
-        return self._head.nbytes + self._cache.most_bytes
+        return self.head.nbytes + self._cache.most_bytes
 
     def add(self, view: RowsView, places: Sequence[Sequence[int]]) -> None:
         """Take over the target's states of tokens that are committed.
@@ -85,7 +88,7 @@ class PairState:
             places: of these tokens in that pass, in each running row.
         """
         self._drop(view.running)
-        states = self._head.fusion.state([view.features[point] for point in self._points])
+        states = self.head.fusion.state([view.features[point] for point in self._points])
         for number, chosen in enumerate(places):
             if chosen:
                 self._add(number, states[number, list(chosen)])
@@ -116,27 +119,57 @@ class PairState:
         Returns:
             `[rows, 1, vocab]`.
         """
+        logits, states = self._after_committed(view)
+        self._cache.open(tree)
+        self._tree, self._states = tree, states
+        return self.head.spread(logits, self._vocabulary)
+
+    def state_after_text(self, view: RowsView) -> Tensor:
+        """Read what is committed; return the head's own state after each row's last token, `[rows, 1, hidden]`."""
+        _, self._states = self._after_committed(view)
+        return self._states
+
+    def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
+        """Read what is committed, and behind it slots that stand for tokens which are not known yet, in one pass.
+
+        Args:
+            view: of the target's rows.
+            depth: tokens to guess.
+
+        Returns:
+            The logits of each of these tokens, `[rows, depth, vocab]`.
+        """
+        logits, self._states = self._after_committed(view, depth - 1)
+        return self.head.spread(logits, self._vocabulary)
+
+    def _after_committed(self, view: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
+        """Read all pairs, and some masked slots behind each row's last one; return logits and states from there on."""
         self._drop(view.running)
-        self._catch_up(view, self._cache.slack)
+        self._catch_up(view, self._cache.slack - masked)
         counts = self._counts
-        logits, states = self._logits(*self._next_pairs(view, max(counts)), first=-1)
-        unread = [max(count - 1, 0) for count in counts]
-        self._settle(unread)
+        tokens, states = self._next_pairs(view, max(counts) + masked)
+        inputs = self.head.fusion.inputs(self.head.embed(tokens), states)
+        last = torch.tensor([max(count - 1, 0) for count in counts], device=inputs.device)[:, None]
+        places = last + torch.arange(masked + 1, device=inputs.device)
+        if self.head.masked is not None:
+            rows = torch.arange(len(counts), device=inputs.device)[:, None]
+            inputs[rows, places[:, 1:]] = self.head.masked
+        logits, made = self._run(inputs, first=-1)
+        self._settle([max(count - 1, 0) for count in counts])
         for waiting in self._waiting:
             if waiting is not None:
                 waiting.first_read = True
-        self._cache.open(tree)
-        last = torch.tensor(unread, device=logits.device)[:, None, None]
-        self._tree, self._states = tree, states.gather(1, last.expand(-1, 1, states.shape[-1]))
-        return logits.gather(1, last.expand(-1, 1, logits.shape[-1]))
+        at = places[..., None]
+        return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
 
     def after(self, tokens: Tensor, first: int) -> Tensor:
         """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._states is not None
         parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
-        logits, states = self._logits(tokens, self._states[:, parents], first)
+        inputs = self.head.fusion.inputs(self.head.embed(tokens), self._states[:, parents])
+        logits, states = self._run(inputs, first)
         self._states = torch.cat([self._states, states], 1)
-        return logits
+        return self.head.spread(logits, self._vocabulary)
 
     @property
     def row_bytes(self) -> int:
@@ -211,7 +244,7 @@ class PairState:
             width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(view, width)
-            self._runner.prefill(self._head.fusion.inputs(self._head.embed(tokens), states), read)
+            self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), read)
             self._settle(read)
             unread = [count - done for count, done in zip(unread, read, strict=True)]
 
@@ -229,8 +262,7 @@ class PairState:
             tokens[number, :count] = torch.tensor(view.text(self._rows[number], after)[:count])
         return tokens.to(states.device), states
 
-    def _logits(self, tokens: Tensor, states: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Run the head over pairs; return logits of the target's vocabulary, and the states to go on from."""
-        inputs = self._head.fusion.inputs(self._head.embed(tokens), states)
-        result = self._runner.logits(self._path, inputs, first=first, taps=(self._head.recycled,))
-        return self._head.spread(result.logits, self._vocabulary), result.features[self._head.recycled]
+    def _run(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Run the head's layers; return logits of the tokens that it can draft, and the states to go on from."""
+        result = self._runner.logits(self._path, inputs, first=first, taps=(self.head.recycled,))
+        return result.logits, result.features[self.head.recycled]

@@ -1,0 +1,230 @@
+"""Hydra heads: as Medusa's, but each reads the tokens that those before it drafted."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
+from selfspec.draft.declaration import drafter
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
+from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.own_layers import causal_lm
+from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import Read
+from selfspec.errors import HeadError
+from selfspec.model.features import Point
+from selfspec.model.registry import find_adapter
+from selfspec.model.summary import cache_summary
+from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import vocabulary_size
+
+# As published, letter for letter.
+_PREFIX = "prefix_embeding_layer."
+
+
+@drafter(
+    "hydra",
+    argument=":FOLDER",
+    help="published Hydra heads that were trained for this model",
+    mark=("#6A3D9A", "^"),
+)
+@dataclass(frozen=True)
+class Hydra(HeadDrafter):
+    """Drafts with Hydra heads (Ankner et al., 2024, arXiv 2402.05109), those with a prefix layer ("Hydra++").
+
+    A draft is as deep as there are heads.
+
+    Attributes:
+        source: the folder.
+    """
+
+    source: str
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        folder.check_kind("hydra")
+        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
+        if "hydra_mlp.0.1.linear.weight" not in shapes or f"{_PREFIX}norm.weight" not in shapes:
+            raise HeadError(
+                f"{self.source} holds no Hydra heads with a prefix layer: it lacks the weight "
+                f"hydra_mlp.0.1.linear.weight or {_PREFIX}norm.weight; see docs/heads.md"
+            )
+        lacks = [f"hydra_lm_head.{number}.1.weight" for number in range(_count(shapes))]
+        lacks = [name for name in lacks if name not in shapes]
+        if lacks:
+            raise HeadError(f"{self.source} lacks the weight {lacks[0]}; copy it from the original again")
+        object.__setattr__(self, "_shapes", shapes)
+
+    def points(self, depth: int) -> tuple[Point, ...]:
+        return ("normed",)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_on_one_process(model, "Hydra heads")
+        hidden, vocabulary = model.config.get_text_config(decoder=True).hidden_size, vocabulary_size(model)
+        norm, head = self._shapes[f"{_PREFIX}norm.weight"], self._shapes["hydra_lm_head.0.1.weight"]
+        if norm != (hidden,) or head != (vocabulary, hidden):
+            raise HeadError(
+                f"{self.source} was trained for another model: its heads are {list(head)}, and this model needs "
+                f"{[vocabulary, hidden]}"
+            )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        read = [shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"]
+        size = sum(torch.Size(shape).numel() for shape in read) * model.dtype.itemsize
+        return OwnBytes(size, cache_summary(_layer_config(model), model.dtype).bytes_per_token)
+
+    @torch.no_grad()
+    def head(self, model: PreTrainedModel) -> Head:
+        read = HeadFolder(Path(self.source).expanduser()).tensors()
+        weights = {_name(name): weight for name, weight in read.items()}
+        layers = causal_lm(_layer_config(model), model.config._attn_implementation)
+        adapter = find_adapter(layers)
+        inside: Any = layers.get_submodule(adapter.base(layers))
+        inside.embed_tokens = nn.Identity()
+        # Nobody reads what the layer itself would guess.
+        width = layers.config.hidden_size
+        layers.lm_head = nn.Linear(width, 1, bias=False, device="meta")
+        fill(layers.lm_head, {"weight": torch.zeros(1, width, device=model.device, dtype=model.dtype)}, self.source)
+        prefix = {name.removeprefix(_PREFIX): each for name, each in weights.items() if name.startswith(_PREFIX)}
+        fill(inside, prefix, self.source)
+        inside.to(device=model.device, dtype=model.dtype)
+        own = {name: each for name, each in weights.items() if not name.startswith(_PREFIX)}
+        fusion = HydraFusion({name: each.to(model.device, model.dtype) for name, each in own.items()})
+        embed = model.get_input_embeddings()
+        nbytes = fusion.nbytes + sum(each.nbytes for each in inside.parameters())
+        layers.set_input_embeddings(embed)
+        return Head(fusion, layers, adapter, "normed", embed, None, nbytes)
+
+    def proposer(self, state: PairState) -> HydraProposer:
+        return HydraProposer(state)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Hydra:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"hydra:{self.source}"
+
+
+class HydraFusion(Fusion):
+    """Hydra's heads. Its prefix layer reads states alone.
+
+    Args:
+        weights: by name, as published: of head i `hydra_mlp.i.b.linear` of each block b, of the first one
+            `res_connection` as well, and `hydra_lm_head.i.1`.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+        self.count = _count(weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(weight.nbytes for weight in self._weights.values())
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
+        return state.clone()
+
+    def logits(self, prefix: Tensor, embedded: Tensor) -> Tensor:
+        """Return what the head of the next level guesses.
+
+        Args:
+            prefix: states of the prefix layer, `[rows, 1, hidden]`.
+            embedded: the last committed token and the drafted ones on the path to each node, `[rows, nodes, tokens,
+                hidden]`.
+
+        Returns:
+            `[rows, nodes, vocab]`.
+        """
+        rows, nodes, tokens, hidden = embedded.shape
+        head = tokens - 1
+        states = torch.cat([prefix.expand(-1, nodes, -1), embedded.reshape(rows, nodes, tokens * hidden)], -1)
+        for block in _blocks(self._weights, head):
+            place = f"hydra_mlp.{head}.{block}"
+            # A head that is not grounded reads the prefix alone.
+            states = states[..., : self._weights[f"{place}.linear.weight"].shape[1]]
+            residual = states
+            if f"{place}.res_connection.weight" in self._weights:
+                residual = self._linear(f"{place}.res_connection", states)
+            states = residual + silu(self._linear(f"{place}.linear", states))
+        return self._linear(f"hydra_lm_head.{head}.1", states)
+
+    def _linear(self, name: str, states: Tensor) -> Tensor:
+        return linear(states, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+
+class HydraProposer(HeadProposer):
+    """Grows drafts with Hydra heads: of each level by its own head, from the prefix and the path before it."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        fusion = self._state.head.fusion
+        assert isinstance(fusion, HydraFusion)
+        return super().propose(rows, budget.within(fusion.count))
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        fusion = self._state.head.fusion
+        assert isinstance(fusion, HydraFusion)
+        prefix = self._state.state_after_text(rows)
+        # The last committed token, and the nodes that are read.
+        embedded = self._state.head.embed(rows.last_tokens)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            nonlocal embedded
+            if first < 0:
+                return fusion.logits(prefix, embedded[:, None])
+            embedded = torch.cat([embedded, self._state.head.embed(tokens)], 1)
+            paths = [[-1, *tree.paths[node]] for node in range(first, first + tokens.shape[1])]
+            return fusion.logits(prefix, embedded[:, torch.tensor(paths) + 1])
+
+        return read
+
+
+def _name(name: str) -> str:
+    return name.removeprefix("hydra_head.")
+
+
+def _count(names: Mapping[str, object]) -> int:
+    """Count the heads."""
+    return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("hydra_mlp."))
+
+
+def _blocks(names: Mapping[str, object], head: int) -> list[int]:
+    """Number the residual blocks of a head. Between them lies what only training has."""
+    found = (re.fullmatch(rf"hydra_mlp\.{head}\.(\d+)\.linear\.weight", name) for name in names)
+    return sorted(int(each[1]) for each in found if each)
+
+
+def _layer_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the prefix layer, which is one of the model's own kind."""
+    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
+    config.num_hidden_layers = 1
+    config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:1]
+    config.vocab_size = 1
+    config.tie_word_embeddings = False
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    found: PreTrainedConfig = config
+    return found
