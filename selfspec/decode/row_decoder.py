@@ -53,7 +53,7 @@ class CacheSizes:
 
     Attributes:
         slot: keys and values of one token, in all layers and in those of drafters.
-        row: states of one row, those of a round's nodes included; 0 where layers have none.
+        row: states of one row, those of a round's nodes included, and what drafters keep of it; else 0.
         slack: slots of each row behind its committed tokens, for drafts.
     """
 
@@ -208,8 +208,9 @@ class RowDecoder:
         cache.commit([1])
         states = cache.state_bytes * (self._slack + 2)
         drafters = {each.drafter for each in self._drafting.values() if each.drafter is not None}
-        drafts = sum(drafter.own_bytes(self._target.model).token for drafter in drafters)
-        return CacheSizes(slots // cache.capacity + drafts, states, self._slack)
+        own = [drafter.own_bytes(self._target.model) for drafter in drafters]
+        token, row = sum(each.token for each in own), sum(each.row for each in own)
+        return CacheSizes(slots // cache.capacity + token, states + row, self._slack)
 
     @property
     def _device(self) -> torch.device:

@@ -7,9 +7,12 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle
+from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
+from selfspec.draft.heads.peagle import ParallelEagle
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.offer import Offer
@@ -27,17 +30,20 @@ __all__ = [
     "Assistant",
     "Budget",
     "Cascade",
+    "DFlash",
     "Draft",
     "Drafter",
     "Eagle",
     "EarlyExit",
     "ExitHead",
     "FreeProposer",
+    "Hydra",
     "LayerSkip",
     "LowPrecision",
     "Medusa",
     "MultiTokenPrediction",
     "Offer",
+    "ParallelEagle",
     "PromptLookup",
     "Proposer",
     "Recycling",

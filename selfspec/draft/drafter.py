@@ -45,10 +45,12 @@ class OwnBytes:
     Attributes:
         weights: bytes of its weights.
         token: bytes of its keys and values of one token of a row.
+        row: bytes of a row whatever its length.
     """
 
     weights: int = 0
     token: int = 0
+    row: int = 0
 
 
 class DraftMemory:
@@ -206,7 +208,7 @@ class Drafter(ABC):
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         """Count what it takes beside a model, whose weights may be on the meta device; of substitutes nothing."""
         each = [source.own_bytes(model) for source in self.sources]
-        return OwnBytes(sum(own.weights for own in each), sum(own.token for own in each))
+        return OwnBytes(sum(own.weights for own in each), sum(own.token for own in each), sum(own.row for own in each))
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
         """Return what drafts the same with a copy of the model that is saved to another folder."""

@@ -31,16 +31,16 @@ def weights_of(shapes: dict[str, tuple[int, ...]], seed: int = 0, scale: float =
     }
 
 
-def layer_shapes(prefix: str, wide: int = 1) -> dict[str, tuple[int, ...]]:
+def layer_shapes(prefix: str, wide: int = 1, inner: int = 48) -> dict[str, tuple[int, ...]]:
     """The shapes of a llama layer's weights, whose attention reads `wide` states."""
     return {
         f"{prefix}.self_attn.q_proj.weight": (HIDDEN, wide * HIDDEN),
         f"{prefix}.self_attn.k_proj.weight": (16, wide * HIDDEN),
         f"{prefix}.self_attn.v_proj.weight": (16, wide * HIDDEN),
         f"{prefix}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        f"{prefix}.mlp.gate_proj.weight": (48, HIDDEN),
-        f"{prefix}.mlp.up_proj.weight": (48, HIDDEN),
-        f"{prefix}.mlp.down_proj.weight": (HIDDEN, 48),
+        f"{prefix}.mlp.gate_proj.weight": (inner, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": (inner, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": (HIDDEN, inner),
         f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
     }
 
@@ -117,6 +117,33 @@ def peagle(folder: Path, model: PreTrainedModel, **options: Any) -> str:
     weights |= weights_of({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=3)
     save_file(weights, folder / "model.safetensors")
     return str(folder)
+
+
+def dflash(
+    folder: Path, model: PreTrainedModel, layout: str = "authors", kind: str = "qwen3", layers: int = 2, **options: Any
+) -> str:
+    """Write a DFlash head of blocks of 4, as its authors or the speculators library do."""
+    vocabulary = model.config.vocab_size
+    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for layer in range(layers):
+        shapes |= {**layer_shapes(f"layers.{layer}"), f"layers.{layer}.input_layernorm.weight": (HIDDEN,)}
+        if kind == "qwen3":
+            shapes |= {f"layers.{layer}.self_attn.{part}_norm.weight": (8,) for part in "qk"}
+    config: dict[str, Any] = {**llama_config(vocabulary), "model_type": kind, "num_hidden_layers": layers}
+    config |= {"head_dim": 8, "attention_bias": False}
+    if layout == "authors":
+        own = {"mask_token_id": 3, "target_layer_ids": [0, 2]}
+        return write(
+            folder,
+            {**config, "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": own, **options},
+            weights_of(shapes),
+        )
+    tokens = drafted_tokens(vocabulary)
+    weights = weights_of({**shapes, "lm_head.weight": (len(tokens), HIDDEN)})
+    weights["d2t"] = tokens - torch.arange(len(tokens))
+    fields = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "block_size": 4}
+    points = {"aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 3, "transformer_layer_config": config}
+    return write(folder, {**fields, **points, **options}, weights)
 
 
 def eagle1(folder: Path, model: PreTrainedModel, bias: bool = True) -> str:
@@ -226,7 +253,7 @@ def hydra(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 2,
     vocabulary = model.config.vocab_size
     prefix = "prefix_embeding_layer"
     shapes = {
-        **layer_shapes(f"{prefix}.layers.0"),
+        **layer_shapes(f"{prefix}.layers.0", inner=model.config.intermediate_size),
         f"{prefix}.layers.0.input_layernorm.weight": (HIDDEN,),
         f"{prefix}.norm.weight": (HIDDEN,),
         f"{prefix}.embed_tokens.weight": (vocabulary, HIDDEN),
@@ -256,6 +283,7 @@ _WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "medusa": medusa,
     "hydra": hydra,
     "peagle": peagle,
+    "dflash": dflash,
 }
 FAMILIES = (*_WRITERS, "mtp")
 """Kinds of heads, as `with_head` names them."""

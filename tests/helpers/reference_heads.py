@@ -258,3 +258,48 @@ def peagle(
         return whole
 
     return logits
+
+
+def dflash(
+    model: PreTrainedModel, weights: Weights, layers: int, first: int
+) -> Callable[[list[int], list[int]], Tensor]:
+    """DFlash with blocks of 4 and mask token 3: what it gives in the place after so many draft tokens, `[vocab]`."""
+    eps = 1e-5
+
+    def heads(states: Tensor, name: str, part: str, places: Tensor) -> Tensor:
+        made = linear(states, weights[f"{name}.{part}_proj.weight"]).view(len(states), -1, 8)
+        if f"{name}.{part}_norm.weight" in weights:
+            made = norm(made, weights[f"{name}.{part}_norm.weight"], eps)
+        if part == "v":
+            return made
+        angles = places[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        cos, sin = (torch.cat([table, table], -1)[:, None].to(made) for table in (angles.cos(), angles.sin()))
+        return made * cos + torch.cat([-made[..., 4:], made[..., :4]], -1) * sin
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        known = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        joined = linear(torch.cat([known[1][0], known[3][0]], -1), weights["fc.weight"])
+        context = norm(joined, weights["hidden_norm.weight"], eps)
+        states = model.get_input_embeddings()(torch.tensor([text[-1], 3, 3, 3]))
+        places = torch.arange(len(text) + 3)
+        for layer in range(layers):
+            name = f"layers.{layer}.self_attn"
+            inside = norm(states, weights[f"layers.{layer}.input_layernorm.weight"], eps)
+            query = heads(inside, name, "q", places[-4:])
+            key, value = (heads(torch.cat([context, inside]), name, part, places) for part in "kv")
+            key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+            scores = torch.einsum("qhd,khd->hqk", query, key) / 8**0.5
+            mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(4, -1)
+            states = states + linear(mixed, weights[f"{name}.o_proj.weight"])
+            inside = norm(states, weights[f"layers.{layer}.post_attention_layernorm.weight"], eps)
+            states = states + mlp(weights, f"layers.{layer}.mlp", inside)
+        guess = norm(states, weights["norm.weight"], eps)[len(drafted) + first]
+        if "d2t" not in weights:
+            found: Tensor = model.get_output_embeddings()(guess)
+            return found
+        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=guess.dtype)
+        whole[torch.arange(len(weights["d2t"])) + weights["d2t"]] = linear(guess, weights["lm_head.weight"])
+        return whole
+
+    return logits

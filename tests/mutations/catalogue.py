@@ -573,7 +573,7 @@ CATALOGUE = (
     Mutation("what a head wrote with its own states is not written again", "PairState._close",
         "int(each is not None and each.first_read and len(each.states) > 1)",
         "(len(each.states) - 1) * each.first_read if each is not None else 0", (_EAGLE,)),
-    Mutation("differences of a reduced vocabulary are taken for ids", "Eagle._tokens",
+    Mutation("differences of a reduced vocabulary are taken for ids", "drafted_tokens",
         "torch.arange(len(differences)) + differences.cpu().long()", "differences.cpu().long().abs()", (_EAGLE,)),
     Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.head",
         "self._config.recycled if self._is_third else 'last'", "'normed'", (_EAGLE,)),

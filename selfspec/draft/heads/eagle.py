@@ -16,7 +16,7 @@ from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter, name_of
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
-from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.folder import HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
@@ -163,7 +163,7 @@ class Eagle(HeadDrafter):
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         # Embeddings are kept where they differ from the model's, which their weights alone say.
-        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")]
+        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")]
         own = self._layers_config()
         size = sum(torch.Size(shape).numel() for shape in weights) * model.dtype.itemsize
         return OwnBytes(size, cache_summary(own, model.dtype).bytes_per_token)
@@ -205,7 +205,7 @@ class Eagle(HeadDrafter):
         nbytes = sum(
             each.nbytes for module in (fusion, layers) for each in module.parameters() if id(each) not in shared
         )
-        tokens = self._tokens(weights.get("d2t"), vocabulary_size(model))
+        tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
         return Head(
             fusion,
             layers,
@@ -234,16 +234,6 @@ class Eagle(HeadDrafter):
                 norm = partial(nn.RMSNorm, eps=own.rms_norm_eps)
             count = len(self._config.points) or 3
             return Eagle3Fusion(read // count, count, width, norm, self._config.norm == "each")
-
-    def _tokens(self, differences: Tensor | None, vocabulary: int) -> Tensor | None:
-        """Return the ids of the target that the head drafts: its own ids, each and its difference."""
-        if differences is None:
-            return None
-        tokens = torch.arange(len(differences)) + differences.cpu().long()
-        low, high = tokens.aminmax()
-        if len(tokens.unique()) < len(tokens) or low < 0 or high >= vocabulary:
-            raise HeadError(f"d2t of {self.source} maps two tokens to one, or a token to none of this model")
-        return tokens
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Self:

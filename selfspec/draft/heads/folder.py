@@ -19,6 +19,8 @@ from selfspec.model.checkpoint import weight_files
 from selfspec.values import checked_path
 
 _CONFIG = "config.json"
+_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra")
+_FIELDS = {"dflash_config": "dflash", "medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -66,8 +68,10 @@ class HeadFolder:
             HeadError: naming the kind that its config.json says, or config.json cannot be read.
         """
         found = kind_of(self.config())
-        if found is not None and found != wanted:
-            raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; write {found}:{self.path}")
+        if found in (None, wanted):
+            return
+        remedy = f"write {found}:{self.path}" if found in _KINDS else f"heads of the kind {found!r} are not read"
+        raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; {remedy}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Read the names and shapes of its weights; of safetensors the headers alone.
@@ -140,19 +144,30 @@ class HeadFolder:
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """Return the draft that takes a head of this config.json; None: it does not say."""
     named = str(config.get("speculators_model_type") or "")
-    kinds = {"eagle": "eagle", "eagle3": "eagle", "peagle": "peagle", "dflash": "dflash", "mtp": "mtp"}
     if named:
-        return kinds.get(named, named)
-    if "dflash_config" in config:
-        return "dflash"
-    if "medusa_num_heads" in config:
-        return "medusa"
-    if "hydra_num_heads" in config:
-        return "hydra"
+        return "eagle" if named == "eagle3" else named
+    for field, kind in _FIELDS.items():
+        if field in config:
+            return kind
     names = " ".join(map(str, config.get("architectures") or ()))
     if "PEagle" in names or config.get("parallel_drafting"):
         return "peagle"
     return "eagle" if "Eagle" in names or "eagle_config" in config else None
+
+
+def drafted_tokens(differences: Tensor | None, vocabulary: int, source: str) -> Tensor | None:
+    """Return the ids of the target that a head drafts: its own ids, each and its difference (`d2t`); None: all.
+
+    Raises:
+        HeadError: two are the same, or one is none of the target's.
+    """
+    if differences is None:
+        return None
+    tokens = torch.arange(len(differences)) + differences.cpu().long()
+    low, high = tokens.aminmax()
+    if len(tokens.unique()) < len(tokens) or low < 0 or high >= vocabulary:
+        raise HeadError(f"d2t of {source} maps two tokens to one, or a token to none of this model")
+    return tokens
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,6 +32,13 @@ class HeadDrafter(Drafter):
     """A head that was trained on states of one target, and drafts for that one alone."""
 
     runs = "model"
+    passes: ClassVar[type[PairState]] = PairState
+    """How its passes read what is committed."""
+
+    @property
+    def block(self) -> int:
+        """Tokens that each of its drafts reads behind the last committed one, whatever the control asks for."""
+        return 0
 
     @abstractmethod
     def points(self, depth: int) -> tuple[Point, ...]:
@@ -58,13 +65,13 @@ class HeadDrafter(Drafter):
         cache = head.adapter.shared_cache(
             head.layers,
             rows.size,
-            limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running),
-            slack=rows.controller.most.nodes,
+            limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running) + self.block,
+            slack=max(rows.controller.most.nodes, self.block),
             device=rows.last_tokens.device,
         )
         runner = runner_for(head.layers, head.adapter, cache, None)
         points = self.points(rows.runner.depth)
-        return self.proposer(PairState(head, runner, cache, points, rows.running, rows.runner.vocabulary))
+        return self.proposer(self.passes(head, runner, cache, points, rows.running, rows.runner.vocabulary))
 
     def proposer(self, state: PairState) -> HeadProposer:
         """Make what drafts with the passes of a head."""

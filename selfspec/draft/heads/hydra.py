@@ -96,7 +96,7 @@ class Hydra(HeadDrafter):
     def head(self, model: PreTrainedModel) -> Head:
         read = HeadFolder(Path(self.source).expanduser()).tensors()
         weights = {_name(name): weight for name, weight in read.items()}
-        layers = causal_lm(_layer_config(model), model.config._attn_implementation)
+        layers = causal_lm(_layer_config(model), None)
         adapter = find_adapter(layers)
         inside: Any = layers.get_submodule(adapter.base(layers))
         inside.embed_tokens = nn.Identity()

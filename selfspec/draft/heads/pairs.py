@@ -52,7 +52,10 @@ class PairState:
 
     Attributes:
         head: what drafts.
+        kept: how many pairs of each row are left for the pass that begins a draft.
     """
+
+    kept = 1
 
     def __init__(
         self,
@@ -238,15 +241,19 @@ class PairState:
         self._cache.shift([0 if each is None else each.start or 0 for each in self._waiting])
         counts = self._counts
         self._cache.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
-        unread = [max(count - 1, 0) for count in counts]
+        unread = [max(count - self.kept, 0) for count in counts]
         while max(unread) > most:
             # Rows with less to read are filled up, with scrap behind their cursors that needs slots as well.
             width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(view, width)
-            self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), read)
+            self._write(tokens, states, read)
             self._settle(read)
             unread = [count - done for count, done in zip(unread, read, strict=True)]
+
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
+        """Read pairs, of each row the first `counts`, for their keys and values alone."""
+        self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts)
 
     def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
         """Return tokens and states of each row's next pairs, filled up: `[rows, width]` and `[rows, width, hidden]`."""

@@ -15,7 +15,7 @@ from helpers.joints import assert_rows_are_stock, padded
 from helpers.running import Invoke
 from helpers.serving import Stepped
 from selfspec.draft.registry import parse_draft
-from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, HeadError, UnsupportedOptionError
 from selfspec.placement.place import place
 from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.planned import plan_checkpoint
@@ -77,10 +77,11 @@ def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str)
     spec = selfspec.wrap(model, draft, draft_length=3)
     taken = spec.generate(tiny.prompt(20), max_new_tokens=context - 20, **OPTIONS).stats.draft_bytes
     own = drafter.own_bytes(model)
-    assert planned.draft == own.weights + context * own.token
+    assert planned.draft == own.weights + context * own.token + own.row
     # There are further slots for a draft. Not counted are buffers, and the model's embeddings in EAGLE-1's files.
     embeddings = model.get_input_embeddings().weight.nbytes if kind == "eagle1" else 0
-    assert taken == pytest.approx(planned.draft - embeddings + 3 * own.token, rel=0.005)
+    slots = 2 * own.row if kind == "dflash" else 3 * own.token
+    assert taken == pytest.approx(planned.draft - embeddings + slots - own.row, rel=0.005)
 
 
 @families
@@ -104,6 +105,17 @@ def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
     for control in (3, selfspec.FixedLength(3, nodes=8), None):
         spec = selfspec.wrap(model, joined.format(draft), draft_length=control)
         assert_rows_are_stock(model, spec, [each.repeat(1, 2) for each in PROMPTS], max_new_tokens=16, eos_token_id=7)
+
+
+@families
+def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    own, _, folder = draft.partition(":")
+    for name in {"eagle", "medusa", "hydra", "peagle", "dflash"} - {own}:
+        # EAGLE-1's config.json is that of a llama, and an MTP module lies in a whole checkpoint.
+        said = f"write {own}:" if kind not in ("eagle1", "mtp") else "holds no|cannot be used"
+        with pytest.raises(HeadError, match=said):
+            selfspec.wrap(model, f"{name}:{folder or tmp_path}")
 
 
 @families

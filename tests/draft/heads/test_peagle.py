@@ -13,6 +13,7 @@ import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
 from selfspec.draft.heads.growing_head import LevelProposer
+from selfspec.draft.heads.pairs import PairState
 from selfspec.errors import HeadError
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 1, 6)]
@@ -43,13 +44,13 @@ def test_greedy_rows_are_stock_rows(tmp_path: Path, control: Any) -> None:
 def test_a_draft_takes_one_pass_of_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama(num_hidden_layers=8)
     passes: list[int] = []
-    run = selfspec.draft.heads.pairs.PairState._run
+    run = PairState._run
 
     def counted(self: Any, inputs: Any, first: int) -> Any:
         passes.append(inputs.shape[1])
         return run(self, inputs, first)
 
-    monkeypatch.setattr("selfspec.draft.heads.pairs.PairState._run", counted)
+    monkeypatch.setattr(PairState, "_run", counted)
     spec = selfspec.wrap(model, f"peagle:{published_heads.peagle(tmp_path, model)}", draft_length=4)
     stats = spec.generate(PROMPTS[1], max_new_tokens=12, **OPTIONS).stats
     assert stats.drafted > 3 * len(passes) > 0

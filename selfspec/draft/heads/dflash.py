@@ -1,0 +1,299 @@
+"""DFlash: a block of masked tokens that attends in both directions, and to what the target's states say of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.heads.folder import HeadFolder, drafted_tokens, fill
+from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
+from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.own_layers import causal_lm, layer_config
+from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.rows_view import RowsView
+from selfspec.errors import HeadError
+from selfspec.model.features import Point
+from selfspec.model.registry import find_adapter
+from selfspec.model.summary import cache_summary
+from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import vocabulary_size
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What a folder says of its blocks, in whichever layout.
+
+    Attributes:
+        layers: the configuration of its layers, as `transformers` takes it.
+        points: whose inputs it reads, by number of layer.
+        size: tokens of a block, the last committed one included.
+        mask: the token in the place of those that are not known.
+        first: place in the block that guesses the next token.
+    """
+
+    layers: Mapping[str, Any]
+    points: tuple[int, ...]
+    size: int
+    mask: int
+    first: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> BlockConfig:
+        """Read a config.json.
+
+        Raises:
+            ValueError: it lacks something.
+        """
+        own = config.get("dflash_config")
+        if own is not None:
+            # State i is what leaves layer i.
+            points = [point + 1 for point in own.get("target_layer_ids") or ()]
+            layers, mask = config, own.get("mask_token_id")
+        else:
+            points = list(config.get("aux_hidden_state_layer_ids") or ())
+            layers, mask = config.get("transformer_layer_config") or {}, config.get("mask_token_id")
+        size = config.get("block_size")
+        numbers = [each for each in (*points, mask, size) if type(each) is int and each >= 0]
+        if not points or len(numbers) < len(points) + 2 or numbers[-1] < 2:
+            raise ValueError("it lacks target_layer_ids, mask_token_id or block_size")
+        *points, mask, size = numbers
+        return cls(layers, tuple(points), size, mask, 0 if config.get("sample_from_anchor") else 1)
+
+
+@drafter(
+    "dflash",
+    argument=":FOLDER",
+    help="a published DFlash head that was trained for this model",
+    mark=("#CC3311", "D"),
+)
+@dataclass(frozen=True)
+class DFlash(HeadDrafter):
+    """Drafts with a DFlash head (2026, arXiv 2602.06036): all tokens of a block in one pass, which is not causal.
+
+    Its layers take keys and values of the text from the target's states, and keep none of what was drafted.
+
+    Attributes:
+        source: the folder.
+    """
+
+    source: str
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _config: BlockConfig = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        folder.check_kind("dflash")
+        try:
+            config = BlockConfig.of(folder.config())
+        except ValueError as error:
+            raise HeadError(f"{self.source} holds no DFlash head ({error}); see docs/heads.md") from error
+        shapes = folder.shapes()
+        lacks = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in shapes]
+        if lacks:
+            raise HeadError(f"{self.source} holds no DFlash head: it has no weight {lacks[0]}; see docs/heads.md")
+        if "sliding_attention" in (config.layers.get("layer_types") or ()):
+            raise HeadError(f"{self.source} has layers with sliding windows, which are not read yet")
+        object.__setattr__(self, "_shapes", shapes)
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def passes(self) -> type[PairState]:  # type: ignore[override]
+        return ContextState
+
+    @property
+    def block(self) -> int:
+        return self._config.size
+
+    def points(self, depth: int) -> tuple[Point, ...]:
+        return tuple("last" if point == depth else point for point in self._config.points)
+
+    def check(self, depth: int) -> None:
+        beyond = [point for point in self._config.points if point > depth]
+        if beyond:
+            raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_on_one_process(model, "a draft head")
+        known, hidden = model.get_input_embeddings().weight.shape
+        own, read = self._shapes["fc.weight"]
+        wanted = len(self._config.points) * hidden
+        if read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
+            raise HeadError(
+                f"{self.source} was trained for another model: its fc reads {read} numbers, and this model of width "
+                f"{hidden} gives {wanted}"
+            )
+        size = vocabulary_size(model)
+        drafted = self._shapes.get("lm_head.weight", (size,))[0]
+        if self._config.mask >= known or drafted > size:
+            raise HeadError(
+                f"{self.source} knows token {max(self._config.mask, drafted - 1)}, and this model has {known}: it is "
+                "for another one"
+            )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        read = [shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d", "d2t")]
+        output = 0 if "lm_head.weight" in self._shapes else model.get_output_embeddings().weight.numel()
+        size = (sum(torch.Size(shape).numel() for shape in read) + output) * model.dtype.itemsize
+        # One pass drafts all of them.
+        return share_of(size, model, adapter) / (self._config.size - 1)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")]
+        size = sum(torch.Size(shape).numel() for shape in weights) * model.dtype.itemsize
+        token = cache_summary(self._layers_config(), model.dtype).bytes_per_token
+        return OwnBytes(size, token, token * self._config.size)
+
+    def _layers_config(self) -> PreTrainedConfig:
+        numbers = [int(name.split(".")[1]) for name in self._shapes if name.startswith("layers.")]
+        return layer_config({**self._config.layers, "num_hidden_layers": 1 + max(numbers)}, self.source)
+
+    @torch.no_grad()
+    def head(self, model: PreTrainedModel) -> Head:
+        weights = HeadFolder(Path(self.source).expanduser()).tensors()
+        layers = causal_lm(self._layers_config(), None)
+        adapter = find_adapter(layers)
+        inside: Any = layers.get_submodule(adapter.base(layers))
+        inside.embed_tokens = nn.Identity()
+        hidden, read = self._shapes["fc.weight"]
+        with torch.device("meta"):
+            fusion = BlockFusion(self._config, read, hidden, inside.norm)
+        for module in (inside, fusion):
+            fill(module, weights, self.source)
+            module.to(device=model.device, dtype=model.dtype)
+        own = sum(each.nbytes for module in (inside, fusion) for each in module.parameters())
+        embed: Any = model.get_input_embeddings()
+        if self._shapes["fc.weight"][0] != embed.weight.shape[1]:
+            embed = nn.Embedding.from_pretrained(weights["embed_tokens.weight"].to(model.device, model.dtype))
+            own += embed.weight.nbytes
+        output = weights.get("lm_head.weight")
+        if output is not None:
+            layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
+            fill(layers.lm_head, {"weight": output.to(model.device, model.dtype)}, self.source)
+            own += output.numel() * model.dtype.itemsize
+        else:
+            layers.lm_head = model.get_output_embeddings()
+        layers.set_input_embeddings(embed)
+        tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
+        return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device), own)
+
+    def proposer(self, state: PairState) -> LevelProposer:
+        return LevelProposer(state, self._config.size - self._config.first)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> DFlash:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"dflash:{self.source}"
+
+
+class BlockFusion(Fusion):
+    """Joins states of several layers of the target, and norms them.
+
+    Args:
+        config: of the blocks.
+        read: width of these states together.
+        hidden: width of the head.
+        norm: one like that behind it.
+    """
+
+    def __init__(self, config: BlockConfig, read: int, hidden: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(read, hidden, bias=False)
+        made: Any = type(norm)
+        eps = getattr(norm, "variance_epsilon", 1e-6)
+        self.hidden_norm = made(hidden, eps=eps)
+
+    def state(self, features: Sequence[Tensor]) -> Tensor:
+        joined: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
+        return joined
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
+        return embedded
+
+
+class ContextState(PairState):
+    """Keeps keys and values that a DFlash head makes of the target's states; slot p belongs to token p."""
+
+    kept = 0
+
+    def reaches(self, number: int) -> bool:
+        return super().reaches(number) or self._cache.seq_lens[number] > 0
+
+    def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
+        self._drop(view.running)
+        self._catch_up(view, 0)
+        fusion = self.head.fusion
+        assert isinstance(fusion, BlockFusion)
+        config = fusion.config
+        tokens = view.last_tokens.new_full((len(view.running), config.size), config.mask)
+        tokens[:, :1] = view.last_tokens
+        states = self.head.embed(tokens)
+        base = self._base
+        # A block sees all that is committed before it, and all of itself.
+        ends = torch.tensor(self._cache.seq_lens, device=states.device) + config.size
+        visible = torch.arange(int(ends.max()), device=states.device) < ends[:, None]
+        tables = self._tables(states)
+        for number, layer in enumerate(base.layers):
+            attention = layer.self_attn
+            inside = layer.input_layernorm(states)
+            keys, values = self._store(number, inside, tables)
+            queries = rotated(heads_of(attention, "q", inside), *tables)
+            mixed = scaled_dot_product_attention(
+                queries, keys, values, visible[:, None, None], scale=attention.scaling, enable_gqa=True
+            )
+            states = states + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            states = states + layer.mlp(layer.post_attention_layernorm(states))
+        guesses = base.norm(states[:, config.first : config.first + depth])
+        return self.head.spread(self.head.layers.get_output_embeddings()(guesses), self._vocabulary)
+
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
+        tables = self._tables(states)
+        for number in range(len(self._base.layers)):
+            self._store(number, states, tables)
+
+    @property
+    def _base(self) -> Any:
+        return self.head.layers.get_submodule(self.head.adapter.base(self.head.layers))
+
+    def _tables(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the positions from each cursor on, `[rows or 1, 1, tokens, size]`."""
+        cos, sin = self._base.rotary_emb(states, self._cache.position_ids(states.shape[1]))
+        return cos[:, None], sin[:, None]
+
+    def _store(self, number: int, states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Write keys and values of states behind the cursors; return all of the layer there are up to their end."""
+        attention = self._base.layers[number].self_attn
+        keys, values = rotated(heads_of(attention, "k", states), *tables), heads_of(attention, "v", states)
+        with self._cache.reading(states.shape[1]):
+            seen: tuple[Tensor, Tensor] = self._cache.update(keys, values, number)
+        return seen
+
+
+def heads_of(attention: Any, part: str, states: Tensor) -> Tensor:
+    """Project states to queries, keys or values, `[rows, heads, tokens, size]`, and norm them where the layer does."""
+    made = getattr(attention, f"{part}_proj")(states).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{part}_norm", None)
+    heads: Tensor = made if norm is None else norm(made)
+    return heads.transpose(1, 2)
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first numbers of each head by its position, as many as there are angles."""
+    turned, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
