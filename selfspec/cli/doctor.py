@@ -98,7 +98,7 @@ class Built:
 def kernels(verbose: Annotated[bool, typer.Option(help="Show what the compiler prints.")] = False) -> Built:
     """Build the CPU kernels with this machine's C++ compiler, once: 15 to 60 seconds.
 
-    They read weights at the speed of memory, for up to sixteen tokens at once. Later processes load them by themselves.
+    They read weights at the speed of memory, for up to 64 tokens at once. Later processes load them by themselves.
     Nothing needs them: without them torch's own products run.
     """
     from selfspec.kernels.native import build_kernels

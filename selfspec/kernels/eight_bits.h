@@ -61,6 +61,7 @@ struct IntegerProduct {
   }
 
   int64_t inputs_of_row() const { return groups_of(in); }
+  bool in_line(int64_t) const { return false; }
 
   template <int Rows>
   static inline void add(Floats* sums, const int8_t* weights, const RoundedGroup* x, int64_t groups) {

@@ -117,6 +117,7 @@ struct FourBitsProduct {
   int64_t out;
 
   int64_t inputs_of_row() const { return (groups + kGroups - 1) / kGroups; }
+  bool in_line(int64_t) const { return false; }
 
   template <int Rows, int Outputs>
   inline void tile(int64_t first) const {

@@ -29,12 +29,16 @@
 #define ROUNDED(lanes) asm("" : "+m"(lanes))
 #endif
 
-// How many bytes ahead weights in fewer bits are asked for: their tiles take less time than memory does to answer.
+// How many bytes ahead weights are asked for: tiles take less time than memory does to answer.
 constexpr int64_t kAhead = 16384;
 
-constexpr int kMostRows = 16;
+// Bytes of inputs that stay in the first cache beside weights that pass through it.
+constexpr int64_t kInputsInCache = 20480;
+
+constexpr int kMostRows = 64;
 constexpr int kRowsOfTile = 8;
-constexpr int64_t kOutputsOfHalves = 8;
+constexpr int kRowsOfWideTile = 6;  // where inputs come from the second cache
+constexpr int64_t kOutputsOfHalves = 64;
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int kSums = 24;  // vectors of sums that fit into registers beside the operands
@@ -101,10 +105,10 @@ Product from_row(const Product& product, int64_t row) {
   return rest;
 }
 
-// As many outputs at a time as there are registers for their sums.
-template <int Rows, typename Work>
+// As many outputs at a time as there are registers for their sums; at most `Most`.
+template <int Rows, int Most, typename Work>
 void outputs(const Work& work, int64_t begin, int64_t end) {
-  constexpr int most = kSums / Rows;
+  constexpr int most = std::min(Most, kSums / Rows);
   constexpr int at_once = most >= 4 ? 4 : most >= 2 ? 2 : 1;
   int64_t output = begin;
   for (; output + at_once <= end; output += at_once) work.template tile<Rows, at_once>(output);
@@ -114,7 +118,8 @@ void outputs(const Work& work, int64_t begin, int64_t end) {
 // Outputs `begin` to `end` of some rows, by tiles of a product: `tile<Rows, Outputs>(first output)`.
 template <typename Work, int Rows = kRowsOfTile>
 void in_tiles(const Work& work, int64_t rows, int64_t begin, int64_t end) {
-  if (rows > kRowsOfTile) {
+  const bool in_line = work.in_line(rows);
+  if (rows > (in_line ? kRowsOfTile : kRowsOfWideTile)) {
     // Few sums of so many rows fit into registers: halves of them read each weight again, while the cache holds it.
     const int64_t half = (rows + 1) / 2;
     for (int64_t output = begin; output < end; output += kOutputsOfHalves) {
@@ -123,7 +128,7 @@ void in_tiles(const Work& work, int64_t rows, int64_t begin, int64_t end) {
       in_tiles(from_row(work, half), rows - half, output, next);
     }
   } else if (rows == Rows) {
-    outputs<Rows>(work, begin, end);
+    in_line ? outputs<Rows, 1>(work, begin, end) : outputs<Rows, 4>(work, begin, end);
   } else if constexpr (Rows > 1) {
     in_tiles<Work, Rows - 1>(work, rows, begin, end);
   }

@@ -70,21 +70,24 @@ struct Product {
   int64_t out;
 
   int64_t inputs_of_row() const { return in; }
+  // Memory gives most where it is read in one line, output by output. One row is too little work for that, and inputs
+  // from the second cache have to serve several outputs.
+  bool in_line(int64_t rows) const { return rows > 1 && rows * in * int64_t(sizeof(Sum)) <= kInputsInCache; }
 
   // `Outputs` outputs of `Rows` rows, from output `first`.
   template <int Rows, int Outputs>
   inline void tile(int64_t first) const {
     Vector sums[Outputs][Rows] = {};
     const auto* w = weight + first * in;
-    // Memory gives most where it is read in one line from start to end, so the next outputs are asked for in that order,
-    // and into the second cache, which holds them all.
-    const auto* ahead = w + Outputs * in;
+    // Memory gives most where it is read in one line from start to end. So the next of several outputs are asked for in
+    // that order, and into the second cache, which holds them all.
+    const auto* ahead = w + (Outputs > 1 ? Outputs * in : kAhead / int64_t(sizeof *w));
     int64_t i = 0;
     for (; i + lanes <= in; i += lanes) {
       Vector states[Rows];
       for (int row = 0; row < Rows; ++row) states[row] = read<Sum, lanes>(x + row * in + i);
       for (int output = 0; output < Outputs; ++output) {
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead, 0, Outputs > 1 ? 2 : 3);
         ahead += lanes;
         Vector weights = Weight::lanes(w + output * in + i);
         KEEP_IN_REGISTER(weights);

@@ -19,6 +19,9 @@ from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLi
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime.few_rows import for_few_rows
 
+# Each tile, halves of tiles, and halves of these.
+ROWS = (*range(1, 18), 27, 41, native.MOST_ROWS)
+
 
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
@@ -30,7 +33,7 @@ def drawn(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 15), (40, 16), (33, 100), (5, 260)])
 def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, inputs: int) -> None:
     weight, shift = drawn(outputs, inputs).to(dtype), drawn(outputs).to(dtype) if bias else None
-    for rows in range(1, native.MOST_ROWS + 1):
+    for rows in ROWS:
         states = drawn(rows, inputs).to(dtype)
         exact = torch.nn.functional.linear(states.double(), weight.double(), None if shift is None else shift.double())
         found = native.few_rows(states, weight, shift)
@@ -51,7 +54,7 @@ def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            for rows in range(1, native.MOST_ROWS + 1):
+            for rows in ROWS:
                 assert torch.equal(native.few_rows(states[:rows], weight, None, scales), alone[:rows])
     finally:
         torch.set_num_threads(before)
@@ -78,7 +81,7 @@ def test_products_are_what_their_levels_stand_for(
     rounded = round_weight(drawn(outputs, inputs).float() + 0.5, Precision(8 if kind is EightBitsLinear else 4, 32))
     linear = kind(rounded, None, torch.float32)
     weight = restored(rounded).double()
-    for rows in (*range(1, native.MOST_ROWS + 1), 40):
+    for rows in (*ROWS, native.MOST_ROWS + 3):
         states = of_eight_bits(rows, inputs, group)
         states[0, :group] = 0
         torch.testing.assert_close(linear(states).double(), states.double() @ weight.t(), rtol=1e-5, atol=1e-4)
@@ -117,7 +120,7 @@ def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            for rows in range(1, native.MOST_ROWS + 1):
+            for rows in ROWS:
                 assert torch.equal(linear(states[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
@@ -142,7 +145,7 @@ def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
 @pytest.mark.parametrize(
     ("states", "weight", "message"),
     [
-        (torch.ones(17, 32), torch.ones(2, 20, dtype=torch.uint8), "at most 16 rows"),
+        (torch.ones(65, 32), torch.ones(2, 20, dtype=torch.uint8), "at most 64 rows"),
         (torch.ones(1, 64), torch.ones(2, 20, dtype=torch.uint8), "sizes"),
         (torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
         (torch.ones(1, 32), torch.ones(2, 20), "bytes"),
@@ -179,7 +182,7 @@ def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
 @pytest.mark.parametrize(
     ("states", "weight", "message"),
     [
-        (torch.ones(17, 4), torch.ones(2, 4), "at most 16 rows"),
+        (torch.ones(65, 4), torch.ones(2, 4), "at most 64 rows"),
         (torch.ones(1, 3), torch.ones(2, 4), "sizes"),
         (torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
         (torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),

@@ -31,7 +31,7 @@ _LINE = 64
 class Native(Runtime):
     """Programs that selfspec's extension runs, each in one call: its own kernels, by threads that never part.
 
-    They run passes over up to sixteen tokens on a CPU, in float32 and bfloat16, where the extension was built
+    They run passes over up to 64 tokens on a CPU, in float32 and bfloat16, where the extension was built
     (`selfspec kernels`) and programs know all that the model computes. The stock modules run all others.
 
     A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's
