@@ -84,7 +84,8 @@ class Eagle3Lesson(HeadLesson):
             (layers.lm_head, {"weight": rows}),
         ):
             fill(module, weights, "the new head")
-            module.requires_grad_(True)
+            # Rows of the language-model head would learn the text by heart, and forget the tokens that it lacks.
+            module.requires_grad_(module is not layers.lm_head)
         differences = None if self._tokens is None else self._tokens.cpu() - torch.arange(len(self._tokens))
         self.model = Eagle3Module(fusion, layers, differences, vocabulary).to(base.device)
 

@@ -162,7 +162,10 @@ def test_every_architecture_gets_a_head(text: Blocks, tmp_path: Path, architectu
     lesson = Eagle3Lesson(base, RECIPE, Split(Blocks.of(ids), Blocks.of(ids)), 0)
     loss = lesson.loss(lesson.model, Blocks.of(ids), 0, 1)
     loss.backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in lesson.model.parameters())
+    learns = [weight for weight in lesson.model.parameters() if weight.requires_grad]
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in learns)
+    rows = base.get_output_embeddings().weight[lesson.model.weights()["d2t"] + torch.arange(20)]
+    torch.testing.assert_close(lesson.model.weights()["lm_head.weight"], rows.float())
     lesson.save(tmp_path, torch.float64, {})
     out = selfspec.wrap(base, f"eagle:{tmp_path}", draft_length=2).generate(ids[:1, :3], max_new_tokens=5)
     assert out.stats.drafted > 0
