@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface
 
 from selfspec.runtime.grouped_queries import with_kernel
+from selfspec.runtime.native.noting import Noted, noted
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import RecordingError
 
@@ -23,11 +22,11 @@ class Capture:
     """A captured pass.
 
     Attributes:
-        module: its graph; takes the tensors of `PassTensors.flat` and then the masks.
+        noted: takes the tensors of `PassTensors.flat` and then the masks.
         windows: of each mask, how many positions a token looks back over, itself included; None: over all.
     """
 
-    module: GraphModule
+    noted: Noted
     windows: tuple[int | None, ...]
 
 
@@ -54,8 +53,7 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
         mask = {**by_type, **given} if isinstance(masks, dict) else given[None]
         return function.masked(tensors[: len(flat)], mask).flat()
 
-    trace = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)
-    return Capture(trace(*flat, *made.values()), windows)
+    return Capture(noted(whole, [*flat, *made.values()]), windows)
 
 
 def _window(name: str | None, config: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from selfspec.kernels import native
 from selfspec.runtime.native import patterns
@@ -26,6 +26,7 @@ from selfspec.runtime.native.instructions import (
     Storage,
     Word,
 )
+from selfspec.runtime.native.noting import Noted
 from selfspec.runtime.runtime import RecordingError
 
 aten = torch.ops.aten
@@ -97,11 +98,11 @@ class Lowered:
     shapes: tuple[torch.Size, ...]
 
 
-def lowered(module: GraphModule, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> Lowered:
+def lowered(noted: Noted, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> Lowered:
     """Lower the graph of a pass, as `capture` gives it.
 
     Args:
-        module: patterns are joined in it.
+        noted: patterns are joined in its graph.
         windows: of its masks, which are its last arguments.
         uniform: whether all rows write the same slots.
         tree: whether the pass is over nodes of a tree.
@@ -110,15 +111,13 @@ def lowered(module: GraphModule, windows: Sequence[int | None], uniform: bool, t
     Raises:
         RecordingError: it computes what programs do not.
     """
-    patterns.joined(module)
-    return _Lowering(module, windows, uniform, tree, buffers).run()
+    patterns.joined(noted.graph)
+    return _Lowering(noted, windows, uniform, tree, buffers).run()
 
 
 class _Lowering:
-    def __init__(
-        self, module: GraphModule, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int
-    ) -> None:
-        self._module = module
+    def __init__(self, noted: Noted, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> None:
+        self._noted = noted
         self._windows = windows
         self._uniform, self._tree = uniform, tree
         self._buffers = buffers
@@ -152,7 +151,7 @@ class _Lowering:
         }
 
     def run(self) -> Lowered:
-        nodes = list(self._module.graph.nodes)
+        nodes = list(self._noted.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         arguments = len(inputs) - len(self._windows)
         for number, node in enumerate(inputs[:arguments]):
@@ -163,7 +162,7 @@ class _Lowering:
         self._masks = dict(zip(inputs[arguments:], self._windows, strict=True))
         for node in nodes:
             if node.op == "get_attr":
-                self._values[node] = self._constant(_attribute(self._module, str(node.target)))
+                self._values[node] = self._constant(self._noted.held[str(node.target)])
             elif node.op == "call_function":
                 found = self._lower(node)
                 if found is not None:
@@ -470,9 +469,3 @@ def _place(value: Value | None) -> Place:
 
 def _layout(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _attribute(module: Any, name: str) -> Any:
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
@@ -32,9 +32,8 @@ def gated(gate: str, states: Any, factor: Any) -> Any:
     """Stand for `activation(states) * factor` in a graph."""
 
 
-def joined(module: GraphModule) -> None:
+def joined(graph: Graph) -> None:
     """Rewrite a graph in place. What computes nothing in float32 is gone: copies, and changes of float dtypes."""
-    graph = module.graph
     for node in graph.nodes:
         if node.target in _SAME or _changes_float(node):
             node.replace_all_uses_with(node.args[0])

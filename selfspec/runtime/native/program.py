@@ -41,7 +41,7 @@ class Native(Runtime):
         after: passes of a kind that run without a program first.
     """
 
-    after: int = 24
+    after: int = 16
 
     def __post_init__(self) -> None:
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
@@ -66,7 +66,7 @@ class Native(Runtime):
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
             capture = captured(function, example)
-        return _Program(lowered(capture.module, capture.windows, function.kind.uniform, tree, buffers), example)
+        return _Program(lowered(capture.noted, capture.windows, function.kind.uniform, tree, buffers), example)
 
 
 class _Program:
