@@ -56,6 +56,7 @@ _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
+_BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -583,6 +584,23 @@ CATALOGUE = (
         "layout.recycles", "'last'", ("test_a_module_drafts_what_it_was_trained_for[glm4_moe-3]",)),
     Mutation("a draft node's state is that of the node before it", "PairState.after",
         "self._tree.parents[node] + 1", "node", (_EAGLE,)),
+    Mutation("nodes of a tree that a head grows have the positions and the sight of a chain", "PairState.after_text",
+        "self._cache.open(tree)", "self._cache.open(Tree.chain(len(tree)))", (_EAGLE,)),
+    Mutation("a head's row that joins fills up the others beyond their slots", "PairState._catch_up",
+        "min(max(unread), self._cache.capacity - max(self._cache.seq_lens))", "max(unread)", (_BOUND,)),
+    Mutation("the bound of a server leaves out the cache of a head", "RowDecoder.measured",
+        "slots // cache.capacity + token", "slots // cache.capacity", (_BOUND,)),
+    Mutation("a masked slot of P-EAGLE takes the place of the token before it", "PairState._after_committed",
+        "inputs[rows, places[:, 1:]] = self.head.masked", "inputs[rows, places[:, :-1]] = self.head.masked",
+        ("test_peagle.py",)),
+    Mutation("the mask of a block draft is causal", "ContextState.levels_after_text",
+        "visible[:, None, None]",
+        "(torch.arange(visible.shape[1]) < (ends[:, None] - config.size + 1 + torch.arange(config.size))[..., None])"
+        "[:, None]", ("test_dflash.py",)),
+    Mutation("a block draft is read from the place of the last committed token", "ContextState.levels_after_text",
+        "states[:, config.first : config.first + depth]", "states[:, :depth]", ("test_dflash.py",)),
+    Mutation("a Hydra head reads the token before each of its path", "HydraProposer.reader",
+        "torch.tensor(paths) + 1", "torch.tensor(paths).clamp(min=0)", ("test_hydra.py",)),
     Mutation("the pair of a row without a state is kept", "PairState._close",
         "each is not None and each.first_read and len(each.states) > 1",
         "each is not None and len(each.states) > 1", ("test_a_row_without_a_state_waits",)),
