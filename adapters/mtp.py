@@ -15,6 +15,17 @@ _BESIDE_THE_MODEL = MtpLayout(
 )
 
 LAYOUTS: dict[str, MtpLayout] = {
+    # MiMo 7B: but for the module a Qwen2, and so it is loaded.
+    "qwen2": MtpLayout(
+        embedding="mtp_layers.{i}.token_layernorm",
+        hidden="mtp_layers.{i}.hidden_layernorm",
+        projection="mtp_layers.{i}.input_proj",
+        norm="mtp_layers.{i}.final_layernorm",
+        block="mtp_layers.{i}.",
+        hidden_first=True,
+        reads="last",
+        config=(("layer_types", ["full_attention"]),),
+    ),
     "deepseek_v3": _BEHIND_THE_LAYERS,
     "glm4_moe": _BEHIND_THE_LAYERS,
     "glm4_moe_lite": _BEHIND_THE_LAYERS,

@@ -190,6 +190,16 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "qwen3_next": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_text": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_moe_text": (_BESIDE, {"layer_types": ["full_attention"]}),
+    "qwen2": (
+        {
+            "embedding": "model.mtp_layers.0.token_layernorm",
+            "hidden": "model.mtp_layers.0.hidden_layernorm",
+            "projection": "model.mtp_layers.0.input_proj",
+            "norm": "model.mtp_layers.0.final_layernorm",
+            "block": "model.mtp_layers.0.",
+        },
+        {"layer_types": ["full_attention"]},
+    ),
     "mellum": (_BESIDE, {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}),
     "ernie4_5_moe": (
         {

@@ -166,10 +166,19 @@ def mtp(
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
+        # MiMo is a Qwen2, whose module reads the state before the final norm, and reads it first.
+        mimo = kind == "qwen2"
+        kept_states: list[Tensor] = []
+        last: Any = model.get_submodule("model.layers")[-1] if mimo else None
+        hooked = last.register_forward_hook(lambda _, __, output: kept_states.append(output[0])) if mimo else None
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        if hooked is not None:
+            hooked.remove()
+            (states,) = kept_states
         for count in range(len(drafted) + 1):
             embedded = model.get_input_embeddings()(torch.tensor([*text[1:], *drafted[:count]]))
-            both = torch.cat([norm(embedded, embedding, eps), norm(states, hidden, eps)], -1)
+            parts = [norm(embedded, embedding, eps), norm(states, hidden, eps)]
+            both = torch.cat(parts[::-1] if mimo else parts, -1)
             inputs = linear(both, weights["projection"])[None]
             if kind == "ernie4_5_moe":
                 # It has no final norm; what it takes away is the scale that this hook gives back.

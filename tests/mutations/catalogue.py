@@ -582,6 +582,8 @@ CATALOGUE = (
         "('normed',)", "('last',)", ("test_an_eagle_1_head_drafts_what_it_was_published_for",)),
     Mutation("an MTP module goes on from its state before the norm", "MultiTokenPrediction.head",
         "layout.recycles", "'last'", ("test_a_module_drafts_what_it_was_trained_for[glm4_moe-3]",)),
+    Mutation("MiMo's module reads the target's state after the final norm", "MultiTokenPrediction.read_points",
+        "(_layout(model).reads,)", "('normed',)", ("test_a_module_drafts_what_it_was_trained_for[qwen2-3]",)),
     Mutation("a draft node's state is that of the node before it", "PairState.after",
         "self._tree.parents[node] + 1", "node", (_EAGLE,)),
     Mutation("nodes of a tree that a head grows have the positions and the sight of a chain", "PairState.after_text",

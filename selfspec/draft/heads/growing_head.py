@@ -44,6 +44,10 @@ class HeadDrafter(Drafter):
     def points(self, depth: int) -> tuple[Point, ...]:
         """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
 
+    def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
+        """Return these points where the model says them; here those of any model."""
+        return self.points(depth)
+
     @abstractmethod
     def head(self, model: PreTrainedModel) -> Head:
         """Make the head over a target, in its dtype and on its device.
@@ -70,7 +74,7 @@ class HeadDrafter(Drafter):
             device=rows.last_tokens.device,
         )
         runner = runner_for(head.layers, head.adapter, cache, None)
-        points = self.points(rows.runner.depth)
+        points = self.read_points(rows.runner.model, rows.runner.depth)
         return self.proposer(self.passes(head, runner, cache, points, rows.running, rows.runner.vocabulary))
 
     def proposer(self, state: PairState) -> HeadProposer:

@@ -76,6 +76,13 @@ class MultiTokenPrediction(HeadDrafter):
     def points(self, depth: int) -> tuple[Point, ...]:
         return ("normed",)
 
+    def features(self, depth: int) -> tuple[Point, ...]:
+        # Which of them is read, the model's architecture says.
+        return ("last", "normed")
+
+    def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
+        return (_layout(model).reads,)
+
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_on_one_process(model, "a module for multi-token prediction")
         folder, names = self._module(model)
@@ -218,7 +225,7 @@ class HeldModules:
         lacking = (
             "the weights are not here" if self.held is None else "the files have none: download the checkpoint whole"
         )
-        return f"the config promises {self.promised}, and {lacking}" if self.promised else "none in the files"
+        return f"the config promises {self.promised}, and {lacking}"
 
 
 def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
@@ -229,7 +236,7 @@ def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
         config: its configuration.
 
     Returns:
-        None where checkpoints of this architecture have none that selfspec knows.
+        None where checkpoints of this architecture have none that selfspec knows, or this one has and promises none.
     """
     layout, text = mtp_layout(config), config.get_text_config(decoder=True)
     if layout is None:
@@ -239,12 +246,14 @@ def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
         shapes = HeadFolder(folder).shapes() if folder is not None else None
     except HeadError:
         shapes = None
+    promised, depth = layout.promised(text), text.num_hidden_layers
+    if not promised and (shapes is None or not layout.held(shapes, depth)):
+        return None
     if shapes is None:
-        return HeldModules(layout.promised(text), None, 0)
-    depth = text.num_hidden_layers
+        return HeldModules(promised, None, 0)
     modules = [layout.renamed(shapes, depth, module) for module in range(layout.held(shapes, depth))]
     size = sum(torch.Size(shapes[each]).numel() for names in modules for each in names)
-    return HeldModules(layout.promised(text), len(modules), size)
+    return HeldModules(promised, len(modules), size)
 
 
 def _folder_of(name: str) -> Path | None:
