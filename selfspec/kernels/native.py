@@ -1,7 +1,7 @@
 """Products of few rows by a small C++ extension, built on demand and kept for later processes.
 
 torch multiplies one row by one thread, and reads a third of what memory gives. The extension reads each weight once
-for up to 64 rows, on all threads. Nothing needs it: where it was not built, torch's own products run.
+for eight rows at a time, on all threads. Nothing needs it: where it was not built, torch's own products run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.library import impl, register_fake
 
 from selfspec.errors import UnsupportedOptionError
 
-MOST_ROWS = 64
+MOST_ROWS = 1024
 """Rows that one product takes at most."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

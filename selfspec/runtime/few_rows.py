@@ -3,8 +3,9 @@
 torch computes x W^T for one row as a matrix times a vector, at the speed of memory. From there it falls off a cliff:
 without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
 comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
-kernels read it once for all rows. Which way is the faster one follows from processor, rows and width, by
-benchmarks/few_rows.py. The extension of `selfspec.kernels.native` is faster than both. Weights are not copied.
+kernels read it once for all rows. The extension of `selfspec.kernels.native` is faster than both, and than torch's
+product of hundreds of rows. Which way is taken follows from processor, rows and width, by benchmarks/few_rows.py.
+Weights are not copied.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ _DTYPES = (torch.float32, torch.float64)
 def for_few_rows(module: nn.Module) -> nn.Module:
     """A view of a model, or a part of one, that computes few rows fast; itself where there is nothing to gain."""
     # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
-    with_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    on_the_left = partial(_on_the_left, _pays_with_avx512 if with_avx512 else _pays_without_avx512)
+    on_the_left = partial(_on_the_left, _pays_with_avx512 if _has_avx512() else _pays_without_avx512)
     products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
     if native.load_kernels():
         products |= {dtype: partial(_native, products.get(dtype, _stock)) for dtype in native.DTYPES}
@@ -49,6 +49,18 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
     if width >= 512:
         return 8 <= rows <= 48
     return 16 <= rows <= 48 and torch.get_num_threads() > 1
+
+
+def most_native_rows(dtype: torch.dtype, width: int) -> int:
+    """The most rows for which the extension's product is the fastest: by what weights are stored in, and the inputs."""
+    # For more rows in bfloat16 torch has instructions of the processor; others than with AVX-512 were not measured.
+    if dtype == torch.bfloat16 or not _has_avx512():
+        return 16
+    return 128 if width > 2048 else native.MOST_ROWS
+
+
+def _has_avx512() -> bool:
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def _in_few_rows(
@@ -85,7 +97,7 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
 def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
     rows = math.prod(int(size) for size in states.shape[:-1])
     # Autocast changes what torch's own products compute in.
-    if rows > native.MOST_ROWS or torch.is_autocast_enabled("cpu"):
+    if rows > most_native_rows(linear.weight.dtype, linear.in_features) or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
     return native.few_rows(states, linear.weight, linear.bias)
 

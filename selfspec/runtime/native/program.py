@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
+from selfspec.runtime.few_rows import most_native_rows
 from selfspec.runtime.native.capture import captured, with_recorded_attention
 from selfspec.runtime.native.instructions import Given, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
@@ -18,6 +19,8 @@ from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Runtime, close
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# Of a pass. A prompt is read once, and no program would be made for each of its lengths.
+_MOST_TOKENS = 64
 # How far drafts in fewer bits may be from those of the stock modules: a share of their norm. At most 0.11 was seen over
 # 168 steps of SmolLM2-135M-Instruct, and 0 in half of them.
 _OF_DRAFTS = 0.25
@@ -31,8 +34,9 @@ _LINE = 64
 class Native(Runtime):
     """Programs that selfspec's extension runs, each in one call: its own kernels, by threads that never part.
 
-    They run passes over up to 64 tokens on a CPU, in float32 and bfloat16, where the extension was built
-    (`selfspec kernels`) and programs know all that the model computes. The stock modules run all others.
+    They run passes over up to 64 tokens on a CPU in float32, and over 16 in bfloat16 or without AVX-512, where the
+    extension was built (`selfspec kernels`) and programs know all that the model computes. The stock modules run all
+    others.
 
     A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's
     are the same bits whatever other tokens it is read with. A program reads any number of slots.
@@ -60,7 +64,9 @@ class Native(Runtime):
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
         known = slots.device.type == "cpu" and slots.dtype in _DTYPES
-        return known and rows <= native.MOST_ROWS and native.load_kernels()
+        # All products of a program are the extension's, whatever their inputs.
+        most = min(_MOST_TOKENS, most_native_rows(slots.dtype, 1 << 30))
+        return known and rows <= most and native.load_kernels()
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
