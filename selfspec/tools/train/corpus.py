@@ -106,7 +106,8 @@ class Conversation:
     @property
     def asks(self) -> bool:
         """Whether nobody has answered yet."""
-        return self.messages[-1]["role"] != "assistant"
+        last: str = self.messages[-1]["role"]
+        return last != "assistant"
 
     @property
     def text(self) -> str:
