@@ -21,7 +21,14 @@ CONTROLS = (2, selfspec.FixedLength(2, nodes=5))
 def written(folder: Path, kind: str, model: Any) -> str:
     if kind == "eagle1":
         return f"eagle:{published_heads.eagle1(folder, model)}"
-    return f"eagle:{published_heads.eagle3(folder, model, eagle_aux_hidden_state_layer_ids=[0, 1, 3])}"
+    if kind == "hydra":
+        return f"hydra:{published_heads.hydra(folder, model)}"
+    if kind == "dflash":
+        return f"dflash:{published_heads.dflash(folder, model)}"
+    points: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    if kind == "peagle":
+        return f"peagle:{published_heads.peagle(folder, model, **points)}"
+    return f"eagle:{published_heads.eagle3(folder, model, **points)}"
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
@@ -29,6 +36,17 @@ def test_samples_follow_the_exact_joint(tmp_path: Path, control: Any) -> None:
     model = small()
     spec = selfspec.wrap(model, written(tmp_path, "eagle3", model), draft_length=control)
     assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("control", CONTROLS, ids=str)
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("kind", ["hydra", "peagle", "dflash"])
+def test_twenty_thousand_samples_of_other_heads(tmp_path: Path, kind: str, rule: str, control: Any) -> None:
+    model = small()
+    spec = selfspec.wrap(model, written(tmp_path, kind, model), draft_length=control, accept=rule)
+    warp = Warp(temperature=1.4, top_k=4, top_p=0.9)
+    assert holm_rejects(p_values(spec, warp, EOS, batches=40), 0.01) == []
 
 
 @pytest.mark.statistical
@@ -53,7 +71,7 @@ def test_coupled_samples_are_those_of_plain_decoding(tmp_path: Path) -> None:
     assert torch.equal(spec.generate(tiny.prompt(9, 3), **options).sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "peagle", "dflash"])
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, kind: str, control: Any) -> None:
     model = small()
