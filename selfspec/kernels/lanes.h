@@ -33,10 +33,10 @@
 constexpr int64_t kAhead = 16384;
 
 // Bytes of inputs that stay in the first cache beside weights that pass through it.
-constexpr int64_t kInputsInCache = 20480;
+constexpr int64_t kInputsInCache = 24000;
 
 constexpr int kMostRows = 1024;
-constexpr int kRowsOfTile = 8;
+constexpr int kRowsOfTile = 10;
 constexpr int kRowsOfWideTile = 6;  // where inputs come from the second cache
 constexpr int64_t kOutputsOfHalves = 64;
 #ifdef __AVX512F__

@@ -1,7 +1,7 @@
 """Products of few rows by a small C++ extension, built on demand and kept for later processes.
 
 torch multiplies one row by one thread, and reads a third of what memory gives. The extension reads each weight once
-for eight rows at a time, on all threads. Nothing needs it: where it was not built, torch's own products run.
+for up to ten rows at a time, on all threads. Nothing needs it: where it was not built, torch's own products run.
 """
 
 from __future__ import annotations
