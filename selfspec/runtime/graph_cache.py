@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
@@ -28,14 +29,15 @@ class _Program:
     function: Function
     has_logits: bool
     leaves: tuple[str, ...] | None
+    points: tuple[Point, ...]
 
     def run(self, tensors: PassTensors) -> PassResult:
-        outputs = list(self.function(tensors.flat()))
-        logits = outputs.pop(0) if self.has_logits else None
-        if self.leaves is None:
-            return PassResult(logits, None)
-        hidden, *attention = outputs
-        return PassResult(logits, ExactStates(hidden, dict(zip(self.leaves, attention, strict=True))))
+        outputs = iter(self.function(tensors.flat()))
+        logits = next(outputs) if self.has_logits else None
+        states = None
+        if self.leaves is not None:
+            states = ExactStates(next(outputs), {name: next(outputs) for name in self.leaves})
+        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True)))
 
 
 @dataclass
@@ -226,7 +228,8 @@ class BoundPrograms:
 
     def _made(self, tensors: PassTensors, function: PassFunction, expected: PassResult) -> _Program:
         leaves = None if expected.states is None else tuple(expected.states.attention)
-        return _Program(self.runtime.program(function, tensors), expected.logits is not None, leaves)
+        program = self.runtime.program(function, tensors)
+        return _Program(program, expected.logits is not None, leaves, tuple(expected.features))
 
 
 def _said(error: Exception) -> str:

@@ -12,7 +12,7 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.shared_cache import Slots
 from selfspec.model.early_head import DraftHead
-from selfspec.model.features import Features
+from selfspec.model.features import Features, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.slot_cache import SlotCache
@@ -31,6 +31,7 @@ class PassKind:
         nodes: of the tree whose nodes they read; None: of a chain.
         padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
+        taps: points whose states are kept.
     """
 
     path: LayerPath
@@ -42,6 +43,7 @@ class PassKind:
     nodes: int | None
     padded: bool
     entering: tuple[str, ...] | None
+    taps: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class PassResult:
     Attributes:
         logits: `[rows, width, vocab]`; None where the pass ends before the head.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
-        features: states at the points that are tapped; not in a row, since no recorded pass has any.
+        features: states at the points that are tapped.
     """
 
     logits: Tensor | None
@@ -82,10 +84,10 @@ class PassResult:
     features: Features = field(default_factory=dict)
 
     def flat(self) -> tuple[Tensor, ...]:
-        """All of them, logits first."""
+        """All of them: logits, states, features."""
         logits = () if self.logits is None else (self.logits,)
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
-        return (*logits, *states)
+        return (*logits, *states, *self.features.values())
 
 
 @dataclass(frozen=True)

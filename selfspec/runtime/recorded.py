@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter, takes
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.early_head import DraftHead
+from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
@@ -29,13 +30,12 @@ class RecordedRunner(ModelRunner):
     ) -> None:
         super().__init__(model, adapter, cache, substitutes)
         self._programs = programs
-        self._streaming: dict[tuple[LayerPath, DraftHead | None], bool] = {}
+        self._streaming: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], bool] = {}
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         slots = self._cache.slots(call.tokens.shape[1], call.first)
-        # No recording has taps, or reads embeddings.
-        stock = bool(call.taps) or call.tokens.is_floating_point()
-        if slots is None or stock or is_watched(call.tokens.device) or self._streams(call):
+        # No recording reads embeddings.
+        if slots is None or call.tokens.is_floating_point() or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
         kind = self._kind(call, slots)
         return self._programs.run(
@@ -48,7 +48,7 @@ class RecordedRunner(ModelRunner):
 
     def _streams(self, call: PassCall) -> bool:
         """Whether a pass streams weights, which no program does."""
-        place = call.path, call.head
+        place = call.path, call.head, call.taps
         if place not in self._streaming:
             # Programs read substitutes where they are; making the view renews those of weights that have changed.
             self._streaming[place] = any(map(is_streamed, self._view(*place).module.modules()))
@@ -66,11 +66,14 @@ class RecordedRunner(ModelRunner):
             nodes=None if slots.block is None else slots.block.nodes,
             padded=self._cache.padded(width),
             entering=None if call.entering is None else tuple(call.entering.attention),
+            taps=call.taps,
         )
 
     def _function(self, kind: PassKind) -> PassFunction:
         model = with_kernels(self._programs.runtime.prepared(frozen_view(self._stock_model)))
-        return PassFunction(self._gated_view(model, kind.path, kind.head), kind, self._cache_name, self._config)
+        return PassFunction(
+            self._gated_view(model, kind.path, kind.head, kind.taps), kind, self._cache_name, self._config
+        )
 
 
 def runner_for(

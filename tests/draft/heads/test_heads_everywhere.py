@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
+import selfspec.runtime
 from helpers import published_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
 from helpers.running import Invoke
@@ -210,3 +211,20 @@ def test_the_bound_of_a_server_counts_the_heads_own_cache(tmp_path: Path, kind: 
     for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
         whole = selfspec.wrap(model).generate(prompt, max_new_tokens=12 + number, **OPTIONS).sequences
         assert list(each.tokens) == whole[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.kernels
+@families
+def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "head", intermediate_size=64)
+    eager(model).float()
+    stock, native = (
+        selfspec.wrap(model, draft, draft_length=3, runtime=each)
+        for each in (selfspec.runtime.Eager(), selfspec.runtime.Native(after=0))
+    )
+    for prompt in PROMPTS[1:]:
+        found, wanted = (spec.generate(prompt, max_new_tokens=24, **OPTIONS) for spec in (native, stock))
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert found.stats.accepted == wanted.stats.accepted
+    # Which experts a token goes to is read from values, and no program does that.
+    assert any(each.taps for each in native.programs.proved) == (kind != "mtp"), native.programs.refusals

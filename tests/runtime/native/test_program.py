@@ -121,7 +121,8 @@ def test_threads_share_programs() -> None:
 
 
 def test_models_run_beside_each_other(threads: None) -> None:
-    prompt, options = tiny.prompt(PROMPT, vocabulary=64), {"max_new_tokens": NEW, "do_sample": False}
+    prompt = tiny.prompt(PROMPT, vocabulary=64)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     specs = [wrapped(built(family), Native(after=0), selfspec.drafts.EarlyExit(1)) for family in ("llama", "qwen3")]
     expected = [spec.model.generate(prompt, **options) for spec in specs]
     torch.set_num_threads(2)
@@ -133,7 +134,8 @@ def test_models_run_beside_each_other(threads: None) -> None:
 
 def test_a_forked_process_of_one_thread_runs_programs() -> None:
     # With more threads torch's own products wait for ever there, too: OpenMP's threads are not copied.
-    prompt, options = tiny.prompt(PROMPT, vocabulary=64), {"max_new_tokens": NEW, "do_sample": False}
+    prompt = tiny.prompt(PROMPT, vocabulary=64)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     spec = wrapped(built("llama"), Native(after=0))
     expected = spec.generate(prompt, **options).sequences
     assert spec.programs.proved
