@@ -61,7 +61,8 @@ struct IntegerProduct {
   }
 
   int64_t inputs_of_row() const { return groups_of(in); }
-  bool in_line(int64_t) const { return false; }
+  // Of several rows the inputs take longer to read than the weights, and have to serve several outputs.
+  bool in_line(int64_t rows) const { return rows == 1; }
 
   template <int Rows>
   static inline void add(Floats* sums, const int8_t* weights, const RoundedGroup* x, int64_t groups) {
@@ -84,7 +85,7 @@ struct IntegerProduct {
     const int64_t groups = groups_of(in), whole = in / kInputsOfGroup;
     for (int64_t group = 0; group < whole; ++group) {
       for (int output = 0; output < Outputs; ++output) {
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead, 0, 3);
         ahead += kInputsOfGroup;
         add<Rows>(sums[output], w + output * in + group * kInputsOfGroup, x + group, groups);
       }

@@ -129,7 +129,7 @@ struct FourBitsProduct {
     for (int64_t block = 0; block < whole; ++block) {
       for (int output = 0; output < Outputs; ++output) {
         const uint8_t* at = row + output * bytes + block * sizeof(Block);
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead, 0, 3);
         ahead += sizeof(Block);
         add<Rows>(sums[output], reinterpret_cast<const Block*>(at), x + block, blocks);
       }
