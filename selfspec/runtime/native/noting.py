@@ -37,9 +37,11 @@ def noted(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
         NotImplementedError, RuntimeError: the function reads values of tensors.
     """
     notes = _Notes()
-    inputs = [notes.given(example) for example in examples]
-    with notes:
-        results = function(*inputs)
+    # In inference mode torch takes operations apart before a dispatch mode sees them.
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = [notes.given(example) for example in examples]
+        with notes:
+            results = function(*inputs)
     notes.graph.output(tuple(notes.node_of(each) for each in results))
     return Noted(notes.graph, notes.held)
 

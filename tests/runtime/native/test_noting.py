@@ -55,6 +55,13 @@ def test_a_graph_computes_what_the_function_does(function: Callable[..., Sequenc
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_graph_in_inference_mode_is_the_same() -> None:
+    given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
+    with torch.inference_mode():
+        inside = noted(written, [*map(torch.clone, given)])
+    assert str(inside.graph) == str(noted(written, given).graph)
+
+
 def test_nothing_is_computed() -> None:
     with torch.no_grad():
         given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]

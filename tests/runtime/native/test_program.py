@@ -120,6 +120,16 @@ def test_threads_share_programs() -> None:
     assert greedy_together(spec, prompts, NEW) == expected
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_programs_are_made_in_any_mode(mode: type[torch.inference_mode]) -> None:
+    model = built("llama")
+    with mode():
+        spec = wrapped(model, Native(after=0), selfspec.drafts.EarlyExit(1))
+        spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+        assert spec.programs.proved
+        assert not spec.programs.refusals
+
+
 def test_models_run_beside_each_other(threads: None) -> None:
     prompt = tiny.prompt(PROMPT, vocabulary=64)
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
