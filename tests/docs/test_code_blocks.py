@@ -46,7 +46,7 @@ ELSEWHERE = {"docs/your_own_adapter.md"}
 # Commands that end within seconds on the embedded model: these run. Of the others every option and value is parsed.
 RUN = {"export", "generate", "inspect", "quantize"}
 # What commands that take minutes write, and others read.
-_WRITTEN = re.compile(r"auto|FASTER|HEADS|skip\.json|profile\.json")
+_WRITTEN = re.compile(r"auto|FASTER|HEADS?|skip\.json|profile\.json")
 # Languages of blocks that nobody runs: what was printed, and declarations.
 SHOWN = {"json", "jsonl", "text"}
 

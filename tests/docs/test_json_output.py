@@ -45,6 +45,7 @@ COMMANDS = {
     "train layerskip": f"train layerskip MODEL --text TEXT --to faster --exits 2 --check-seconds 0 {TRAINING}",
     "train plain": f"train plain MODEL --text TEXT --to plain {TRAINING}",
     "train exit": f"train exit MODEL --text TEXT --to heads --exits 2 --rank 4 {TRAINING}",
+    "train head": f"train head MODEL --kind eagle3 --text TEXT --to head --depth 2 {TRAINING}",
     "train average": "train average MODEL MODEL --to average --held-out TEXT --length 16",
     "train vocabulary": "train vocabulary MODEL --text TEXT --to vocabulary.json --size 16",
 }
