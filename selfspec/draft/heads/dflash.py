@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import OwnBytes
-from selfspec.draft.heads.folder import HeadFolder, drafted_tokens, fill
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
@@ -77,7 +77,7 @@ class BlockConfig:
     mark=("#CC3311", "D"),
 )
 @dataclass(frozen=True)
-class DFlash(HeadDrafter):
+class DFlash(FromFolder, HeadDrafter):
     """Drafts with a DFlash head (2026, arXiv 2602.06036): all tokens of a block in one pass, which is not causal.
 
     Its layers take keys and values of the text from the target's states, and keep none of what was drafted.
@@ -86,7 +86,6 @@ class DFlash(HeadDrafter):
         source: the folder.
     """
 
-    source: str
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: BlockConfig = field(init=False, repr=False, compare=False)
 
@@ -188,16 +187,6 @@ class DFlash(HeadDrafter):
 
     def proposer(self, state: PairState) -> LevelProposer:
         return LevelProposer(state, self._config.size - self._config.first)
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> DFlash:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
-
-    @property
-    def spelling(self) -> str:
-        return f"dflash:{self.source}"
 
 
 class BlockFusion(Fusion):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from selfspec.architecture import Adapter
 from selfspec.draft.declaration import drafter, name_of
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
-from selfspec.draft.heads.folder import HeadFolder, drafted_tokens, fill
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
@@ -88,7 +88,7 @@ class EagleConfig:
     mark=("#0B6E4F", "*"),
 )
 @dataclass(frozen=True)
-class Eagle(HeadDrafter):
+class Eagle(FromFolder, HeadDrafter):
     """Drafts with an EAGLE head: one layer over states of the target, fed with its own states for further tokens.
 
     EAGLE 1 and 2 (Li et al., 2024, arXiv 2401.15077 and 2406.16858) read the target's last states, EAGLE-3 (2025, arXiv
@@ -98,7 +98,6 @@ class Eagle(HeadDrafter):
         source: the folder.
     """
 
-    source: str
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: EagleConfig = field(init=False, repr=False, compare=False)
 
@@ -234,16 +233,6 @@ class Eagle(HeadDrafter):
                 norm = partial(nn.RMSNorm, eps=own.rms_norm_eps)
             count = len(self._config.points) or 3
             return Eagle3Fusion(read // count, count, width, norm, self._config.norm == "each")
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Self:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
-
-    @property
-    def spelling(self) -> str:
-        return f"{name_of(type(self))}:{self.source}"
 
 
 def _name(name: str) -> str:

@@ -6,13 +6,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from selfspec.draft.declaration import name_of
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
 from selfspec.model.checkpoint import weight_files
@@ -22,6 +24,27 @@ _CONFIG = "config.json"
 _KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra")
 _FIELDS = {"dflash_config": "dflash", "medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class FromFolder(Drafter):
+    """A drafter that is written with the folder that it reads, `name:FOLDER`.
+
+    Attributes:
+        source: the folder.
+    """
+
+    source: str
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> Self:
+        if not argument:
+            raise ValueError(argument)
+        return cls(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"{name_of(type(self))}:{self.source}"
 
 
 @dataclass(frozen=True)

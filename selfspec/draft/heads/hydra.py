@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +18,10 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes
-from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head
-from selfspec.draft.heads.own_layers import causal_lm
+from selfspec.draft.heads.own_layers import causal_lm, one_layer_config
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
@@ -44,7 +43,7 @@ _PREFIX = "prefix_embeding_layer."
     mark=("#6A3D9A", "^"),
 )
 @dataclass(frozen=True)
-class Hydra(HeadDrafter):
+class Hydra(FromFolder, HeadDrafter):
     """Drafts with Hydra heads (Ankner et al., 2024, arXiv 2402.05109), those with a prefix layer ("Hydra++").
 
     A draft is as deep as there are heads.
@@ -53,7 +52,6 @@ class Hydra(HeadDrafter):
         source: the folder.
     """
 
-    source: str
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,16 +114,6 @@ class Hydra(HeadDrafter):
 
     def proposer(self, state: PairState) -> HydraProposer:
         return HydraProposer(state)
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Hydra:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
-
-    @property
-    def spelling(self) -> str:
-        return f"hydra:{self.source}"
 
 
 class HydraFusion(Fusion):
@@ -220,11 +208,7 @@ def _blocks(names: Mapping[str, object], head: int) -> list[int]:
 
 def _layer_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of the prefix layer, which is one of the model's own kind."""
-    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
-    config.num_hidden_layers = 1
+    config: Any = one_layer_config(model)
     config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:1]
-    config.vocab_size = 1
-    config.tie_word_embeddings = False
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     found: PreTrainedConfig = config
     return found

@@ -15,8 +15,8 @@ from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter, OwnBytes
-from selfspec.draft.heads.folder import HeadFolder
+from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.heads.folder import FromFolder, HeadFolder
 from selfspec.draft.heads.growing_head import FeatureProposer, remembered, share_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
@@ -33,14 +33,13 @@ from selfspec.model.vocabulary import vocabulary_size
     mark=("#8C510A", "v"),
 )
 @dataclass(frozen=True)
-class Medusa(Drafter):
+class Medusa(FromFolder):
     """Drafts with Medusa heads (Cai et al., 2024, arXiv 2401.10774): a draft is as deep as there are heads.
 
     Attributes:
         source: the folder.
     """
 
-    source: str
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     runs = "model"
 
@@ -89,16 +88,6 @@ class Medusa(Drafter):
         read = HeadFolder(Path(self.source).expanduser()).tensors()
         weights = {_name(name): weight.to(model.device, model.dtype) for name, weight in read.items()}
         return MedusaHeads(weights)
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Medusa:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
-
-    @property
-    def spelling(self) -> str:
-        return f"medusa:{self.source}"
 
 
 class MedusaHeads:

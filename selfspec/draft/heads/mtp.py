@@ -19,6 +19,7 @@ from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
 from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.own_layers import one_layer_config
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
@@ -281,15 +282,8 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
 
 def _layer_config(model: PreTrainedModel, layout: MtpLayout) -> PreTrainedConfig:
     """Return the config of a model of the module's layer alone."""
-    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
-    config.num_hidden_layers = 1
-    config.vocab_size = 1
-    config.tie_word_embeddings = False
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    config = one_layer_config(model)
     for name, value in layout.config:
         if hasattr(config, name):
             setattr(config, name, value)
-    found: PreTrainedConfig = config
-    return found
+    return config

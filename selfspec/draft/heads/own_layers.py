@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,19 @@ def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
         raise HeadError(f"the config.json of {source} cannot be used ({said})") from error
     config.tie_word_embeddings = False
     return config
+
+
+def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the configuration of one layer like a target's own, with embeddings and a head that take no room."""
+    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
+    config.num_hidden_layers = 1
+    config.vocab_size = 1
+    config.tie_word_embeddings = False
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    found: PreTrainedConfig = config
+    return found
 
 
 def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import reference_heads, tiny
+from helpers import lessons, reference_heads, tiny
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.errors import TrainingError
 from selfspec.model.fingerprint import fingerprint
@@ -64,15 +64,9 @@ def test_each_unrolled_step_says_what_the_saved_head_drafts(
         weights["d2t"] = torch.zeros(model.config.vocab_size, dtype=torch.long)
     logits = reference_heads.eagle3(model, weights, config, (2, 4, 5))
     kept = torch.arange(len(weights["d2t"])) + weights["d2t"]
-    ids = text.ids[0].tolist()
-    with torch.no_grad():
-        seen, _ = lesson._read(text.chosen(slice(0, 1)))
-        found = lesson.model(seen, RECIPE.depth)
-    for step, learnt in enumerate(found):
-        # The pair of tokens p and p + 1, of which the last `step` were drafted.
-        for pair, given in enumerate(learnt, step):
-            expected = logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2])[kept]
-            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+    lessons.assert_steps_are(
+        lesson, text, RECIPE.depth, lambda read, drafted: logits(read, drafted)[kept], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_head_learns_and_drafts_with_what_it_learnt(
@@ -80,14 +74,7 @@ def test_a_head_learns_and_drafts_with_what_it_learnt(
 ) -> None:
     lesson = lesson_on(model, text)
     before = lesson.measure()
-    optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
-    losses = []
-    for _ in range(80):
-        loss = lesson.loss(lesson.model, text, 0, 1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = lessons.learnt(lesson, text, 80)
     assert losses[-1] < 0.7 * losses[0]
     after = lesson.measure()
     for name in ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import reference_heads, tiny
+from helpers import lessons, reference_heads, tiny
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
@@ -38,12 +38,7 @@ def text(model: PreTrainedModel) -> Blocks:
 def trained(model: PreTrainedModel, text: Blocks, steps: int) -> MedusaLesson:
     lesson = MedusaLesson(model, RECIPE, Split(text, text), 0)
     lesson.model.double()
-    optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
-    for _ in range(steps):
-        loss = lesson.loss(lesson.model, text, 0, 1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    lessons.learnt(lesson, text, steps)
     return lesson
 
 
@@ -52,13 +47,7 @@ def test_each_medusa_head_says_what_the_saved_one_drafts(model: PreTrainedModel,
     lesson.save(tmp_path, torch.float64, {})
     weights = load_file(tmp_path / "model.safetensors")
     logits = reference_heads.medusa(model, weights, 1)
-    ids = text.ids[0].tolist()
-    with torch.no_grad():
-        seen, _ = lesson._read(text.chosen(slice(0, 1)))
-        found = lesson.model(seen, RECIPE.depth)
-    for step, learnt in enumerate(found):
-        for pair, given in enumerate(learnt, step):
-            torch.testing.assert_close(given, logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2]))
+    lessons.assert_steps_are(lesson, text, RECIPE.depth, logits)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
     named = [f"{head}.{name}" for head in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import selfspec
-from helpers import published_heads, reference_heads, tiny
+from helpers import lessons, published_heads, reference_heads, tiny
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.errors import HeadError, TrainingError
 from selfspec.model.fingerprint import fingerprint
@@ -35,14 +35,7 @@ def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Pat
     lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
     lesson.model.double()
     logits = reference_heads.mtp(made.model, made.block, made.weights, kind)
-    ids = text.ids[0].tolist()
-    with torch.no_grad():
-        seen, _ = lesson._read(text.chosen(slice(0, 1)))
-        found = lesson.model(seen, RECIPE.depth)
-    for step, learnt in enumerate(found):
-        for pair, given in enumerate(learnt, step):
-            expected = logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2])
-            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+    lessons.assert_steps_are(lesson, text, RECIPE.depth, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -53,12 +46,7 @@ def test_a_module_learns_and_drafts_from_its_new_folder(
     text, base = said_by(made.model), fingerprint(made.model)
     lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
     before = lesson.measure()
-    optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
-    for _ in range(60):
-        loss = lesson.loss(lesson.model, text, 0, 1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    lessons.learnt(lesson, text, 60)
     after = lesson.measure()
     for name in ("alpha_1", "alpha_3", "accepted_greedily"):
         assert after[name] > before[name] + 0.1, name
