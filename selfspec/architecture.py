@@ -202,6 +202,7 @@ class MtpLayout:
         hidden_first: whether the projection reads [h ; e].
         reads: which state of the model it reads: before or after the final norm.
         recycles: which state of its own it goes on from.
+        passes_on: which states the module behind it reads: those that it made, or those that it read.
         config: what the config of its layer has other than the model's; lists are for one layer.
     """
 
@@ -214,6 +215,7 @@ class MtpLayout:
     hidden_first: bool = False
     reads: Literal["last", "normed"] = "normed"
     recycles: Literal["last", "normed"] = "normed"
+    passes_on: Literal["made", "read"] = "made"
     config: tuple[tuple[str, Any], ...] = ()
 
     def promised(self, config: object) -> int:
@@ -224,7 +226,11 @@ class MtpLayout:
     def held(self, names: Iterable[str], depth: int) -> int:
         """Count the modules that some names are of, in a checkpoint of a model of `depth` layers."""
         listed = list(names)
-        return next(module for module in count() if not self.renamed(listed, depth, module))
+        # Of some, all modules share the norms and the projection.
+        modules = (self.renamed(listed, depth, module).values() for module in count())
+        return next(
+            number for number, parts in enumerate(modules) if not any(part.startswith("block.") for part in parts)
+        )
 
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
         """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm` and `block.`, each and an end.

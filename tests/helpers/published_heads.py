@@ -156,32 +156,32 @@ def eagle1(folder: Path, model: PreTrainedModel, bias: bool = True) -> str:
 
 @dataclass(frozen=True)
 class MtpCheckpoint:
-    """A checkpoint with a module for multi-token prediction.
+    """A checkpoint with modules for multi-token prediction.
 
     Attributes:
         model: loaded from it.
-        block: a model whose only layer and final norm are the module's.
-        weights: its own parts, `embedding`, `hidden` and `projection`.
+        blocks: of each module a model whose only layer and final norm are the module's.
+        weights: of each module its own parts, `embedding`, `hidden` and `projection`.
     """
 
     model: PreTrainedModel
-    block: PreTrainedModel
-    weights: dict[str, Tensor]
+    blocks: list[PreTrainedModel]
+    weights: list[dict[str, Tensor]]
 
 
 _BEHIND = {
-    "embedding": "model.layers.4.enorm",
-    "hidden": "model.layers.4.hnorm",
-    "projection": "model.layers.4.eh_proj",
-    "norm": "model.layers.4.shared_head.norm",
-    "block": "model.layers.4.",
+    "embedding": "model.layers.{n}.enorm",
+    "hidden": "model.layers.{n}.hnorm",
+    "projection": "model.layers.{n}.eh_proj",
+    "norm": "model.layers.{n}.shared_head.norm",
+    "block": "model.layers.{n}.",
 }
 _BESIDE = {
     "embedding": "mtp.pre_fc_norm_embedding",
     "hidden": "mtp.pre_fc_norm_hidden",
     "projection": "mtp.fc",
     "norm": "mtp.norm",
-    "block": "mtp.layers.0.",
+    "block": "mtp.layers.{i}.",
 }
 MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "deepseek_v3": (_BEHIND, {"first_k_dense_replace": 0}),
@@ -192,21 +192,21 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "qwen3_5_moe_text": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen2": (
         {
-            "embedding": "model.mtp_layers.0.token_layernorm",
-            "hidden": "model.mtp_layers.0.hidden_layernorm",
-            "projection": "model.mtp_layers.0.input_proj",
-            "norm": "model.mtp_layers.0.final_layernorm",
-            "block": "model.mtp_layers.0.",
+            "embedding": "model.mtp_layers.{i}.token_layernorm",
+            "hidden": "model.mtp_layers.{i}.hidden_layernorm",
+            "projection": "model.mtp_layers.{i}.input_proj",
+            "norm": "model.mtp_layers.{i}.final_layernorm",
+            "block": "model.mtp_layers.{i}.",
         },
         {"layer_types": ["full_attention"]},
     ),
     "mellum": (_BESIDE, {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}),
     "ernie4_5_moe": (
         {
-            "embedding": "model.mtp_emb_norm.0",
-            "hidden": "model.mtp_hidden_norm.0",
-            "projection": "model.mtp_linear_proj.0",
-            "block": "model.mtp_block.0.",
+            "embedding": "model.mtp_emb_norm.{i}",
+            "hidden": "model.mtp_hidden_norm.{i}",
+            "projection": "model.mtp_linear_proj.{i}",
+            "block": "model.mtp_block.{i}.",
         },
         {"moe_layer_start_index": 1, "moe_layer_end_index": 0},
     ),
@@ -214,30 +214,38 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """By type, what checkpoints call the parts, and how the config of the module's layer differs from the model's."""
 
 
-def mtp(folder: Path, kind: str, **options: Any) -> MtpCheckpoint:
-    """Write a tiny checkpoint of a type with a module for multi-token prediction; options are fields of its config."""
-    names, differences = MTP[kind]
+def mtp(folder: Path, kind: str, modules: int = 1, **options: Any) -> MtpCheckpoint:
+    """Write a tiny checkpoint of a type with modules for multi-token prediction; options are fields of its config."""
+    places, differences = MTP[kind]
     shrunken(kind, **options).save_pretrained(folder)
-    block = shrunken(kind, seed=1, **{"num_hidden_layers": 1, **options, **differences})
-    block.save_pretrained(folder / "block")
-    own = weights_of({"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN)})
-    # As those that shrunken makes.
-    for part in ("embedding", "hidden"):
-        own[part] = own[part].abs() + 0.5
     weights = load_file(folder / "model.safetensors")
-    for name, weight in load_file(folder / "block" / "model.safetensors").items():
-        if name.startswith("model.layers.0."):
-            weights[names["block"] + name.removeprefix("model.layers.0.")] = weight
-        if name == "model.norm.weight" and "norm" in names:
-            weights[f"{names['norm']}.weight"] = weight
-    weights |= {f"{names[part]}.weight": weight for part, weight in own.items()}
+    blocks, parts = [], []
+    for module in range(modules):
+        names = {part: place.format(i=module, n=4 + module) for part, place in places.items()}
+        block = shrunken(kind, seed=1 + module, **{"num_hidden_layers": 1, **options, **differences})
+        block.save_pretrained(folder / "block")
+        shapes = {"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN)}
+        # Some share what lies around their layers.
+        own = weights_of(shapes, seed=module if "{" in places["embedding"] else 0)
+        # As those that shrunken makes.
+        for part in ("embedding", "hidden"):
+            own[part] = own[part].abs() + 0.5
+        for name, weight in load_file(folder / "block" / "model.safetensors").items():
+            if name.startswith("model.layers.0."):
+                weights[names["block"] + name.removeprefix("model.layers.0.")] = weight
+            if name == "model.norm.weight" and "norm" in names:
+                shared = weights.setdefault(f"{names['norm']}.weight", weight)
+                block.get_submodule("model.norm").load_state_dict({"weight": shared})
+        weights |= {f"{names[part]}.weight": weight for part, weight in own.items()}
+        blocks.append(block)
+        parts.append(own)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder / "block")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # The others have no fp64.
     model.generation_config = GenerationConfig(pad_token_id=0)
-    return MtpCheckpoint(model, block, own)
+    return MtpCheckpoint(model, blocks, parts)
 
 
 def medusa(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 1, pickled: bool = True) -> str:
@@ -295,8 +303,8 @@ _WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "peagle": peagle,
     "dflash": dflash,
 }
-FAMILIES = (*_WRITERS, "mtp")
-"""Kinds of heads, as `with_head` names them."""
+FAMILIES = (*_WRITERS, "mtp", "mtp2")
+"""Kinds of heads, as `with_head` names them; the last has two modules."""
 
 
 def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, str]:
@@ -307,7 +315,7 @@ def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel,
         folder: where the head is written, and the checkpoint of one that is part of it.
         options: fields of the model's config.
     """
-    if kind == "mtp":
-        return mtp(folder, "glm4_moe", **options).model, "mtp"
+    if kind.startswith("mtp"):
+        return mtp(folder, "glm4_moe", modules=int(kind[3:] or 1), **options).model, "mtp"
     model = tiny.llama(num_hidden_layers=6, **options)
     return model, f"{kind.rstrip('13')}:{_WRITERS[kind](folder, model)}"

@@ -155,43 +155,62 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], lis
 
 
 def mtp(
-    model: PreTrainedModel, block: PreTrainedModel, weights: Weights, kind: str
+    model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequence[Weights], kind: str
 ) -> Callable[[list[int], list[int]], Tensor]:
-    """A module for multi-token prediction, whose layer and final norm are those of a model of one layer."""
-    eps = getattr(block.config, "rms_norm_eps", 1e-6)
+    """Modules for multi-token prediction in their order: what they give after a text and draft tokens, `[vocab]`.
+
+    Args:
+        model: the target.
+        blocks: of each module a model of one layer, whose layer and final norm are the module's.
+        weights: of each module its `embedding`, `hidden` and `projection`.
+        kind: the target's type.
+    """
+    eps = getattr(blocks[0].config, "rms_norm_eps", 1e-6)
     # Norms of some families are kept as what they differ from 1 by.
     beyond = 1.0 if kind.startswith("qwen3") else 0.0
-    embedding, hidden = (weights[part] + beyond for part in ("embedding", "hidden"))
-    outermost: Any = block.model
+    # MiMo is a Qwen2, whose module reads the state before the final norm, and reads it first.
+    mimo = kind == "qwen2"
+
+    def made(module: int, states: Tensor, tokens: list[int]) -> Tensor:
+        """What a module makes of states and the tokens that belong to them, `[tokens, hidden]`."""
+        outermost: Any = blocks[module].model
+        embedded = model.get_input_embeddings()(torch.tensor(tokens))
+        parts = [
+            norm(embedded, weights[module]["embedding"] + beyond, eps),
+            norm(states, weights[module]["hidden"] + beyond, eps),
+        ]
+        inputs = linear(torch.cat(parts[::-1] if mimo else parts, -1), weights[module]["projection"])[None]
+        # ERNIE has no final norm.
+        place = outermost.layers[0] if kind == "ernie4_5_moe" else outermost
+        found: list[Any] = []
+        hook = place.register_forward_hook(lambda _, __, output: found.append(output))
+        outermost(inputs_embeds=inputs, use_cache=False)
+        hook.remove()
+        output: Tensor = found[0][0]
+        return output if output.ndim == 2 else output[0]
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
-        # MiMo is a Qwen2, whose module reads the state before the final norm, and reads it first.
-        mimo = kind == "qwen2"
-        kept_states: list[Tensor] = []
-        last: Any = model.get_submodule("model.layers")[-1] if mimo else None
-        hooked = last.register_forward_hook(lambda _, __, output: kept_states.append(output[0])) if mimo else None
+        last: list[Tensor] = []
+        hook = model.get_submodule("model.layers")[-1].register_forward_hook(
+            lambda _, __, output: last.append(output if isinstance(output, Tensor) else output[0])
+        )
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
-        if hooked is not None:
-            hooked.remove()
-            (states,) = kept_states
-        for count in range(len(drafted) + 1):
-            embedded = model.get_input_embeddings()(torch.tensor([*text[1:], *drafted[:count]]))
-            parts = [norm(embedded, embedding, eps), norm(states, hidden, eps)]
-            both = torch.cat(parts[::-1] if mimo else parts, -1)
-            inputs = linear(both, weights["projection"])[None]
-            if kind == "ernie4_5_moe":
-                # It has no final norm; what it takes away is the scale that this hook gives back.
-                found: list[Tensor] = []
-                hook = outermost.layers[0].register_forward_hook(lambda _, __, output, kept=found: kept.append(output))
-                outermost(inputs_embeds=inputs, use_cache=False)
-                hook.remove()
-                output = found[0][0]
+        hook.remove()
+        if mimo:
+            states = last[0][0]
+        tokens = [*text, *drafted]
+        for place in range(len(drafted) + 1):
+            # Each module reads the states of the one before it, and the token after that one's. The last goes on.
+            module = min(place, len(blocks) - 1)
+            if place <= module:
+                read, first = states, 1 + place
             else:
-                output = outermost(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
-            states = torch.cat([states, output[-1:]])
-        found_logits: Tensor = model.get_output_embeddings()(output[-1])
-        return found_logits
+                read = torch.cat([read, states[-1:]])
+            states = made(module, read, tokens[first : first + len(read)])
+        assert first + len(read) == len(tokens)
+        found: Tensor = model.get_output_embeddings()(states[-1])
+        return found
 
     return logits
 

@@ -57,6 +57,7 @@ _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
+_MODULES = "test_several_modules_draft_in_their_order"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -580,8 +581,12 @@ CATALOGUE = (
         "self._config.recycled if self._is_third else 'last'", "'normed'", (_EAGLE,)),
     Mutation("EAGLE-1 reads the target's state before the norm", "Eagle.points",
         "('normed',)", "('last',)", ("test_an_eagle_1_head_drafts_what_it_was_published_for",)),
-    Mutation("an MTP module goes on from its state before the norm", "MultiTokenPrediction.head",
+    Mutation("an MTP module goes on from its state before the norm", "_Module.head",
         "layout.recycles", "'last'", ("test_a_module_drafts_what_it_was_trained_for[glm4_moe-3]",)),
+    Mutation("the last of several MTP modules drafts all tokens but the first", "ModulesInOrder.after",
+        "modules[depth]", "modules[-1]", (_MODULES,)),
+    Mutation("what an MTP module passes on belongs to the token before", "PairState._settle",
+        "waiting.start + 1", "waiting.start", (_MODULES,)),
     Mutation("MiMo's module reads the target's state after the final norm", "MultiTokenPrediction.read_points",
         "(_layout(model).reads,)", "('normed',)", ("test_a_module_drafts_what_it_was_trained_for[qwen2-3]",)),
     Mutation("a draft node's state is that of the node before it", "PairState.after",

@@ -250,10 +250,11 @@ class ContextState(PairState):
         guesses = base.norm(states[:, config.first : config.first + depth])
         return self.head.spread(self.head.layers.get_output_embeddings()(guesses), self._vocabulary)
 
-    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
         tables = self._tables(states)
         for number in range(len(self._base.layers)):
             self._store(number, states, tables)
+        return states
 
     @property
     def _base(self) -> Any:

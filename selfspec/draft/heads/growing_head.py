@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,7 +65,21 @@ class HeadDrafter(Drafter):
                 "a draft head reads token ids, and these prompts have embeddings, a soft prompt or a past of other "
                 "tokens; pass the whole text as input_ids, or draft with the model's own layers"
             )
-        head = remembered(rows, self, self.head)
+        return self.proposer(self.state(rows))
+
+    def state(self, rows: RowsView) -> PairState:
+        """Make the passes of one generation."""
+        return self.state_of(self.passes, remembered(rows, self, self.head), rows)
+
+    def state_of(self, kind: Callable[..., _Made], head: Head, rows: RowsView, **options: Any) -> _Made:
+        """Make the passes of a head over a cache of their own.
+
+        Args:
+            kind: of passes.
+            head: over the target.
+            rows: of the target.
+            **options: what this kind takes besides.
+        """
         cache = head.adapter.shared_cache(
             head.layers,
             rows.size,
@@ -75,7 +89,7 @@ class HeadDrafter(Drafter):
         )
         runner = runner_for(head.layers, head.adapter, cache, None)
         points = self.read_points(rows.runner.model, rows.runner.depth)
-        return self.proposer(self.passes(head, runner, cache, points, rows.running, rows.runner.vocabulary))
+        return kind(head, runner, cache, points, rows.running, rows.runner.vocabulary, **options)
 
     def proposer(self, state: PairState) -> HeadProposer:
         """Make what drafts with the passes of a head."""
@@ -143,7 +157,7 @@ class HeadProposer(FeatureProposer):
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         return lambda tokens, first: (
-            self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
+            self._state.after_text(rows, tree) if first < 0 else self._state.after(rows, tokens, first)
         )
 
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:

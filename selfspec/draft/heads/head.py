@@ -49,6 +49,7 @@ class Head:
         tokens: ids that it can draft, in the order of its logits; None: all.
         nbytes: of the weights that are its own.
         masked: what enters its layers in the place of a token that is not known yet, `[input]`; None: it takes none.
+        passes_on: which states the module behind it reads, if there is one: those that it made, or that it read.
     """
 
     fusion: Fusion
@@ -59,6 +60,7 @@ class Head:
     tokens: Tensor | None
     nbytes: int
     masked: Tensor | None = None
+    passes_on: Literal["made", "read"] = "made"
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Return logits over the target's vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.

@@ -17,9 +17,12 @@ from selfspec.architecture import Adapter, MtpLayout
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.folder import HeadFolder, fill
-from selfspec.draft.heads.growing_head import HeadDrafter, share_of
+from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.in_order import ModulesInOrder, ModuleState
 from selfspec.draft.heads.own_layers import one_layer_config
+from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.rows_view import RowsView
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
@@ -51,6 +54,90 @@ class MtpFusion(Fusion):
         return joined
 
 
+@dataclass(frozen=True)
+class _Module:
+    """A module in the files of a checkpoint.
+
+    Attributes:
+        folder: with the files.
+        names: of its weights there, and what they are: see `MtpLayout.renamed`.
+        shapes: by names there.
+    """
+
+    folder: HeadFolder
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        """Parameters of it."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def check(self, layout: MtpLayout, hidden: int) -> None:
+        """Refuse one that is not whole, or is none of a model of that width.
+
+        Raises:
+            HeadError: saying what it lacks.
+        """
+        shapes = {self.names[name]: shape for name, shape in self.shapes.items()}
+        wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
+        missing = [part for part in wanted if f"{part}.weight" not in shapes]
+        if missing or not any(name.startswith("block.") for name in shapes):
+            raise HeadError(
+                f"the files in {self.folder.path} have a part of a module for multi-token prediction and lack its "
+                f"{(missing or ['layer'])[0]}; copy them from the original again"
+            )
+        if shapes["projection.weight"] != (hidden, 2 * hidden):
+            raise HeadError(
+                f"the module for multi-token prediction in {self.folder.path} is of width "
+                f"{shapes['projection.weight'][0]}, and this model of {hidden}: it is another model's"
+            )
+
+    @torch.no_grad()
+    def head(self, model: PreTrainedModel, layout: MtpLayout) -> Head:
+        """Make the head over a target, in its dtype and on its device.
+
+        Raises:
+            HeadError: files cannot be read.
+        """
+        source = str(self.folder.path)
+        weights = {self.names[name]: weight for name, weight in self.folder.tensors(self.names).items()}
+        rounded = next((name for name, each in weights.items() if each.element_size() < 2), None)
+        if rounded is not None:
+            raise HeadError(
+                f"the module for multi-token prediction in {source} is kept in {weights[rounded].dtype}, which is "
+                "not read yet; take a checkpoint in bfloat16"
+            )
+        config = _layer_config(model, layout)
+        width = config.hidden_size
+        block = {f"model.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")}
+        block["model.norm.weight"] = weights.get("norm.weight", torch.ones(width))
+        # Neither is read: the model's own take their places.
+        block["model.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
+        try:
+            layers = load_model(source, config, model.dtype, block).requires_grad_(False).eval()
+        except CheckpointError as error:
+            raise HeadError(str(error)) from error
+        layers.to(model.device)
+        adapter = find_adapter(layers)
+        inside: Any = layers.get_submodule(adapter.base(layers))
+        fusion = MtpFusion(inside.norm, width, "projection.bias" in weights, layout.hidden_first)
+        fill(fusion, weights, source)
+        fusion.to(device=model.device, dtype=model.dtype)
+        if layout.norm is None:
+            inside.norm = nn.Identity()
+        nbytes = sum(
+            each.nbytes
+            for module in (fusion, layers)
+            for name, each in module.named_parameters()
+            if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        )
+        embed = model.get_input_embeddings()
+        layers.set_input_embeddings(embed)
+        layers.set_output_embeddings(model.get_output_embeddings())
+        return Head(fusion, layers, adapter, layout.recycles, embed, None, nbytes, passes_on=layout.passes_on)
+
+
 @drafter(
     "mtp",
     argument="[:FOLDER]",
@@ -61,8 +148,8 @@ class MtpFusion(Fusion):
 class MultiTokenPrediction(HeadDrafter):
     """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
 
-    `transformers` leaves its weights out; they are read from the files that the model was loaded from. One module
-    drafts any number of tokens, by going on from its own states.
+    `transformers` leaves its weights out; they are read from the files that the model was loaded from. Of several
+    modules each drafts its own token, and the last one any number, by going on from its own states.
 
     Attributes:
         source: the folder with the checkpoint; None: where the model was loaded from.
@@ -86,27 +173,13 @@ class MultiTokenPrediction(HeadDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_on_one_process(model, "a module for multi-token prediction")
-        folder, names = self._module(model)
-        shapes = {names[name]: shape for name, shape in folder.shapes().items() if name in names}
-        layout = _layout(model)
-        wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
-        missing = [part for part in wanted if f"{part}.weight" not in shapes]
-        if missing or not any(name.startswith("block.") for name in shapes):
-            raise HeadError(
-                f"the files in {folder.path} have a part of a module for multi-token prediction and lack its "
-                f"{(missing or ['layer'])[0]}; copy them from the original again"
-            )
-        hidden = model.config.get_text_config(decoder=True).hidden_size
-        if shapes["projection.weight"] != (hidden, 2 * hidden):
-            raise HeadError(
-                f"the module for multi-token prediction in {folder.path} is of width {shapes['projection.weight'][0]}, "
-                f"and this model of {hidden}: it is another model's"
-            )
+        for module in self._modules(model):
+            module.check(_layout(model), model.config.get_text_config(decoder=True).hidden_size)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        folder, names = self._module(model)
-        size = sum(torch.Size(shape).numel() for name, shape in folder.shapes().items() if name in names)
-        size += model.get_output_embeddings().weight.numel()
+        modules = self._modules(model)
+        # A draft step reads one of them.
+        size = sum(module.size for module in modules) // len(modules) + model.get_output_embeddings().weight.numel()
         return share_of(size * model.dtype.itemsize, model, adapter)
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
@@ -114,75 +187,53 @@ class MultiTokenPrediction(HeadDrafter):
         return type(self)(str(self._folder(model).path.resolve()))
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        folder, names = self._module(model)
-        size = sum(torch.Size(shape).numel() for name, shape in folder.shapes().items() if name in names)
+        modules = self._modules(model)
         own = _layer_config(model, _layout(model))
-        return OwnBytes(size * model.dtype.itemsize, cache_summary(own, model.dtype).bytes_per_token)
+        token = cache_summary(own, model.dtype).bytes_per_token
+        return OwnBytes(sum(module.size for module in modules) * model.dtype.itemsize, len(modules) * token)
 
-    @torch.no_grad()
+    def state(self, rows: RowsView) -> PairState:
+        first, *others = remembered(rows, self, self.heads)
+        further = [self.state_of(ModuleState, head, rows) for head in others]
+        if not further:
+            return self.state_of(self.passes, first, rows)
+        return self.state_of(ModulesInOrder, first, rows, further=further)
+
     def head(self, model: PreTrainedModel) -> Head:
-        layout = _layout(model)
-        folder, names = self._module(model)
-        weights = {names[name]: weight for name, weight in folder.tensors(names).items()}
-        rounded = next((name for name, each in weights.items() if each.element_size() < 2), None)
-        if rounded is not None:
-            raise HeadError(
-                f"the module for multi-token prediction in {folder.path} is kept in {weights[rounded].dtype}, which is "
-                "not read yet; take a checkpoint in bfloat16"
-            )
-        config = _layer_config(model, layout)
-        width = config.hidden_size
-        block = {f"model.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")}
-        block["model.norm.weight"] = weights.get("norm.weight", torch.ones(width))
-        # Neither is read: the model's own take their places.
-        block["model.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
-        try:
-            layers = load_model(str(folder.path), config, model.dtype, block).requires_grad_(False).eval()
-        except CheckpointError as error:
-            raise HeadError(str(error)) from error
-        layers.to(model.device)
-        adapter = find_adapter(layers)
-        inside: Any = layers.get_submodule(adapter.base(layers))
-        fusion = MtpFusion(inside.norm, width, "projection.bias" in weights, layout.hidden_first)
-        fill(fusion, weights, str(folder.path))
-        fusion.to(device=model.device, dtype=model.dtype)
-        if layout.norm is None:
-            inside.norm = nn.Identity()
-        nbytes = sum(
-            each.nbytes
-            for module in (fusion, layers)
-            for name, each in module.named_parameters()
-            if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        )
-        layers.set_input_embeddings(model.get_input_embeddings())
-        layers.set_output_embeddings(model.get_output_embeddings())
-        return Head(fusion, layers, adapter, layout.recycles, model.get_input_embeddings(), None, nbytes)
+        return self._modules(model)[0].head(model, _layout(model))
+
+    def heads(self, model: PreTrainedModel) -> list[Head]:
+        """Make the heads of all modules over a target, in their order: see `head`."""
+        return [module.head(model, _layout(model)) for module in self._modules(model)]
 
     def names(self, model: PreTrainedModel) -> Mapping[str, str]:
-        """Return what the checkpoint calls the module's weights, and what they are: see `MtpLayout.renamed`.
+        """Return what the checkpoint calls the first module's weights, and what they are: see `MtpLayout.renamed`.
 
         Raises:
             HeadError: there is no module.
         """
-        return self._module(model)[1]
+        return self._modules(model)[0].names
 
-    def _module(self, model: PreTrainedModel) -> tuple[HeadFolder, Mapping[str, str]]:
-        """Return the folder of the checkpoint, and the names of the module's weights: see `MtpLayout.renamed`.
+    def _modules(self, model: PreTrainedModel) -> list[_Module]:
+        """Find the modules in the files.
 
         Raises:
-            HeadError: there is no module.
+            HeadError: there is none.
         """
         layout = _layout(model)
         folder = self._folder(model)
         config = model.config.get_text_config(decoder=True)
-        names = layout.renamed(folder.shapes(), config.num_hidden_layers)
-        if not names:
-            count = layout.promised(config)
+        shapes = folder.shapes()
+        # One that has no layer is found as well, so that it is refused for what it lacks.
+        count = max(layout.held(shapes, config.num_hidden_layers), 1)
+        renamed = [layout.renamed(shapes, config.num_hidden_layers, module) for module in range(count)]
+        if not renamed[0]:
+            promised = layout.promised(config)
             raise HeadError(
                 f"the files in {folder.path} have no module for multi-token prediction"
-                + (f", though the config promises {count}; download the checkpoint whole" if count else "")
+                + (f", though the config promises {promised}; download the checkpoint whole" if promised else "")
             )
-        return folder, names
+        return [_Module(folder, names, {name: shapes[name] for name in names}) for names in renamed]
 
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:

@@ -53,9 +53,11 @@ class PairState:
     Attributes:
         head: what drafts.
         kept: how many pairs of each row are left for the pass that begins a draft.
+        following: the passes of the module that reads this one's states; None: none does.
     """
 
     kept = 1
+    following: PairState | None = None
 
     def __init__(
         self,
@@ -96,10 +98,10 @@ class PairState:
             if chosen:
                 self._add(number, states[number, list(chosen)])
 
-    def _add(self, number: int, states: Tensor) -> None:
+    def _add(self, number: int, states: Tensor, start: int | None = None) -> None:
         waiting = self._waiting[number]
         if waiting is None:
-            self._waiting[number] = _Waiting(states)
+            self._waiting[number] = _Waiting(states, start)
         else:
             waiting.states = torch.cat([waiting.states, states])
 
@@ -158,14 +160,17 @@ class PairState:
             rows = torch.arange(len(counts), device=inputs.device)[:, None]
             inputs[rows, places[:, 1:]] = self.head.masked
         logits, made = self._run(inputs, first=-1)
-        self._settle([max(count - 1, 0) for count in counts])
-        for waiting in self._waiting:
-            if waiting is not None:
-                waiting.first_read = True
+        self._settle([max(count - 1, 0) for count in counts], made)
+        self._note_first_read()
         at = places[..., None]
         return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
 
-    def after(self, tokens: Tensor, first: int) -> Tensor:
+    def _note_first_read(self) -> None:
+        for waiting in self._waiting:
+            if waiting is not None:
+                waiting.first_read = True
+
+    def after(self, view: RowsView, tokens: Tensor, first: int) -> Tensor:
         """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._states is not None
         parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
@@ -216,18 +221,29 @@ class PairState:
         self._cache.narrow(kept)
         self._waiting = [self._waiting[row] for row in kept]
         self._rows = list(running)
+        if self.following is not None:
+            self.following._drop(running)
 
     def _close(self) -> None:
         """End a draft: of its slots the first alone, which was read with the target's state, is worth keeping."""
-        if self._states is not None:
-            self._states = None
-            self._settle([int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting])
+        made, self._states = self._states, None
+        if made is not None:
+            read = [int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting]
+            self._settle(read, made)
 
-    def _settle(self, counts: Sequence[int]) -> None:
-        """Move each row's cursor over pairs that are read, and let go of their states."""
+    def _settle(self, counts: Sequence[int], made: Tensor) -> None:
+        """Move each row's cursor over pairs that are read, and let go of their states.
+
+        Args:
+            counts: of the pairs of each row.
+            made: states that the head made of them, `[rows, tokens, hidden]`.
+        """
         self._cache.commit(counts)
-        for waiting, count in zip(self._waiting, counts, strict=True):
+        for number, (waiting, count) in enumerate(zip(self._waiting, counts, strict=True)):
             if waiting is not None:
+                if self.following is not None and count and waiting.start is not None:
+                    passed = made[number, :count] if self.head.passes_on == "made" else waiting.states[:count]
+                    self.following._add(number, passed, waiting.start + 1)
                 waiting.states = waiting.states[count:]
                 waiting.first_read = False
 
@@ -247,13 +263,14 @@ class PairState:
             width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(view, width)
-            self._write(tokens, states, read)
-            self._settle(read)
+            self._settle(read, self._write(tokens, states, read))
             unread = [count - done for count, done in zip(unread, read, strict=True)]
 
-    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
-        """Read pairs, of each row the first `counts`, for their keys and values alone."""
-        self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts)
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
+        """Read pairs, of each row the first `counts`, for their keys and values; return the states made, if needed."""
+        taps = () if self.following is None else (self.head.recycled,)
+        features = self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts, taps)
+        return features.get(self.head.recycled, states)
 
     def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
         """Return tokens and states of each row's next pairs, filled up: `[rows, width]` and `[rows, width, hidden]`."""

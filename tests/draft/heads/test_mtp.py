@@ -31,17 +31,35 @@ def test_a_module_drafts_what_it_was_trained_for(
     ids, mask = padded(PROMPTS)
     spec = selfspec.wrap(made.model, "mtp", draft_length=control)
     spec.generate(ids, attention_mask=mask, max_new_tokens=8, **OPTIONS)
-    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.block, made.weights, kind))
+    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-def test_its_first_token_is_that_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"num_nextn_predict_layers": 1}
-    made = published_heads.mtp(tmp_path, kind, **options)
+@pytest.mark.parametrize("control", [1, 2, 5, selfspec.FixedLength(4, nodes=9)], ids=str)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum"])
+def test_several_modules_draft_in_their_order(
+    kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Few words, so that random modules often guess right.
+    made = published_heads.mtp(tmp_path, kind, modules=3, vocab_size=6)
     found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
-    spec = selfspec.wrap(made.model, "mtp", draft_length=2)
+    ids, mask = padded([prompt % 3 + 3 for prompt in PROMPTS])
+    spec = selfspec.wrap(made.model, "mtp", draft_length=control)
+    out = spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
+    assert out.stats.accepted > 0 or kind == "mellum"
+    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_its_first_tokens_are_those_of_transformers(
+    kind: str, modules: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_nextn_predict_layers": modules}
+    made = published_heads.mtp(tmp_path, kind, modules, **options)
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    spec = selfspec.wrap(made.model, "mtp", draft_length=modules + 1)
     spec.generate(PROMPTS[1], max_new_tokens=8, **OPTIONS)
-    made.model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.4.*"}
+    made.model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[456].*"}
     theirs = MtpModel.from_pretrained(made.model).eval()
     if hasattr(theirs, "set_experts_implementation"):
         theirs.set_experts_implementation("eager")
@@ -50,15 +68,16 @@ def test_its_first_token_is_that_of_transformers(kind: str, tmp_path: Path, monk
         text = torch.tensor([each.text])
         with torch.no_grad():
             states = made.model(text[:, :-1], output_hidden_states=True).hidden_states[-1]
-            token, _, _ = theirs(
+            tokens, _, _ = theirs(
                 text[:, 1:], states, None, torch.arange(1, text.shape[1])[None], MtpCache(config=theirs.config)
             )
-        assert each.draft.tokens[0, 0] == token[0, 0]
+        drafted = each.draft.tokens[0, :modules]
+        assert torch.equal(drafted, tokens[0, : len(drafted)])
 
 
-@pytest.mark.parametrize("kind", published_heads.MTP)
-def test_greedy_rows_are_stock_rows(kind: str, tmp_path: Path) -> None:
-    made = published_heads.mtp(tmp_path, kind)
+@pytest.mark.parametrize(("kind", "modules"), [*((kind, 1) for kind in published_heads.MTP), ("glm4_moe", 3)])
+def test_greedy_rows_are_stock_rows(kind: str, modules: int, tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, kind, modules)
     for control in (None, selfspec.FixedLength(3, nodes=6)):
         spec = selfspec.wrap(made.model, "mtp", draft_length=control)
         assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)

@@ -34,7 +34,7 @@ def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Pat
     text = said_by(made.model)
     lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
     lesson.model.double()
-    logits = reference_heads.mtp(made.model, made.block, made.weights, kind)
+    logits = reference_heads.mtp(made.model, made.blocks, made.weights, kind)
     lessons.assert_steps_are(lesson, text, RECIPE.depth, logits, rtol=1e-4, atol=1e-4)
 
 
