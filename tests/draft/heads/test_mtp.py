@@ -15,6 +15,7 @@ import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
 from selfspec.draft.heads.growing_head import HeadProposer
+from selfspec.draft.heads.mtp import held_modules
 from selfspec.errors import HeadError
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
@@ -47,6 +48,14 @@ def test_several_modules_draft_in_their_order(
     out = spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
     assert out.stats.accepted > 0 or kind == "mellum"
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_modules_are_counted_where_they_share_their_norms_and_where_not(kind: str, tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, kind, modules=2)
+    found = held_modules(str(tmp_path), made.model.config)
+    assert found is not None
+    assert found.held == 2
 
 
 @pytest.mark.parametrize("modules", [1, 3])
