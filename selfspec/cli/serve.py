@@ -108,6 +108,10 @@ def serve(
         ) from error
     if address.api_key == "":
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
+    if address.api_key is not None and not (
+        address.api_key.isascii() and address.api_key.isprintable() and " " not in address.api_key
+    ):
+        raise UnsupportedOptionError("--api-key has blanks, or letters that no header holds; use those of ASCII")
     source = read_template(template)
     drafting.check(model, budget)
 

@@ -78,6 +78,10 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if deepest["type"] == "json_invalid":
         reason = deepest.get("ctx", {}).get("error", "it cannot be read")
         return ApiError(400, f"the body is not JSON: {reason}", None, "invalid_json")
+    if not place and isinstance(deepest.get("input"), bytes):
+        return ApiError(
+            400, "the body is read as JSON alone; send content-type: application/json", None, "invalid_json"
+        )
     if not place and deepest["type"] == "missing":
         return ApiError(400, "the body is empty; send JSON, with content-type application/json", None, "invalid_json")
     message = str(deepest["msg"]).removeprefix("Value error, ")

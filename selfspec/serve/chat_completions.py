@@ -34,7 +34,7 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     note_prompts(served, http, [prompt], messages=messages)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
-    rows = await row_requests(served, request, [prompt], asked, top, "messages")
+    rows = await row_requests(served, http, request, [prompt], asked, top, "messages")
     head: Body = {
         "id": f"chatcmpl-{request_id(http.scope)}",
         "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -67,6 +67,11 @@ def _prompt(served: Served, request: ChatCompletionRequest) -> tuple[int, ...]:
             "messages",
             "no_chat_template",
         )
+    if len(request.messages) > served.engine.longest:
+        raise ApiError(
+            400, "there are more messages than the context has tokens", "messages", "context_length_exceeded"
+        )
+    served.check_text("".join(message.text for message in request.messages), "messages")
     tools = None
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -81,9 +86,7 @@ def _plain(message: Message) -> dict[str, Any]:
     plain = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
     if plain["role"] == "developer":
         plain["role"] = "system"
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    plain.setdefault("content", "")
+    plain["content"] = message.text
     for call in plain.get("tool_calls", ()):
         try:
             # Clients write nothing where a function takes nothing.

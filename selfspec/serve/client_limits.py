@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.api_error import ApiError
+from selfspec.serve.api_error import RETRY_AFTER, ApiError
+
+HEADER_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ServerLimits:
         request_seconds: until a request is answered to its end.
         client_seconds: in which a client has to send the headers of a request, then its body, and to take what it is
             sent.
-        connections: open at once.
+        connections: open at once, and requests below /v1 that are answered at once.
     """
 
     body_bytes: int = 4 * 2**20
@@ -48,13 +50,32 @@ class ClientPace:
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self._app = app
         self._limits = limits
+        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Whoever looks after the server is answered however many others there are.
+        counted = scope["path"].startswith("/v1")
+        self._open += counted
         try:
+            await self._serve(scope, receive, send, counted and self._open > self._limits.connections)
+        finally:
+            self._open -= counted
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, crowded: bool) -> None:
+        try:
+            if crowded:
+                raise ApiError(
+                    503,
+                    f"{self._limits.connections} requests are being answered, the most at once; try again later",
+                    None,
+                    "too_many_connections",
+                    {"retry-after": str(RETRY_AFTER)},
+                )
+            _check_head(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
             await _refuse(error, send)
@@ -109,29 +130,50 @@ class ClientPace:
             ) from None
 
 
+def _check_head(scope: Scope) -> None:
+    """Refuse headers that are too large, which h11 lets through in one piece, or that contradict each other."""
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) for name, value in scope["headers"])
+    if size > HEADER_BYTES:
+        raise ApiError(431, f"the headers have {size} bytes; at most {HEADER_BYTES} are read", None, "too_large")
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        raise ApiError(400, "content-length and transfer-encoding are both given; send one of them", None)
+
+
 async def _refuse(error: ApiError, send: Send) -> None:
     body = json.dumps(error.body).encode()
     # What the client still sends is not read.
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    start = {"type": "http.response.start", "status": error.status, "headers": [*headers, (b"connection", b"close")]}
+    more = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = [(name.encode(), value.encode()) for name, value in {**error.headers, **more}.items()]
+    start = {"type": "http.response.start", "status": error.status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
 
 
 class BoundedHeaders(H11Protocol):
-    """Closes connections whose request line and headers do not come in time.
+    """Closes connections whose request line and headers do not come in time, and the idlest where there are too many.
 
-    Uvicorn bounds their size and the pause between two requests, but waits for the rest of a header as long as the
-    client wants.
+    Uvicorn bounds the size of headers and the pause between two requests, but waits for the rest of a header as long as
+    the client wants. Where it has a bound of connections, it refuses every request beyond it, idle ones counted.
     """
 
     seconds = 20.0
+    most = 1000
     _waiting: asyncio.TimerHandle | None = None
+    _idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request."""
+        """Wait for the first request; the connection that has been idle longest makes room for it."""
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
         self._waiting = self.loop.call_later(self.seconds, self._give_up)
+        # All of them are counted seldom, and some are closed at once: each look at them goes over all.
+        if len(self.connections) > self.most:
+            idle = [each for each in self.connections if isinstance(each, BoundedHeaders) and each._idle]
+            for each in sorted(idle, key=lambda each: each._idle_since)[: 1 + self.most // 10]:
+                if each is not self:
+                    self.connections.discard(each)
+                    each.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read on; a request that is complete ends the wait, one that begins starts it."""
@@ -140,6 +182,28 @@ class BoundedHeaders(H11Protocol):
             self._end_wait()
         elif self._waiting is None:
             self._waiting = self.loop.call_later(self.seconds, self._give_up)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._idle_since = self.loop.time()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, as everything is refused."""
+        body = json.dumps(ApiError(400, msg).body).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        events = (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is being read or answered."""
+        return self.cycle is None or (self.cycle.response_complete and self.conn.their_state is h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -157,6 +221,7 @@ class BoundedHeaders(H11Protocol):
             self.transport.abort()
 
 
-def bounded_headers(seconds: float) -> type[BoundedHeaders]:
-    """The protocol with a bound of its own."""
-    return type("BoundedHeaders", (BoundedHeaders,), {"seconds": seconds})
+def bounded_headers(limits: ServerLimits) -> type[BoundedHeaders]:
+    """The protocol with bounds of its own."""
+    bounds = {"seconds": limits.client_seconds, "most": limits.connections}
+    return type("BoundedHeaders", (BoundedHeaders,), bounds)

@@ -41,7 +41,7 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     prompts = await served.read(lambda: _prompts(served, request))
     note_prompts(served, http, prompts, prompts=request.prompt)
     asked = _asked(served, request, prompts)
-    rows = await row_requests(served, request, prompts, asked or 1, request.logprobs, "prompt")
+    rows = await row_requests(served, http, request, prompts, asked or 1, request.logprobs, "prompt")
     head: Body = {
         "id": f"cmpl-{request_id(http.scope)}",
         "object": "text_completion",
@@ -80,9 +80,12 @@ def _given(request: CompletionRequest) -> list[str | list[int]]:
 
 def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]]:
     """Token ids of each prompt."""
+    given = _given(request)
+    for prompt in given:
+        if isinstance(prompt, str):
+            served.check_text(prompt, "prompt")
     return [
-        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt))
-        for prompt in _given(request)
+        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)) for prompt in given
     ]
 
 

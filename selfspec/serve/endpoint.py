@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.grammar import Grammar
 from selfspec.serve.request_log import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.schemas import GenerationFields
@@ -56,6 +57,7 @@ def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]]
 
 async def row_requests(
     served: Served,
+    http: Request,
     request: GenerationFields,
     prompts: Sequence[tuple[int, ...]],
     asked: int | None,
@@ -66,6 +68,7 @@ async def row_requests(
 
     Args:
         served: the model.
+        http: who leaves, waits for no grammar.
         request: how tokens are chosen.
         prompts: token ids.
         asked: the most new tokens of an answer; None: what there is room for.
@@ -74,25 +77,44 @@ async def row_requests(
 
     Raises:
         ApiError: a field is out of the bounds of this model or server, or a response format cannot be honoured.
+        ClientLeftError: nobody waits any more.
     """
     answers, most = len(prompts) * (request.n or 1), served.limits.answers
     if answers > most:
         raise ApiError(400, f"{answers} answers (prompts times n) are more than {most}, the most of a request", "n")
 
+    longest = [_longest(served, prompt, asked, where) for prompt in prompts]
+    grammar = await _unless_gone(http, _compiled(served, request))
+
     def rows() -> list[RowRequest]:
-        longest = [_longest(served, prompt, asked, where) for prompt in prompts]
+        ends = _end_tokens(served, request)
         return [
-            RowRequest(prompt, length, _sampling(served, request, index), _end_tokens(served, request), logprobs)
+            RowRequest(prompt, length, _sampling(served, request, grammar, index), ends, logprobs)
             for prompt, length in zip(prompts, longest, strict=True)
             for index in range(request.n or 1)
         ]
 
-    return await served.read(rows, with_grammar=request.response_format is not None)
+    return await served.submit(rows)
+
+
+async def _compiled(served: Served, request: GenerationFields) -> Grammar | None:
+    """What the answers have to fit, within the time of a request."""
+    seconds = served.limits.request_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            return await served.compile(request.response_format)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"response_format was not compiled within {seconds:g} s, the most that a request may take; bound fewer "
+            "strings in it",
+            "response_format",
+            "request_timeout",
+        ) from None
 
 
 def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: str) -> int:
     """The most new tokens after a prompt."""
-    served.check_tokens(prompt, where)
     if not prompt:
         raise ApiError(400, f"{where} is empty, and this model has no token to begin a text with; say something", where)
     most, context = served.limits.new_tokens, served.engine.longest
@@ -108,10 +130,11 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
             where if room < 1 or not asked else "max_tokens",
             "context_length_exceeded",
         )
+    served.check_tokens(prompt, where)
     return asked or min(room, most or room)
 
 
-def _sampling(served: Served, request: GenerationFields, index: int) -> SamplingParams:
+def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None, index: int) -> SamplingParams:
     """How the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     served.check_tokens(list(bias), "logit_bias")
@@ -128,7 +151,7 @@ def _sampling(served: Served, request: GenerationFields, index: int) -> Sampling
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=request.repetition_penalty,
-        processors=served.grammars.processor(request.response_format),
+        processors=() if grammar is None else (grammar.processor(),),
     )
 
 
@@ -150,7 +173,7 @@ async def answer(
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     answering = Answering(served.engine, served.tokenizer, rows, stops, served.limits.request_seconds)
     try:
-        await served.read(answering.submit)
+        await served.submit(answering.submit)
     except BaseException:
         answering.cancel()
         raise

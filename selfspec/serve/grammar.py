@@ -1,22 +1,42 @@
-"""Answers of a given form: logits processors by xgrammar, where it is installed."""
+"""Answers of a form: JSON, JSON that fits a schema, text that a regular expression matches. By xgrammar."""
 
 from __future__ import annotations
 
 import json
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat
+from selfspec.serve.schema_check import MOST_STATES, check_schema, pattern_states
+from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat
 
 # A model that is unsure of what follows would write blanks up to its limit.
 _ANY_WHITESPACE = False
+# What compiles within some tenths of a second does not wait for what has more states.
+_FEW_STATES = 300
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to fit, compiled."""
+
+    compiled: Any
+
+    def processor(self) -> LogitsProcessor:
+        """Make what keeps one answer to it."""
+        from xgrammar.contrib.hf import LogitsProcessor as Masks
+
+        return Masks(self.compiled)
 
 
 class Grammars:
-    """Compiles what answers have to fit, and keeps it; end tokens may end an answer once its grammar is complete."""
+    """Compiles what answers have to fit, and keeps it; end tokens may end an answer once its grammar is complete.
+
+    May be used by several threads.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -25,39 +45,55 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiler: Any = None
 
-    def processor(self, wanted: ResponseFormat | None) -> tuple[LogitsProcessor, ...]:
-        """A fresh processor for one answer; none for any text.
+    @staticmethod
+    def compiles_fast(wanted: JsonObjectFormat | JsonSchemaFormat | RegexFormat) -> bool:
+        """Check the form, and say whether compiling it takes little.
 
         Raises:
-            UnsupportedOptionError: xgrammar is not installed, or cannot read the form.
+            UnsupportedOptionError: it is too large, or asks for what no grammar can hold.
         """
-        if wanted is None or wanted.type == "text":
-            return ()
+        if isinstance(wanted, JsonSchemaFormat):
+            return check_schema(wanted.json_schema.json_schema) <= _FEW_STATES
+        states = pattern_states(wanted.pattern) if isinstance(wanted, RegexFormat) else 0
+        if states > MOST_STATES:
+            raise UnsupportedOptionError(
+                f"response_format: the pattern takes some {states} states, and at most {MOST_STATES} are compiled"
+            )
+        return states <= _FEW_STATES
+
+    def compiled(self, wanted: JsonObjectFormat | JsonSchemaFormat | RegexFormat) -> Grammar:
+        """Compile a form, or find it among those that were compiled.
+
+        Raises:
+            UnsupportedOptionError: xgrammar is not installed, cannot read the form, or no answer fits it.
+        """
         try:
-            from xgrammar.contrib.hf import LogitsProcessor as Masks
+            import xgrammar
         except ImportError as error:
             raise UnsupportedOptionError(
                 f"response_format of type {wanted.type!r} needs xgrammar where the server runs: pip install xgrammar"
             ) from error
         with self._lock:
-            try:
-                return (Masks(self._compiled(wanted)),)
-            # What the compiler raises is its own and RuntimeError.
-            except Exception as error:
-                reason = " ".join(str(error).split())[:300]
-                raise UnsupportedOptionError(f"response_format cannot be compiled: {reason}") from error
-
-    def _compiled(self, wanted: JsonObjectFormat | JsonSchemaFormat | RegexFormat) -> Any:
-        compiler = self._compiler = self._compiler or self._made()
-        match wanted:
-            case JsonSchemaFormat():
-                return compiler.compile_json_schema(
-                    json.dumps(wanted.json_schema.json_schema), any_whitespace=_ANY_WHITESPACE
-                )
-            case RegexFormat():
-                return compiler.compile_regex(wanted.pattern)
-            case _:
-                return compiler.compile_json_schema('{"type": "object"}', any_whitespace=_ANY_WHITESPACE)
+            compiler = self._compiler = self._compiler or self._made()
+        try:
+            match wanted:
+                case JsonSchemaFormat():
+                    found = compiler.compile_json_schema(
+                        json.dumps(wanted.json_schema.json_schema), any_whitespace=_ANY_WHITESPACE
+                    )
+                case RegexFormat():
+                    found = compiler.compile_regex(wanted.pattern)
+                case _:
+                    found = compiler.compile_json_schema('{"type": "object"}', any_whitespace=_ANY_WHITESPACE)
+        # What the compiler raises is its own and RuntimeError.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UnsupportedOptionError(f"response_format cannot be compiled: {reason}") from error
+        first = xgrammar.allocate_token_bitmask(1, self._vocabulary)
+        xgrammar.GrammarMatcher(found).fill_next_token_bitmask(first)
+        if not first.any():
+            raise UnsupportedOptionError("response_format: no answer fits it; a schema may refer to itself alone")
+        return Grammar(found)
 
     def _made(self) -> Any:
         import xgrammar
@@ -66,4 +102,4 @@ class Grammars:
         info = xgrammar.TokenizerInfo.from_huggingface(
             self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
-        return xgrammar.GrammarCompiler(info, cache_limit_bytes=256 * 2**20)
+        return xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=256 * 2**20)

@@ -8,21 +8,60 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 MOST_STOPS = 32
+MOST_PROMPTS = 2048
 
 Token = Annotated[int, Field(ge=0)]
+_Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Stops = Annotated[
+    Annotated[Stop | None, Tag("text")] | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
+]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+
+
+_MOST_FIELDS, _MOST_BIASES = 64, 4096
 
 
 class Strict(BaseModel):
     """No field but those that are named, no number for a string, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_are_few(cls, fields: Any) -> Any:
+        # Each that is unknown would be reported by itself.
+        if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return fields
+
+
+def _few(values: Any) -> Any:
+    if isinstance(values, dict) and len(values) > _MOST_BIASES:
+        raise ValueError(f"more than {_MOST_BIASES} tokens")
+    return values
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list) or not value or (not isinstance(value[0], int) and len(value) > MOST_PROMPTS):
+        return None
+    return "texts" if isinstance(value[0], str) else "lists" if isinstance(value[0], list) else "tokens"
 
 
 class StreamOptions(Strict):
@@ -78,9 +117,9 @@ class GenerationFields(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: Stops | None = None
+    stop: Stops = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_few)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     response_format: ResponseFormat | None = None
@@ -91,7 +130,7 @@ class GenerationFields(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[_Tokens, Field(max_length=MOST_STOPS)] | None = None
     # They change nothing here.
     user: str | None = None
 
@@ -116,12 +155,17 @@ class GenerationFields(Strict):
 class CompletionRequest(GenerationFields):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+        | Annotated[_Tokens, Tag("tokens")]
+        | Annotated[list[Annotated[_Tokens, Field(min_length=1)]], Field(fail_fast=True), Tag("lists")],
+        Discriminator(
+            _kind_of_prompt,
+            custom_error_type="prompt",
+            custom_error_message=f"say a text, token ids, or up to {MOST_PROMPTS} of either; no list may be empty",
+        ),
+    ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Refused unless they say what holds anyway.
@@ -166,15 +210,20 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     # Clients send back what they were sent.
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -202,11 +251,11 @@ class Tool(Strict):
 class ChatCompletionRequest(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     # A model that must call a tool would need its grammar; it may, or must not.
     tool_choice: Literal["none", "auto"] | None = None
     # They change nothing here.

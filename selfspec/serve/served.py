@@ -18,8 +18,9 @@ from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
 from selfspec.serve.echo import prompt_logprobs
 from selfspec.serve.engine import Engine, in_own_thread
-from selfspec.serve.grammar import Grammars
+from selfspec.serve.grammar import Grammar, Grammars
 from selfspec.serve.metrics import Metrics
+from selfspec.serve.schemas import ResponseFormat
 from selfspec.serve.token_texts import TokenTexts
 
 _Found = TypeVar("_Found")
@@ -67,23 +68,53 @@ class Served:
         self.texts = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
         self.metrics = Metrics(name, engine.stats)
-        # One thread, because tokenizers are not made for several.
-        self._reader = ThreadPoolExecutor(1, "selfspec-reader")
+        # Whoever brings much to read or to compile keeps nobody waiting but those who bring much, too. Tokenizers in
+        # Python are not made for several threads.
+        self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
+        self._compilers = {fast: ThreadPoolExecutor(1 + fast, "selfspec-grammars") for fast in (True, False)}
+        self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
-        # Grammars may take long to compile, and only those who bring them wait for that.
-        self._compiler = ThreadPoolExecutor(1, "selfspec-grammars")
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
-    async def read(self, work: Callable[[], _Found], with_grammar: bool = False) -> _Found:
-        """Run what reads requests, or compiles a grammar, beside the loop that serves them.
+    async def read(self, work: Callable[[], _Found]) -> _Found:
+        """Run what reads text beside the loop that serves requests.
 
         Raises:
             ApiError: in place of a typed error.
         """
-        threads = self._compiler if with_grammar else self._reader
+        return await self._run(self._readers, work)
+
+    async def submit(self, work: Callable[[], _Found]) -> _Found:
+        """Run what makes rows and hands them to the engine; see `read`."""
+        return await self._run(self._submitter, work)
+
+    async def compile(self, wanted: ResponseFormat | None) -> Grammar | None:
+        """Compile what an answer has to fit; None: any text. See `read`."""
+        if wanted is None or wanted.type == "text":
+            return None
+        fast = await self.read(lambda: self.grammars.compiles_fast(wanted))
+        return await self._run(self._compilers[fast], lambda: self.grammars.compiled(wanted))
+
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], _Found]) -> _Found:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except SelfSpecError as error:
             raise api_error(error) from error
+
+    def check_text(self, text: str, field: str) -> None:
+        """Refuse a text of a request's field that is far beyond the context, before all of it is tokenised."""
+        context = self.engine.longest
+        # A token seldom has so many characters; where the first of them take more than the context, all do.
+        head = text[: 8 * context]
+        if len(text) > context * self._longest_token or (
+            len(text) > len(head) and len(self.tokenizer(head).input_ids) > context + 64
+        ):
+            raise ApiError(
+                400,
+                f"{field} has {len(text)} characters, which is beyond the context of {context} tokens; shorten it",
+                field,
+                "context_length_exceeded",
+            )
 
     async def score(self, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Find the log-probabilities of a prompt's tokens but the first.
@@ -112,5 +143,5 @@ class Served:
 
     def close(self) -> None:
         """End the threads that read."""
-        for threads in (self._reader, self._scorer, self._compiler):
+        for threads in (self._readers, *self._compilers.values(), self._submitter, self._scorer):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -14,12 +14,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.client_limits import bounded_headers
+from selfspec.serve.client_limits import HEADER_BYTES, bounded_headers
 from selfspec.serve.request_log import LOGGER, JsonLines
 from selfspec.serve.served import Served
 
 _LOGGERS = (LOGGER.name, "uvicorn.error")
-_HEADER_BYTES = 64 * 2**10
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -52,16 +51,15 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
     """
     config = uvicorn.Config(
         app,
-        http=bounded_headers(served.limits.client_seconds),
+        http=bounded_headers(served.limits),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=served.limits.connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(int(stop_seconds), 1),
-        h11_max_incomplete_event_size=_HEADER_BYTES,
+        h11_max_incomplete_event_size=HEADER_BYTES,
     )
     with _signals_that_end_well(), _json_log(), bound:
         _Server(config, served, ready).run([bound])

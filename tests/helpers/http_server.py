@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import uvicorn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers.chat_templates import PLAIN
@@ -111,25 +111,26 @@ def running(
     api_key: str | None = None,
     template: str | None = PLAIN,
     log_text: bool = False,
+    model: PreTrainedModel | None = None,
+    draft: str = "lookup+exit:3",
     **engine: Any,
 ) -> Iterator[Running]:
-    """Serve the stories in float64, drafting by look-ups and an exit, in a thread."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
+    """Serve the stories, or a model of their vocabulary, in float64, drafting by look-ups and an exit, in a thread."""
+    model = model or AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
-    spec = selfspec.wrap(model, draft="lookup+exit:3", draft_length=3)
+    spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text)
     app = create_app(served, api_key, stop_seconds=30)
     config = uvicorn.Config(
         app,
         port=0,
-        http=bounded_headers(served.limits.client_seconds),
+        http=bounded_headers(served.limits),
         lifespan="on",
         ws="none",
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=30,
-        limit_concurrency=served.limits.connections,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="test-server")
