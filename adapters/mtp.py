@@ -30,6 +30,18 @@ LAYOUTS: dict[str, MtpLayout] = {
     "glm4_moe": _BEHIND_THE_LAYERS,
     "glm4_moe_lite": _BEHIND_THE_LAYERS,
     "glm4v_moe_text": _BEHIND_THE_LAYERS,
+    "hy_v3": MtpLayout(norm="layers.{n}.final_layernorm", config=(("mlp_layer_types", ["sparse"]),)),
+    "mimo_v2_flash": MtpLayout(
+        embedding="mtp.layers.{i}.enorm",
+        hidden="mtp.layers.{i}.hnorm",
+        projection="mtp.layers.{i}.eh_proj",
+        norm="mtp.layers.{i}.final_layernorm",
+        block="mtp.layers.{i}.",
+        # Each of its modules reads the model's states, as its authors serve it.
+        passes_on="read",
+        renames=(("pre_mlp_layernorm", "post_attention_layernorm"),),
+        config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["dense"])),
+    ),
     "qwen3_next": _BESIDE_THE_MODEL,
     "qwen3_5_text": _BESIDE_THE_MODEL,
     "qwen3_5_moe_text": _BESIDE_THE_MODEL,

@@ -203,6 +203,7 @@ class MtpLayout:
         reads: which state of the model it reads: before or after the final norm.
         recycles: which state of its own it goes on from.
         passes_on: which states the module behind it reads: those that it made, or those that it read.
+        renames: what the checkpoint calls parts of its layer, and what the model calls those of its own.
         config: what the config of its layer has other than the model's; lists are for one layer.
     """
 
@@ -216,6 +217,7 @@ class MtpLayout:
     reads: Literal["last", "normed"] = "normed"
     recycles: Literal["last", "normed"] = "normed"
     passes_on: Literal["made", "read"] = "made"
+    renames: tuple[tuple[str, str], ...] = ()
     config: tuple[tuple[str, Any], ...] = ()
 
     def promised(self, config: object) -> int:
@@ -254,7 +256,7 @@ class MtpLayout:
             places["norm"] = self._at(self.norm, depth, module)
         found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in (".weight", ".bias")}
         block = before + self._at(self.block, depth, module)
-        inside = {name: "block." + name.removeprefix(block) for name in listed if name.startswith(block)}
+        inside = {name: "block." + self._renamed(name.removeprefix(block)) for name in listed if name.startswith(block)}
         # The embeddings and the head are the model's, of which some checkpoints have a copy here.
         rest = {
             name: other
@@ -262,6 +264,11 @@ class MtpLayout:
             if name not in found and not other.startswith(("block.shared_head.", "block.embed_tokens."))
         }
         return {name: found[name] for name in listed if name in found} | rest
+
+    def _renamed(self, name: str) -> str:
+        for there, here in self.renames:
+            name = name.replace(there, here)
+        return name
 
     @staticmethod
     def _at(place: str, depth: int, module: int) -> str:

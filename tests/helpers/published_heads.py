@@ -187,6 +187,17 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "deepseek_v3": (_BEHIND, {"first_k_dense_replace": 0}),
     "glm4_moe": (_BEHIND, {"first_k_dense_replace": 0}),
     "glm4_moe_lite": (_BEHIND, {"mlp_layer_types": ["sparse"]}),
+    "hy_v3": ({**_BEHIND, "norm": "model.layers.{n}.final_layernorm"}, {"mlp_layer_types": ["sparse"]}),
+    "mimo_v2_flash": (
+        {
+            "embedding": "model.mtp.layers.{i}.enorm",
+            "hidden": "model.mtp.layers.{i}.hnorm",
+            "projection": "model.mtp.layers.{i}.eh_proj",
+            "norm": "model.mtp.layers.{i}.final_layernorm",
+            "block": "model.mtp.layers.{i}.",
+        },
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+    ),
     "qwen3_next": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_text": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_moe_text": (_BESIDE, {"layer_types": ["full_attention"]}),
@@ -232,7 +243,10 @@ def mtp(folder: Path, kind: str, modules: int = 1, **options: Any) -> MtpCheckpo
             own[part] = own[part].abs() + 0.5
         for name, weight in load_file(folder / "block" / "model.safetensors").items():
             if name.startswith("model.layers.0."):
-                weights[names["block"] + name.removeprefix("model.layers.0.")] = weight
+                end = name.removeprefix("model.layers.0.")
+                if kind == "mimo_v2_flash":
+                    end = end.replace("post_attention_layernorm", "pre_mlp_layernorm")
+                weights[names["block"] + end] = weight
             if name == "model.norm.weight" and "norm" in names:
                 shared = weights.setdefault(f"{names['norm']}.weight", weight)
                 block.get_submodule("model.norm").load_state_dict({"weight": shared})

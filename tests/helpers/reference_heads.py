@@ -204,7 +204,10 @@ def mtp(
             # Each module reads the states of the one before it, and the token after that one's. The last goes on.
             module = min(place, len(blocks) - 1)
             if place <= module:
-                read, first = states, 1 + place
+                # All modules of MiMo-V2 read the model's states.
+                if place == 0 or kind != "mimo_v2_flash":
+                    read = states
+                first = 1 + place
             else:
                 read = torch.cat([read, states[-1:]])
             states = made(module, read, tokens[first : first + len(read)])
