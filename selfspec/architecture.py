@@ -254,7 +254,8 @@ class MtpLayout:
         before = first.removesuffix(f"{places['embedding']}.weight")
         if self.norm is not None:
             places["norm"] = self._at(self.norm, depth, module)
-        found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in (".weight", ".bias")}
+        ends = (".weight", ".weight_scale_inv", ".bias")
+        found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in ends}
         block = before + self._at(self.block, depth, module)
         inside = {name: "block." + self._renamed(name.removeprefix(block)) for name in listed if name.startswith(block)}
         # The embeddings and the head are the model's, of which some checkpoints have a copy here.

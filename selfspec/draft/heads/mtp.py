@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter, MtpLayout
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.draft.heads.float8 import SCALE, check_layout, dequantised
 from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head
@@ -71,7 +72,12 @@ class _Module:
     @property
     def size(self) -> int:
         """Parameters of it."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if not name.endswith(SCALE))
+
+    @property
+    def _config(self) -> Mapping[str, Any]:
+        """The checkpoint's configuration; of a folder with a module alone it may be missing."""
+        return self.folder.config() if (self.folder.path / "config.json").is_file() else {}
 
     def check(self, layout: MtpLayout, hidden: int) -> None:
         """Refuse one that is not whole, or is none of a model of that width.
@@ -80,6 +86,7 @@ class _Module:
             HeadError: saying what it lacks.
         """
         shapes = {self.names[name]: shape for name, shape in self.shapes.items()}
+        check_layout(shapes, self._config, str(self.folder.path))
         wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
         missing = [part for part in wanted if f"{part}.weight" not in shapes]
         if missing or not any(name.startswith("block.") for name in shapes):
@@ -101,13 +108,8 @@ class _Module:
             HeadError: files cannot be read.
         """
         source = str(self.folder.path)
-        weights = {self.names[name]: weight for name, weight in self.folder.tensors(self.names).items()}
-        rounded = next((name for name, each in weights.items() if each.element_size() < 2), None)
-        if rounded is not None:
-            raise HeadError(
-                f"the module for multi-token prediction in {source} is kept in {weights[rounded].dtype}, which is "
-                "not read yet; take a checkpoint in bfloat16"
-            )
+        read = {self.names[name]: weight for name, weight in self.folder.tensors(self.names).items()}
+        weights = dequantised(read, self._config, source)
         config = _layer_config(model, layout)
         width = config.hidden_size
         block = {f"model.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")}
@@ -304,7 +306,7 @@ def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
     if shapes is None:
         return HeldModules(promised, None, 0)
     modules = [layout.renamed(shapes, depth, module) for module in range(layout.held(shapes, depth))]
-    size = sum(torch.Size(shapes[each]).numel() for names in modules for each in names)
+    size = sum(torch.Size(shapes[each]).numel() for names in modules for each in names if not each.endswith(SCALE))
     return HeldModules(promised, len(modules), size)
 
 

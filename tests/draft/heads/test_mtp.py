@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,76 @@ def test_greedy_rows_are_stock_rows(kind: str, modules: int, tmp_path: Path) -> 
     for control in (None, selfspec.FixedLength(3, nodes=6)):
         spec = selfspec.wrap(made.model, "mtp", draft_length=control)
         assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
+
+
+def in_float8(folder: Path, made: published_heads.MtpCheckpoint, block: tuple[int, int]) -> None:
+    """Keep the first module's matrices in float8, and make the reference compute with what comes of them."""
+    weights = load_file(folder / "model.safetensors")
+    layer = {}
+    for name, weight in list(weights.items()):
+        inside = name.removeprefix("model.layers.4.")
+        if inside == name or weight.ndim < 2 or name.endswith("mlp.gate.weight"):
+            continue
+        # Blocks that are cut off at the edges are as large as others.
+        rows, columns = (-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+        scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.01 + 0.001
+        spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: len(weight), : weight.shape[1]]
+        weights[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scales
+        exact = (weights[name].float() * spread).double()
+        if inside == "eh_proj.weight":
+            made.weights[0]["projection"] = exact
+        else:
+            layer[f"model.layers.0.{inside}"] = exact
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    made.blocks[0].save_pretrained(folder / "block")
+    save_file(
+        load_file(folder / "block/model.safetensors") | layer, folder / "block/model.safetensors", {"format": "pt"}
+    )
+    made.blocks[0] = type(made.blocks[0]).from_pretrained(folder / "block").eval()
+    made.blocks[0].set_experts_implementation("eager")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("block", [(16, 16), (128, 128), (8, 24)], ids=str)
+def test_a_module_in_float8_drafts_what_its_blocks_say(
+    block: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = published_heads.mtp(tmp_path, "deepseek_v3")
+    in_float8(tmp_path, made, block)
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "deepseek_v3"))
+    held = held_modules(str(tmp_path), made.model.config)
+    assert held is not None
+    assert out.stats.draft_bytes > held.parameters * 8
+
+
+def test_other_layouts_in_few_bits_are_refused_by_name(tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, "deepseek_v3")
+    weights = load_file(tmp_path / "model.safetensors")
+    in_float8(tmp_path, made, (16, 16))
+    rounded = load_file(tmp_path / "model.safetensors")
+
+    def refusal(**changed: torch.Tensor | None) -> str:
+        kept = {**rounded, **{f"model.layers.4.{name}".replace("/", "."): each for name, each in changed.items()}}
+        save_file({name: each for name, each in kept.items() if each is not None}, tmp_path / "model.safetensors")
+        with pytest.raises(HeadError) as refused:
+            selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **OPTIONS)
+        return str(refused.value)
+
+    place = "self_attn/o_proj/weight"
+    assert "as fp8 does (block.self_attn.o_proj.weight in torch.float8" in refusal(**{f"{place}_scale_inv": None})
+    assert "blocks of [16, 16] need" in refusal(**{f"{place}_scale_inv": torch.ones(1, 1)})
+    assert "(block.self_attn.o_proj.weight_packed)" in refusal(
+        **{place: None, f"{place}_scale_inv": None, f"{place}_packed": torch.zeros(4, 4, dtype=torch.int32)}
+    )
+    assert "in torch.int8" in refusal(**{place: torch.zeros(32, 40, dtype=torch.int8)})
+    assert "NaN" in refusal(**{f"{place}_scale_inv": torch.full((2, 3), torch.inf)})
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **OPTIONS)
 
 
 def test_what_is_missing_is_said_before_any_pass(tmp_path: Path) -> None:
