@@ -18,8 +18,9 @@ from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight
 from selfspec.model.compensated_weights import compensated_weights
+from selfspec.model.early_head import plain_head
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.registry import find_adapter
@@ -149,9 +150,12 @@ class LowPrecision(LayerPathDrafter):
         if texts:
             rounded = compensated_weights(model, weights, precision, texts)
         else:
-            rounded = ((name, round_weight(weight, precision)) for name, weight in weights)
+            head = f"{plain_head(model)}.weight"
+            rounded = (
+                (name, (round_head if name == head else round_weight)(weight, precision)) for name, weight in weights
+            )
         about = AboutSubstitutes(
-            2, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
+            3, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
         )
 
         def counted() -> Iterator[tuple[str, RoundedWeight]]:

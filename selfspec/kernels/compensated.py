@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.rounded import Precision, RoundedWeight, four_bits, in_pairs, nearest_levels, round_weight
+from selfspec.kernels.rounded import (
+    Precision,
+    RoundedWeight,
+    column_sizes,
+    four_bits,
+    in_pairs,
+    nearest_levels,
+    round_weight,
+)
 
 # Of the mean second moment. No moment exceeds their sum, so it bounds the condition, and float32 is enough.
 _DAMPING = 0.05
 # Weights that are rounded at once: copies of them are made in float32.
 _AT_ONCE = 1 << 24
+# Of a mean input: factors of smaller ones are those of such.
+_LEAST_INPUT = 1e-3
 
 
 @torch.no_grad()
@@ -30,14 +40,22 @@ def round_compensated(weight: Tensor, moments: Tensor, precision: Precision) -> 
     if not (mean > 0 and mean.isfinite()):
         return round_weight(weight, precision)
     rounded = RoundedWeight.empty(weight.shape, precision, weight.device)
-    effects = _effects(moments, _DAMPING * mean)
+    rounded.factors.copy_(_factors(weight, moments))
+    moments = moments * rounded.factors * rounded.factors[:, None]
+    effects = _effects(moments, _DAMPING * moments.diagonal().mean())
     step = max(1, _AT_ONCE // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         some = slice(first, first + step)
         # A copy, however the weight is laid out.
-        left = weight[some].t().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        left = (weight[some].float() / rounded.factors).t().contiguous()
         _fill(rounded[some], left, effects, precision.group_size)
     return rounded
+
+
+def _factors(weight: Tensor, moments: Tensor) -> Tensor:
+    """Those that leave inputs and columns, `[in]`, of the same size."""
+    inputs = moments.diagonal().sqrt()
+    return (column_sizes(weight) / (inputs / inputs.mean()).clamp(min=_LEAST_INPUT)).sqrt()
 
 
 def _effects(moments: Tensor, damping: Tensor) -> Tensor:
@@ -54,7 +72,6 @@ def _fill(rounded: RoundedWeight, left: Tensor, effects: Tensor, group_size: int
     for group in range(rounded.scales.shape[1]):
         first, end = group * group_size, (group + 1) * group_size
         fitted = four_bits(left[first:end].t(), group_size)
-        assert fitted.zeros is not None
         scales, zeros = fitted.scales[:, 0].float(), fitted.zeros[:, 0].float()
         levels, errors = torch.empty_like(left[first:end]), torch.empty_like(left[first:end])
         for place, number in enumerate(range(first, end)):

@@ -13,14 +13,15 @@ namespace {
 
 using namespace four_bits;
 
-// `x` is [..., in]; `weight` [out, in / 32 * 20] bytes, as `in_blocks` lays them out.
-at::Tensor few_rows_in_four_bits(const at::Tensor& x, const at::Tensor& weight) {
+// `x` is [..., in]; `weight` [out, in / 32 * 20] bytes, as `in_blocks` lays them out; `factors` [in], of inputs.
+at::Tensor few_rows_in_four_bits(const at::Tensor& x, const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& factors) {
   TORCH_CHECK(x.dim() > 0 && weight.dim() == 2 && x.size(-1) * kGroupBytes == weight.size(1) * kGroup,
               "few_rows_in_four_bits: sizes do not match");
   TORCH_CHECK(rows_of(x) <= kMostRows, "few_rows_in_four_bits: at most ", kMostRows, " rows");
   TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == at::kByte,
               "few_rows_in_four_bits: contiguous bytes alone");
-  const at::Tensor states = x.to(at::kFloat).contiguous();
+  const at::Tensor states = scaled(x.to(at::kFloat), factors).contiguous();
   const int64_t rows = rows_of(x), in = x.size(-1), out = weight.size(0), groups = in / kGroup;
   const int64_t blocks = (groups + kGroups - 1) / kGroups;
   std::vector<RoundedBlock> inputs(rows * blocks);
@@ -41,6 +42,6 @@ at::Tensor few_rows_in_four_bits(const at::Tensor& x, const at::Tensor& weight) 
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(selfspec, m) { m.def("few_rows_in_four_bits(Tensor x, Tensor weight) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(selfspec, m) { m.def("few_rows_in_four_bits(Tensor x, Tensor weight, Tensor? factors) -> Tensor"); }
 
 TORCH_LIBRARY_IMPL(selfspec, CPU, m) { m.impl("few_rows_in_four_bits", few_rows_in_four_bits); }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -58,6 +59,10 @@ struct Lanes {
 
 // Rows of states, [..., in].
 inline int64_t rows_of(const at::Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
+
+inline at::Tensor scaled(const at::Tensor& x, const std::optional<at::Tensor>& factors) {
+  return factors ? x.mul(*factors) : x;
+}
 
 // The sizes of `x` with `last` numbers in each row.
 inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t last) {

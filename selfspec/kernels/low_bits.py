@@ -68,6 +68,7 @@ class LowBitsLinear(nn.Module, ABC):
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features, self._dtype = rounded.inputs, rounded.levels.shape[0], dtype
+        self.factors = _fixed(rounded.factors)
         self.register_parameter("bias", None if bias is None else _fixed(bias.detach()))
 
     @property
@@ -87,6 +88,10 @@ class LowBitsLinear(nn.Module, ABC):
         if product.dtype != states.dtype:
             product = product.to(states.dtype)
         return product if self.bias is None else product + self.bias
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """The inputs, `[..., in]`, as the rounded weight takes them, in their dtype."""
+        return (states * self.factors).to(states.dtype)
 
     @abstractmethod
     def _product(self, states: Tensor) -> Tensor:
@@ -111,10 +116,12 @@ class EightBitsLinear(LowBitsLinear):
 
     def _product(self, states: Tensor) -> Tensor:
         if self._kernels is Kernels.NATIVE:
-            return _few_at_a_time(lambda some: native.few_rows(some, self.levels, None, self.scales), states)
+            held = (self.levels, None, self.scales, self.factors)
+            return _few_at_a_time(lambda some: native.few_rows(some, *held), states)
         if self._kernels is Kernels.TRITON:
-            return _by_triton(states, self.levels, self.scales, None)
-        return _in_rows(lambda rows: torch.ops.aten._weight_int8pack_mm(rows, self.levels, self.scales), states)
+            return _by_triton(self.scaled(states), self.levels, self.scales, None)
+        product = torch.ops.aten._weight_int8pack_mm
+        return _in_rows(lambda rows: product(rows, self.levels, self.scales), self.scaled(states))
 
 
 class FourBitsLinear(LowBitsLinear):
@@ -130,7 +137,8 @@ class FourBitsLinear(LowBitsLinear):
             return
         if self._kernels is Kernels.NATIVE:
             # A few rows at a time: copies of a whole head would take more memory than its substitute.
-            parts = zip(*(part.split(_ROWS_AT_ONCE) for part in rounded.parts.values()), strict=True)
+            kept = (rounded.levels, rounded.scales, rounded.zeros)
+            parts = zip(*(part.split(_ROWS_AT_ONCE) for part in kept), strict=True)
             self.levels = _fixed(torch.cat([native.in_blocks(*part) for part in parts]))
             return
         self.levels = _fixed(_packed(rounded.levels))
@@ -148,12 +156,14 @@ class FourBitsLinear(LowBitsLinear):
 
     def _product(self, states: Tensor) -> Tensor:
         if self._kernels is Kernels.NATIVE:
-            return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, self.levels), states)
+            held = (self.levels, self.factors)
+            return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
         if self._kernels is Kernels.TRITON:
-            return _by_triton(states, self.levels, self.scales, self.zeros)
+            return _by_triton(self.scaled(states), self.levels, self.scales, self.zeros)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
-        return _in_rows(lambda rows: kernel(rows, self.levels, self.group_size, self.scales_and_zeros), states)
+        held = (self.levels, self.group_size, self.scales_and_zeros)
+        return _in_rows(lambda rows: kernel(rows, *held), self.scaled(states))
 
 
 class LowBitsExperts(nn.Module):

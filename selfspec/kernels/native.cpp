@@ -16,13 +16,13 @@ namespace {
 
 template <typename Work>
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& scales) {
+                   const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& by) {
   using Sum = typename Work::Sum;
   const auto in_sums = [](const at::Tensor& tensor) {
     constexpr auto dtype = c10::CppTypeToScalarType<Sum>::value;
     return (tensor.scalar_type() == dtype ? tensor : tensor.to(dtype)).contiguous();
   };
-  const at::Tensor states = in_sums(x);
+  const at::Tensor states = in_sums(scaled(in_sums(x), by));
   const at::Tensor added = bias ? in_sums(*bias) : at::Tensor(), factors = scales ? in_sums(*scales) : at::Tensor();
   const auto pointer = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<Sum>() : nullptr; };
   const int64_t rows = rows_of(x), in = x.size(-1), out = weight.size(0);
@@ -36,22 +36,23 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
   return x.scalar_type() == y.scalar_type() ? y : y.to(x.scalar_type());
 }
 
-// `x` is [..., in]; `weight` [out, in] in float32, float64, bfloat16 or int8; `scales` [out], of int8.
+// `x` is [..., in]; `weight` [out, in] in float32, float64, bfloat16 or int8; `scales` [out], of int8; `factors` [in],
+// of inputs.
 at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                    const std::optional<at::Tensor>& scales) {
+                    const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& factors) {
   TORCH_CHECK(x.dim() > 0 && rows_of(x) <= kMostRows, "few_rows: at most ", kMostRows, " rows");
   TORCH_CHECK(weight.dim() == 2 && x.size(-1) == weight.size(1), "few_rows: sizes do not match");
   TORCH_CHECK(weight.is_contiguous(), "few_rows: the weight is not contiguous");
   const auto dtype = weight.scalar_type();
   TORCH_CHECK(dtype != at::kChar || scales, "few_rows: weights in int8 need scales");
   switch (dtype) {
-    case at::kFloat: return product<Product<Plain<float>>>(x, weight, bias, scales);
-    case at::kDouble: return product<Product<Plain<double>>>(x, weight, bias, scales);
-    case at::kBFloat16: return product<Product<BFloat16>>(x, weight, bias, scales);
+    case at::kFloat: return product<Product<Plain<float>>>(x, weight, bias, scales, factors);
+    case at::kDouble: return product<Product<Plain<double>>>(x, weight, bias, scales, factors);
+    case at::kBFloat16: return product<Product<BFloat16>>(x, weight, bias, scales, factors);
 #if defined(__AVX512VNNI__)
-    case at::kChar: return product<IntegerProduct>(x, weight, bias, scales);
+    case at::kChar: return product<IntegerProduct>(x, weight, bias, scales, factors);
 #else
-    case at::kChar: return product<Product<Int8>>(x, weight, bias, scales);
+    case at::kChar: return product<Product<Int8>>(x, weight, bias, scales, factors);
 #endif
     default: TORCH_CHECK(false, "few_rows: weights in ", dtype);
   }
@@ -76,7 +77,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
 
 TORCH_LIBRARY(selfspec, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
-  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
+  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? factors) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(selfspec, CPU, m) {

@@ -113,21 +113,25 @@ def are_loaded() -> bool:
     return hasattr(torch.ops.selfspec, "few_rows")
 
 
-def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+def few_rows(
+    states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, factors: Tensor | None = None
+) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
     Each output is summed in the same order for any number of rows and threads. A weight in int8 has scales `[out]`.
+    Inputs are multiplied by `factors`, `[in]`, before, in float32.
     """
-    product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales)
+    product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales, factors)
     return product
 
 
-def few_rows_in_four_bits(states: Tensor, weight: Tensor) -> Tensor:
+def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, `[..., in]` to `[..., out]`.
 
-    Each output is summed in the same order for any number of rows and threads.
+    Each output is summed in the same order for any number of rows and threads. Inputs are multiplied by `factors`,
+    `[in]`, before, in float32.
     """
-    product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight)
+    product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight, factors)
     return product
 
 

@@ -62,28 +62,40 @@ struct Words {
   }
 };
 
-// A thread of a call, with room of its own that grows as needed.
-struct Worker : Member {
-  std::vector<char> room;
+// Room that grows as needed.
+struct Room {
+  std::vector<char> bytes;
 
   template <typename Number>
-  Number* room_for(int64_t count) {
-    if (room.size() < count * sizeof(Number) + 64) room.resize(count * sizeof(Number) + 64);
-    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(room.data()) + 63) & ~uintptr_t(63));
+  Number* of(int64_t count) {
+    if (bytes.size() < count * sizeof(Number) + 64) bytes.resize(count * sizeof(Number) + 64);
+    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) & ~uintptr_t(63));
   }
 };
 
-// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, y.
+// A thread of a call.
+struct Worker : Member {
+  Room inputs, room;
+};
+
+// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, y.
 void run_product(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [rows, in, out] = words.numbers<3>();
   const float* x = words.operand<const float>();
   const void* weight = words.operand<const void>();
   const float *scales = words.operand<const float>(), *bias = words.operand<const float>();
-  const float* residual = words.operand<const float>();
+  const float *residual = words.operand<const float>(), *factors = words.operand<const float>();
   float* y = words.operand<float>();
   const Range share = worker.share(out, dtype == Dtype::kFloatColumns ? 2 * kLanes<float> : 8);
   if (share.begin == share.end) return;
+  if (factors) {
+    float* scaled = worker.inputs.of<float>(rows * in);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < in; ++i) scaled[row * in + i] = x[row * in + i] * factors[i];
+    }
+    x = scaled;
+  }
   const auto run = [&](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
   if (dtype == Dtype::kFloat) {
     run(Product<Plain<float>>{x, static_cast<const float*>(weight), y, nullptr, bias, residual, in, out});
@@ -94,7 +106,7 @@ void run_product(Words& words, Worker& worker) {
   } else if (dtype == Dtype::kInt8) {
 #if defined(__AVX512VNNI__)
     const int64_t groups = IntegerProduct::groups_of(in);
-    auto* rounded = worker.room_for<RoundedGroup>(rows * groups);
+    auto* rounded = worker.room.of<RoundedGroup>(rows * groups);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t first = group * kInputsOfGroup;
@@ -109,7 +121,7 @@ void run_product(Words& words, Worker& worker) {
   } else {
     using namespace four_bits;
     const int64_t groups = in / kGroup, blocks = (groups + kGroups - 1) / kGroups;
-    auto* rounded = worker.room_for<RoundedBlock>(rows * blocks);
+    auto* rounded = worker.room.of<RoundedBlock>(rows * blocks);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t block = 0; block < blocks; ++block) {
         rounded[row * blocks + block] = rounded_block(
@@ -198,7 +210,7 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* starts = reinterpret_cast<const int64_t*>(table[kStart]);
   const auto* depths = reinterpret_cast<const int64_t*>(table[kDepths]);
   const auto* sees = reinterpret_cast<const bool*>(table[kSees]);
-  float* scores = worker.room_for<float>(capacity + kLanes<float>);
+  float* scores = worker.room.of<float>(capacity + kLanes<float>);
   const Range share = worker.share(batch * heads * tokens);
   for (int64_t number = share.begin; number < share.end; ++number) {
     const int64_t token = number % tokens, head = number / tokens % heads, row = number / tokens / heads;
@@ -383,7 +395,7 @@ void run_program(const at::Tensor& program, at::IntArrayRef given, int64_t threa
     // There may be fewer threads than asked for. Nobody goes on before they are counted.
 #pragma omp single
     barrier.emplace(omp_get_num_threads());
-    Worker worker{{omp_get_thread_num(), omp_get_num_threads()}, {}};
+    Worker worker{{omp_get_thread_num(), omp_get_num_threads()}, {}, {}};
     run(first, table, *barrier, worker);
   }
 }

@@ -1,8 +1,12 @@
-"""Weights rounded to 8 or 4 bits, with scales for rows or groups: the same on every machine, packed by no kernel."""
+"""Weights rounded to 8 or 4 bits, with scales for rows or groups: the same on every machine, packed by no kernel.
+
+Columns of unlike size are what costs acceptance in few bits. So each is divided by a factor first, and its input
+multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +36,20 @@ class Precision:
 
 @dataclass(frozen=True)
 class RoundedWeight:
-    """A weight, `[..., out, in]`, in fewer bits.
+    """A weight, `[..., out, in]`, in fewer bits, for inputs that are multiplied by `factors` before.
 
     Attributes:
         levels: in 8 bits int8 in -127..127, `[..., out, in]`; in 4 bits uint8, `[..., out, in / 2]`, two levels of
             0..15 a byte, the first of them in the higher bits.
         scales: how far a level is from the next one, in bfloat16, as ATen's kernels take it: `[..., out]` in 8 bits,
             `[..., out, groups]` in 4.
+        factors: of the inputs, `[..., in]`, float32, by which columns are divided.
         zeros: the value of level 8 in 4 bits, laid out as the scales; None in 8 bits, where level 0 is 0.
     """
 
     levels: Tensor
     scales: Tensor
+    factors: Tensor
     zeros: Tensor | None
 
     @classmethod
@@ -54,18 +60,21 @@ class RoundedWeight:
             RuntimeError: groups do not divide the inputs.
         """
         *outputs, inputs = shape
+        factors = torch.empty(*outputs[:-1], inputs, dtype=torch.float32, device=device)
         if precision.bits == 8:
             levels = torch.empty(*outputs, inputs, dtype=torch.int8, device=device)
-            return cls(levels, torch.empty(*outputs, dtype=torch.bfloat16, device=device), None)
+            return cls(levels, torch.empty(*outputs, dtype=torch.bfloat16, device=device), factors, None)
         if inputs % precision.group_size:
             raise RuntimeError(f"{inputs} inputs: groups of {precision.group_size} do not divide them")
         levels = torch.empty(*outputs, inputs // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(*outputs, inputs // precision.group_size, dtype=torch.bfloat16, device=device)
-        return cls(levels, scales, torch.empty_like(scales))
+        return cls(levels, scales, factors, torch.empty_like(scales))
 
     def __getitem__(self, which: int | slice) -> RoundedWeight:
         """A view of some of the weights, or of some rows of one."""
-        return RoundedWeight(self.levels[which], self.scales[which], None if self.zeros is None else self.zeros[which])
+        zeros = None if self.zeros is None else self.zeros[which]
+        factors = self.factors if self.levels.ndim == 2 else self.factors[which]
+        return RoundedWeight(self.levels[which], self.scales[which], factors, zeros)
 
     @property
     def inputs(self) -> int:
@@ -75,7 +84,7 @@ class RoundedWeight:
     @property
     def parts(self) -> dict[str, Tensor]:
         """Its tensors, by name."""
-        parts = {"levels": self.levels, "scales": self.scales, "zeros": self.zeros}
+        parts = {"levels": self.levels, "scales": self.scales, "factors": self.factors, "zeros": self.zeros}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
@@ -83,22 +92,26 @@ class RoundedWeight:
         """Bytes that it takes."""
         return sum(part.nbytes for part in self.parts.values())
 
-    def copy_(self, other: RoundedWeight) -> None:
-        """Take the values of another."""
-        for name, part in self.parts.items():
-            part.copy_(other.parts[name])
-
 
 @torch.no_grad()
-def round_weight(weight: Tensor, precision: Precision) -> RoundedWeight:
+def round_weight(weight: Tensor, precision: Precision, factors: Tensor | None = None) -> RoundedWeight:
     """Round a weight, `[..., out, in]`: in 8 bits by its largest value, in 4 bits with little squared error.
+
+    `factors`, `[..., in]`, are those of its inputs; None: the sizes of its columns, which is right where inputs are as
+    much smaller as the column that reads them is larger, as layers learn them.
 
     Raises:
         RuntimeError: groups do not divide `in`.
     """
     rounded = RoundedWeight.empty(weight.shape, precision, weight.device)
+    rounded.factors.copy_(column_sizes(weight.detach()) if factors is None else factors)
     _fill(rounded, weight.detach(), precision)
     return rounded
+
+
+def round_head(weight: Tensor, precision: Precision) -> RoundedWeight:
+    """Round a head over a vocabulary, `[out, in]`, as `round_weight`: its large columns read inputs of any size."""
+    return round_weight(weight, precision, torch.ones(weight.shape[-1], device=weight.device))
 
 
 def _fill(rounded: RoundedWeight, weight: Tensor, precision: Precision) -> None:
@@ -106,23 +119,58 @@ def _fill(rounded: RoundedWeight, weight: Tensor, precision: Precision) -> None:
         for index, part in enumerate(weight):
             _fill(rounded[index], part, precision)
         return
+    for some in _pieces(weight):
+        rows, part = weight[some].float() / rounded.factors, rounded[some]
+        if part.zeros is None:
+            _fill_eight_bits(part, rows)
+        else:
+            grid = four_bits(rows, precision.group_size)
+            part.levels.copy_(in_pairs(grid.levels))
+            part.scales.copy_(grid.scales)
+            part.zeros.copy_(grid.zeros)
+
+
+def _pieces(weight: Tensor) -> Iterator[slice]:
     step = max(1, _AT_ONCE // weight.shape[1])
-    for first in range(0, weight.shape[0], step):
-        some = slice(first, first + step)
-        rows = weight[some].float()
-        rounded[some].copy_(_eight_bits(rows) if precision.bits == 8 else four_bits(rows, precision.group_size))
+    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
+
+
+def column_sizes(weight: Tensor) -> Tensor:
+    """The root mean square of each column of a weight, `[..., out, in]`, by their mean: `[..., in]`, 1 for zeros."""
+    if weight.ndim > 2:
+        return torch.stack([column_sizes(part) for part in weight])
+    # In float64, so that it does not matter what is added up at once.
+    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for some in _pieces(weight):
+        squares += weight[some].double().square().sum(0)
+    sizes = squares.sqrt()
+    return torch.where(sizes > 0, sizes / sizes.mean(), 1).float()
 
 
 # Scales are rounded first, and the weights to multiples of what the kernels will use.
 
 
-def _eight_bits(weight: Tensor) -> RoundedWeight:
-    scales = _as_kept(weight.abs().amax(1) / 127)
-    levels = (weight / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return RoundedWeight(levels.to(torch.int8), scales, None)
+def _fill_eight_bits(rounded: RoundedWeight, weight: Tensor) -> None:
+    rounded.scales.copy_(_as_kept(weight.abs().amax(1) / 127))
+    rounded.levels.copy_((weight / rounded.scales.float()[:, None]).round_().clamp_(-127, 127))
 
 
-def four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
+@dataclass(frozen=True)
+class FourBits:
+    """What 4 bits make of a weight, `[out, in]`.
+
+    Attributes:
+        levels: 0 to 15, `[out, in]`.
+        scales: `[out, groups]`, in bfloat16.
+        zeros: the value of level 8, laid out as the scales.
+    """
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def four_bits(weight: Tensor, group_size: int) -> FourBits:
     """Round a float32 weight, `[out, in]`, with scales and zeros that are fitted to what they give."""
     groups = weight.unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -138,7 +186,7 @@ def four_bits(weight: Tensor, group_size: int) -> RoundedWeight:
         scales = torch.where(spread > 0, _as_kept(slope), scales)
         zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
         levels = nearest_levels(groups, scales, zeros)
-    return RoundedWeight(in_pairs(levels.flatten(1)), scales[..., 0], zeros[..., 0])
+    return FourBits(levels.flatten(1), scales[..., 0], zeros[..., 0])
 
 
 def in_pairs(levels: Tensor) -> Tensor:

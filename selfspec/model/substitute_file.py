@@ -31,7 +31,7 @@ class AboutSubstitutes:
         head: whether the language-model head has one.
     """
 
-    format: Literal[2]
+    format: Literal[3]
     base: str
     bits: Literal[8, 4]
     group_size: int
@@ -48,7 +48,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 
     def __init__(self, file: str | Path) -> None:
         super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, REWRITE)
-        parts = ("levels", "scales") if self.about.bits == 8 else ("levels", "scales", "zeros")
+        parts = ("levels", "scales", "factors") + (("zeros",) if self.about.bits == 4 else ())
         self.check_names(f"{weight}.{part}" for weight in self.weights for part in parts)
 
     @property

@@ -17,7 +17,7 @@ from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.large_pages import LargePages
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight
 from selfspec.model.early_head import plain_head
 from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.substitute_file import REWRITE, SubstituteFile
@@ -125,16 +125,20 @@ class Substitutes:
     recordings read where it is; if there is another weight, another substitute is made. What has none runs exactly:
     layers that do not compute what `nn.Linear` or `Conv1D` does, experts that are not of `transformers`' common kind,
     quantised weights, and sizes that no kernel takes.
+
+    Args:
+        head: the name of the language-model head in the model, if it has a plain one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head: str | None = None) -> None:
+        self._head = head
         self._made: dict[tuple[Precision, str], _Made] = {}
         self._lock = threading.Lock()
         self._pages = LargePages()
 
-    def __reduce__(self) -> tuple[type[Substitutes], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Substitutes], tuple[str | None]]:
         # A copy makes its own: these belong to the weights in this memory.
-        return Substitutes, ()
+        return Substitutes, (self._head,)
 
     @property
     def nbytes(self) -> int:
@@ -185,7 +189,7 @@ class Substitutes:
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
-            self._keep(module, name, precision, [round_weight(weight, precision) for weight in laid_out])
+            self._keep(module, name, precision, [self._rounded(name, weight, precision) for weight in laid_out])
 
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
         """Make a view of a part of the model, of this name in it, whose linear layers are substitutes.
@@ -210,9 +214,12 @@ class Substitutes:
             if made is None or not made.fits(products):
                 if not products or not all(product.takes(precision) for product in products):
                     return None
-                rounded = [round_weight(product.weight, precision) for product in products]
+                rounded = [self._rounded(name, product.weight, precision) for product in products]
                 made = self._keep(module, name, precision, rounded)
         return made.substitute
+
+    def _rounded(self, name: str, weight: Tensor, precision: Precision) -> RoundedWeight:
+        return (round_head if name == self._head else round_weight)(weight, precision)
 
     def _keep(self, module: nn.Module, name: str, precision: Precision, rounded: Sequence[RoundedWeight]) -> _Made:
         """Make the substitute of a module of its rounded weights, and keep it."""

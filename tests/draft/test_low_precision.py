@@ -21,7 +21,7 @@ from selfspec.control.auto import uncalibrated_draft
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts
+from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.measure.teacher_forced.figures import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -199,9 +199,9 @@ def four(weight: Tensor, bias: Tensor | None) -> FourBitsLinear:
 @pytest.mark.parametrize("biased", [True, False])
 def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(64, 96, bias=biased)
+    layer = nn.Linear(256, 96, bias=biased)
     low = make(layer.weight, layer.bias)
-    states = torch.randn(2, 3, 64)
+    states = torch.randn(2, 3, 256)
     error = (low(states) - layer(states)).abs().mean() / layer(states).abs().mean()
     assert low(states).shape == (2, 3, 96)
     assert 0 < error < (0.02 if isinstance(low, EightBitsLinear) else 0.15)
@@ -239,6 +239,23 @@ def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrained
     third = substitutes.within(layer, "up", EIGHT)
     assert third is not second
     torch.testing.assert_close(third(torch.zeros(1, 64)), torch.ones(1, 96))
+
+
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(precision: Precision) -> None:
+    torch.manual_seed(0)
+    sizes = torch.randn(64).exp()
+    layer, states = nn.Linear(64, 96, bias=False), torch.randn(3, 64) / sizes
+    layer.weight.data *= sizes
+    substitutes = Substitutes(head="head")
+    up, head = (substitutes.within(layer, name, precision) for name in ("up", "head"))
+    assert isinstance(up, LowBitsLinear)
+    assert isinstance(head, LowBitsLinear)
+    torch.testing.assert_close(up.factors, layer.weight.norm(dim=0) / layer.weight.norm(dim=0).mean())
+    assert (head.factors == 1).all()
+    wanted = layer(states)
+    assert (up(states) - wanted).norm() < 0.5 * (head(states) - wanted).norm()
+    torch.testing.assert_close(up(states), states @ up.weight.t(), rtol=0.05, atol=0.05)
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@ from selfspec.kernels.rounded import RoundedWeight
 
 
 def restored(weight: RoundedWeight) -> Tensor:
-    """The weight that a kernel multiplies by."""
-    scales = weight.scales.float()[..., None]
+    """The weight that a kernel multiplies by, inputs' factors and all."""
+    scales, factors = weight.scales.float()[..., None], weight.factors[..., None, :]
     if weight.zeros is None:
-        return weight.levels * scales
+        return weight.levels * scales * factors
     levels = torch.stack([weight.levels >> 4, weight.levels & 15], -1).flatten(-2).unflatten(-1, (scales.shape[-2], -1))
-    restored: Tensor = ((levels.float() - 8) * scales + weight.zeros.float()[..., None]).flatten(-2)
-    return restored
+    evened: Tensor = ((levels.float() - 8) * scales + weight.zeros.float()[..., None]).flatten(-2)
+    return evened * factors

@@ -9,7 +9,7 @@ from torch import Tensor
 from helpers.rounding import restored
 from selfspec.kernels import compensated
 from selfspec.kernels.compensated import round_compensated
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.kernels.rounded import Precision, RoundedWeight, column_sizes, round_weight
 
 FOUR = Precision(4, 32)
 
@@ -39,19 +39,32 @@ def test_outputs_are_nearer_to_the_layers(precision: Precision) -> None:
 
 def test_inputs_without_correlation_have_nothing_to_compensate() -> None:
     weight, _ = _drawn()
-    assert _same(round_compensated(weight, 3 * torch.eye(128), FOUR), round_weight(weight, FOUR))
+    found = round_compensated(weight, 3 * torch.eye(128), FOUR)
+    assert _same(found, round_weight(weight, FOUR, column_sizes(weight).sqrt()))
 
 
-def test_the_first_input_is_rounded_as_it_is_and_the_next_takes_up_its_error() -> None:
+def test_columns_of_a_size_and_inputs_of_another_meet_in_the_middle() -> None:
+    weight, states = _drawn()
+    weight[:, 5], states[:, 9] = 4 * weight[:, 5], 9 * states[:, 9]
+    found, before = (
+        round_compensated(each, states.t() @ states, FOUR).factors for each in (weight, weight / column_sizes(weight))
+    )
+    torch.testing.assert_close(found[5] / before[5], 2 * (found[6] / before[6]), rtol=0.2, atol=0)
+    torch.testing.assert_close(before[9], before[10] / 3, rtol=0.2, atol=0)
+
+
+def test_the_first_input_is_rounded_as_it_is_and_the_next_takes_up_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = _drawn(inputs=32)
-    plain = restored(round_weight(weight, FOUR))
+    alike = torch.ones(32)
+    monkeypatch.setattr(compensated, "_factors", lambda *_: alike)
+    plain = restored(round_weight(weight, FOUR, alike))
     moments = torch.eye(32)
     moments[0, 1] = moments[1, 0] = 0.9
     found = restored(round_compensated(weight, moments, FOUR))
     assert torch.equal(found[:, [0, *range(2, 32)]], plain[:, [0, *range(2, 32)]])
     # The second weight that makes up for the first, by the damped moments.
     wanted = weight[:, 1] + (weight[:, 0] - plain[:, 0]) * 0.9 / (1 + compensated._DAMPING)
-    half_a_level = round_weight(weight, FOUR).scales[:, 0].float() / 2
+    half_a_level = round_weight(weight, FOUR, alike).scales[:, 0].float() / 2
     assert ((found[:, 1] - wanted).abs() <= half_a_level * 1.001).all()
 
 

@@ -78,22 +78,25 @@ def of_eight_bits(rows: int, inputs: int, group: int) -> torch.Tensor:
 def test_products_are_what_their_levels_stand_for(
     kind: type[LowBitsLinear], group: int, outputs: int, inputs: int
 ) -> None:
-    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, Precision(8 if kind is EightBitsLinear else 4, 32))
+    factors = 2.0 ** (torch.arange(inputs) % 5 - 2)
+    precision = Precision(8 if kind is EightBitsLinear else 4, 32)
+    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, precision, factors)
     linear = kind(rounded, None, torch.float32)
     weight = restored(rounded).double()
     for rows in (*ROWS, native.MOST_ROWS + 3):
-        states = of_eight_bits(rows, inputs, group)
+        states = of_eight_bits(rows, inputs, group) / factors
         states[0, :group] = 0
         torch.testing.assert_close(linear(states).double(), states.double() @ weight.t(), rtol=1e-5, atol=1e-4)
         others = drawn(rows, inputs).float()
         exact = others.double() @ weight.t()
-        assert (linear(others) - exact).norm() < 0.01 * (others.norm() * weight.norm() / outputs**0.5)
+        sizes = (others * factors).norm() * (weight / factors).norm()
+        assert (linear(others) - exact).norm() < 0.01 * (sizes / outputs**0.5)
 
 
 @pytest.mark.kernels
 def test_four_bits_take_a_sixth_of_float32() -> None:
-    rounded = round_weight(drawn(33, 704).float(), Precision(4, 32))
-    assert FourBitsLinear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 33 * 704
+    rounded = round_weight(drawn(330, 704).float(), Precision(4, 32))
+    assert FourBitsLinear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 330 * 704
 
 
 @pytest.mark.kernels

@@ -51,6 +51,25 @@ def test_weights_of_zeros_are_zeros(precision: Precision, dtype: torch.dtype) ->
     assert not restored(round_weight(torch.zeros(4, 64, dtype=dtype), precision)).any()
 
 
+@pytest.mark.parametrize(("precision", "share"), [(EIGHT, 0.25), (FOUR, 0.25)])
+def test_columns_of_unlike_size_cost_little_where_inputs_make_up_for_them(precision: Precision, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randn(256, generator=generator).mul(2).exp()
+    weight = torch.randn(96, 256, generator=generator) * sizes
+    states = torch.randn(64, 256, generator=generator) / sizes
+    exact = states @ weight.t()
+    evened, plain = (
+        states @ restored(round_weight(weight, precision, factors)).t() for factors in (None, torch.ones(256))
+    )
+    assert (evened - exact).norm() < share * (plain - exact).norm()
+
+
+def test_the_columns_of_a_head_stay_as_they_are() -> None:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    assert (rounded.round_head(weight, EIGHT).factors == 1).all()
+    assert (round_weight(weight, EIGHT).factors != 1).any()
+
+
 def test_groups_that_do_not_divide_are_refused() -> None:
     with pytest.raises(RuntimeError, match="groups of 64"):
         round_weight(torch.zeros(4, 96), Precision(4, 64))

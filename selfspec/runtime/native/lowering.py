@@ -333,14 +333,14 @@ class _Lowering:
     # Products and norms.
 
     def _product(self, node: Any) -> Value:
-        states, weight, bias, scales = (None if each is None else self._value(each) for each in node.args)
+        states, weight, *others = (None if each is None else self._value(each) for each in node.args)
         assert states is not None
         assert weight is not None
-        return self._multiplied(states, weight, _rows_of(weight), bias, scales)
+        return self._multiplied(states, weight, _rows_of(weight), *others)
 
     def _product_in_four_bits(self, node: Any) -> Value:
-        states, weight = map(self._value, node.args)
-        return self._multiplied(states, weight, _rows_of(weight), None, None)
+        states, weight, *factors = map(self._value, node.args)
+        return self._multiplied(states, weight, _rows_of(weight), None, None, *factors)
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)
@@ -348,13 +348,19 @@ class _Lowering:
             raise RecordingError(f"programs do not know this {node.target}")
         held = bias[0] if bias else None
         if weight.layout.t().is_contiguous():
-            return self._multiplied(states, weight, _rows_of(weight, 1), held, None)
+            return self._multiplied(states, weight, _rows_of(weight, 1), held)
         if not weight.layout.is_contiguous():
             raise RecordingError("programs read weights in the order of memory")
-        return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held, None)
+        return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held)
 
     def _multiplied(
-        self, states: Value, weight: Value, outputs: _Outputs, bias: Value | None, scales: Value | None
+        self,
+        states: Value,
+        weight: Value,
+        outputs: _Outputs,
+        bias: Value | None,
+        scales: Value | None = None,
+        factors: Value | None = None,
     ) -> Value:
         states = self._contiguous(states)
         *shape, inputs = states.layout.shape
@@ -363,8 +369,8 @@ class _Lowering:
         if rows > native.MOST_ROWS:
             raise RecordingError("a program multiplies few rows")
         words: list[Word] = [outputs.dtype, rows, inputs, outputs.number, states.place, weight.place]
-        words += [_place(None if each is None else self._contiguous(each)) for each in (scales, bias)]
-        self._emit(Kind.PRODUCT, [*words, NOWHERE, result.place], result)
+        held = [_place(None if each is None else self._contiguous(each)) for each in (scales, bias, factors)]
+        self._emit(Kind.PRODUCT, [*words, *held[:2], NOWHERE, held[2], result.place], result)
         self._products[id(result.storage)] = self._operations[-1]
         return result
 

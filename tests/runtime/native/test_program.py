@@ -249,6 +249,21 @@ def test_passes_beside_other_load_give_the_same_bits(threads: None) -> None:
         load.join()
 
 
+@pytest.mark.parametrize("draft", ["int8", "int4"])
+def test_columns_of_unlike_size_keep_their_program(draft: str) -> None:
+    model = built("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            sizes = torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(2).exp()
+            layer.input_layernorm.weight /= sizes
+            for name in ("q_proj", "k_proj", "v_proj"):
+                layer.self_attn.get_submodule(name).weight *= sizes
+    spec = wrapped(model, Native(after=0), DRAFTS[draft])
+    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    assert not spec.programs.refusals
+    assert {kind.path.precision is not None for kind in spec.programs.proved} == {True, False}
+
+
 def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model with outliers makes percents of a last bit: the target judges what such a step drafts."""
     stock = runtime.close
