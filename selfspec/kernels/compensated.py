@@ -9,6 +9,7 @@ from selfspec.kernels.rounded import (
     Precision,
     RoundedWeight,
     column_sizes,
+    evened,
     four_bits,
     in_pairs,
     nearest_levels,
@@ -47,7 +48,7 @@ def round_compensated(weight: Tensor, moments: Tensor, precision: Precision) -> 
     for first in range(0, weight.shape[0], step):
         some = slice(first, first + step)
         # A copy, however the weight is laid out.
-        left = (weight[some].float() / rounded.factors).t().contiguous()
+        left = evened(weight[some], rounded.factors).t().contiguous()
         _fill(rounded[some], left, effects, precision.group_size)
     return rounded
 

@@ -162,8 +162,8 @@ class FourBitsLinear(LowBitsLinear):
             return _by_triton(self.scaled(states), self.levels, self.scales, self.zeros)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
-        held = (self.levels, self.group_size, self.scales_and_zeros)
-        return _in_rows(lambda rows: kernel(rows, *held), self.scaled(states))
+        packed = (self.levels, self.group_size, self.scales_and_zeros)
+        return _in_rows(lambda rows: kernel(rows, *packed), self.scaled(states))
 
 
 class LowBitsExperts(nn.Module):

@@ -43,7 +43,8 @@ class RoundedWeight:
             0..15 a byte, the first of them in the higher bits.
         scales: how far a level is from the next one, in bfloat16, as ATen's kernels take it: `[..., out]` in 8 bits,
             `[..., out, groups]` in 4.
-        factors: of the inputs, `[..., in]`, float32, by which columns are divided.
+        factors: of the inputs, `[..., in]`, float32, by which columns are divided. Columns of zeros have 0: 4 bits do
+            not hold a zero, and inputs that nothing reads may be large.
         zeros: the value of level 8 in 4 bits, laid out as the scales; None in 8 bits, where level 0 is 0.
     """
 
@@ -120,7 +121,7 @@ def _fill(rounded: RoundedWeight, weight: Tensor, precision: Precision) -> None:
             _fill(rounded[index], part, precision)
         return
     for some in _pieces(weight):
-        rows, part = weight[some].float() / rounded.factors, rounded[some]
+        rows, part = evened(weight[some], rounded.factors), rounded[some]
         if part.zeros is None:
             _fill_eight_bits(part, rows)
         else:
@@ -136,7 +137,7 @@ def _pieces(weight: Tensor) -> Iterator[slice]:
 
 
 def column_sizes(weight: Tensor) -> Tensor:
-    """The root mean square of each column of a weight, `[..., out, in]`, by their mean: `[..., in]`, 1 for zeros."""
+    """The root mean square of each column of a weight, `[..., out, in]`, by their mean: `[..., in]`."""
     if weight.ndim > 2:
         return torch.stack([column_sizes(part) for part in weight])
     # In float64, so that it does not matter what is added up at once.
@@ -144,7 +145,12 @@ def column_sizes(weight: Tensor) -> Tensor:
     for some in _pieces(weight):
         squares += weight[some].double().square().sum(0)
     sizes = squares.sqrt()
-    return torch.where(sizes > 0, sizes / sizes.mean(), 1).float()
+    return (sizes / sizes.mean().clamp(min=_SMALLEST)).float()
+
+
+def evened(weight: Tensor, factors: Tensor) -> Tensor:
+    """A weight, `[out, in]`, with columns divided by their factors, in float32."""
+    return weight.float() / factors.clamp(min=_SMALLEST)
 
 
 # Scales are rounded first, and the weights to multiples of what the kernels will use.

@@ -64,6 +64,16 @@ def test_columns_of_unlike_size_cost_little_where_inputs_make_up_for_them(precis
     assert (evened - exact).norm() < share * (plain - exact).norm()
 
 
+@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+def test_inputs_that_nothing_reads_change_nothing(precision: Precision) -> None:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 7] = 0
+    found = round_weight(weight, precision)
+    assert found.factors[7] == 0
+    assert not restored(found)[:, 7].any()
+    assert restored(found).isfinite().all()
+
+
 def test_the_columns_of_a_head_stay_as_they_are() -> None:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     assert (rounded.round_head(weight, EIGHT).factors == 1).all()

@@ -48,7 +48,7 @@ def test_embedded_model_by_hand() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_substitutes_take_what_they_are_said_to(tied: bool) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}
     model = tiny.llama(**sizes, dtype=torch.float32, tie_word_embeddings=tied)
     for fewer, most in zip(describe(model).substitutes, (0.27, 0.16), strict=True):
         spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(fewer.bits), draft_length=2)
