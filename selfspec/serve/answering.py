@@ -17,6 +17,7 @@ from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.ticket import Ticket
+from selfspec.serve.tool_calls import CallableTools
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class NewPiece:
 class Answering:
     """Answers one request: a row of the engine for each answer, ended by any of the stop strings.
 
-    All answers may take `most_seconds` together.
+    All answers may take `most_seconds` together; they may call `tools`.
 
     Attributes:
         choices: the answers, so far.
@@ -45,6 +46,7 @@ class Answering:
         rows: Sequence[RowRequest],
         stops: Sequence[str],
         most_seconds: float,
+        tools: CallableTools | None = None,
     ) -> None:
         self._engine = engine
         self._rows = rows
@@ -56,7 +58,8 @@ class Answering:
         self._tickets: list[Ticket] = []
         self._lock = threading.Lock()
         self._given_up = False
-        self.choices = [Choice(tokenizer, row.input_ids, stops) for row in rows]
+        reading = [(None, frozenset[int]()) if tools is None else (tools.reader(), tools.shown) for _ in rows]
+        self.choices = [Choice(tokenizer, row.input_ids, stops, *each) for row, each in zip(rows, reading, strict=True)]
 
     def submit(self) -> None:
         """Hand every row to the engine, or none. May be called from any thread.

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from selfspec.errors import PromptError
+from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, api_error
+from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.choice import Choice, ScoredToken
 from selfspec.serve.completions import finite
-from selfspec.serve.endpoint import Body, Form, answer, note_prompts, row_requests
+from selfspec.serve.endpoint import Body, ChoicesForm, Work, answer, note_prompts, row_requests
+from selfspec.serve.grammar import Wanted
 from selfspec.serve.request_log import request_id
-from selfspec.serve.schemas import ChatCompletionRequest, Message
+from selfspec.serve.schema_check import check_schema
+from selfspec.serve.schemas import (
+    ChatCompletionRequest,
+    Function,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    TextFormat,
+)
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
+from selfspec.serve.tool_calls import CallableTools, CallFormat, CallGrammar, ToolCall
 
 
 async def chat(served: Served, http: Request, request: ChatCompletionRequest) -> Response:
@@ -28,13 +41,7 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     Raises:
         ApiError: it is refused, or failed.
     """
-    served.check(request.model)
-    prompt = await served.read(lambda: _prompt(served, request))
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    note_prompts(served, http, [prompt], messages=messages)
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    top = (request.top_logprobs or 0) if request.logprobs else None
-    rows = await row_requests(served, http, request, [prompt], asked, top, "messages")
+    work = await chat_work(served, http, request)
     head: Body = {
         "id": f"chatcmpl-{request_id(http.scope)}",
         "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -43,40 +50,126 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     }
 
     def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
-        return None if top is None else _logprobs(served.texts, scored)
+        return None if work.logprobs is None else _logprobs(served.texts, scored)
+
+    # Calls of each answer that were sent.
+    sent: Counter[int] = Counter()
 
     def chunk(new: NewPiece) -> Body:
-        said = {"content": new.piece.text} if new.piece.text else {}
+        said: Body = {"content": new.piece.text} if new.piece.text else {}
+        if new.piece.calls:
+            first = sent[new.index]
+            said["tool_calls"] = [{"index": first + at, **_call(call)} for at, call in enumerate(new.piece.calls)]
+            sent[new.index] += len(new.piece.calls)
         return _chunk(new.index, said, logprobs(new.piece.scored), new.piece.finish_reason)
 
-    def whole(index: int, choice: Choice) -> Body:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+    def one(index: int, choice: Choice) -> Body:
+        message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": list(map(_call, choice.calls))}
         reason = choice.finish_reason
         return {"index": index, "message": message, "logprobs": logprobs(choice.scored), "finish_reason": reason}
 
+    rows = await row_requests(served, http, request, work)
     opening = [_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(rows))]
-    return await answer(served, http, request, rows, len(prompt), Form(head, opening, chunk, whole))
+    form = ChoicesForm(head, work.prompt_tokens, opening, chunk, one, request.stream_options)
+    return await answer(served, http, request, work, rows, form)
 
 
-def _prompt(served: Served, request: ChatCompletionRequest) -> tuple[int, ...]:
-    """Token ids of the conversation."""
-    if served.template is None:
+async def chat_work(served: Served, http: Request, request: ChatCompletionRequest) -> Work:
+    """Read a conversation into what the engine has to do.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    served.check(request.model)
+    template = served.template
+    if template is None:
         raise ApiError(
             400,
             "this model has no chat template; start the server with --template FILE, or ask /v1/completions",
             "messages",
             "no_chat_template",
         )
+    prompt = await served.read(lambda: _prompt(served, template, request))
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    note_prompts(served, http, [prompt], messages=messages)
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
+    if not request.tools or request.tool_choice == "none":
+        return Work([prompt], asked, "messages", top, wanted)
+    form = template.calls
+    grammar = _call_grammar(request, form, wanted)
+    tools = None
+    if form is not None:
+        tools = CallableTools(form, frozenset(tool.function.name for tool in request.tools), template.call_tokens)
+    return Work([prompt], asked, "messages", top, grammar or wanted, tools)
+
+
+def _call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wanted: Wanted | None) -> CallGrammar | None:
+    """What an answer that may call tools has to fit; None: any text.
+
+    Raises:
+        ApiError: a call cannot be forced here, or beside this response format.
+    """
+    needed, tools = request.tool_choice not in (None, "auto"), request.tools or []
+    if not needed and wanted is None and not any(tool.function.strict for tool in tools):
+        return None
+    if form is None:
+        raise ApiError(
+            400, "tool_choice: how this model writes calls is not known; say 'auto' or 'none'", "tool_choice"
+        )
+    if isinstance(request.tool_choice, NamedTool):
+        named = request.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == named]
+    otherwise = None
+    if not needed and wanted is not None:
+        if not isinstance(wanted, JsonSchemaFormat | JsonObjectFormat):
+            raise ApiError(400, "response_format: beside tools it may be JSON alone", "response_format")
+        otherwise = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
+    schemas = {tool.function.name: _arguments(tool.function) for tool in tools}
+    return CallGrammar(form, schemas, needed, bool(request.parallel_tool_calls), otherwise)
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments; where that is not strict and no grammar can hold it, any object."""
+    schema = function.parameters or {"type": "object", "properties": {}}
+    try:
+        check_schema(schema)
+    except UnsupportedOptionError as error:
+        if function.strict:
+            raise ApiError(400, f"tools: {function.name}: {error}", "tools") from error
+        return {"type": "object"}
+    return schema
+
+
+def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionRequest) -> tuple[int, ...]:
+    """Token ids of the conversation."""
     if len(request.messages) > served.engine.longest:
         raise ApiError(
             400, "there are more messages than the context has tokens", "messages", "context_length_exceeded"
         )
     served.check_text("".join(message.text for message in request.messages), "messages")
-    tools = None
+    tools: list[dict[str, Any]] = []
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        served.check_text(json.dumps(tools, ensure_ascii=False), "tools")
+    variables = dict(request.chat_template_kwargs or {})
+    unknown = sorted(variables.keys() - template.variables)
+    if unknown:
+        read = ", ".join(sorted(template.variables)) or "none"
+        said = f"chat_template_kwargs: the template reads no {unknown[0]!r}; it reads {read}"
+        raise ApiError(400, said, "chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        if "reasoning_effort" not in template.variables:
+            raise ApiError(400, "reasoning_effort: the template of this model reads none; drop it", "reasoning_effort")
+        variables["reasoning_effort"] = request.reasoning_effort
+    if any(message.name and message.role != "tool" for message in request.messages) and not template.reads_names:
+        raise ApiError(400, "messages: the template of this model reads no name; say it in the content", "messages")
     try:
-        return tuple(served.template.prompt([_plain(message) for message in request.messages], tools))
+        messages = [_plain(message) for message in request.messages]
+        return tuple(template.prompt(messages, tools, variables, bool(request.continue_final_message)))
     except PromptError as error:
         raise api_error(error, "messages") from error
 
@@ -94,6 +187,10 @@ def _plain(message: Message) -> dict[str, Any]:
         except ValueError as error:
             raise PromptError(f"tool_calls: arguments of {call['function']['name']!r} are not JSON") from error
     return plain
+
+
+def _call(call: ToolCall) -> Body:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _chunk(index: int, delta: Body, logprobs: Body | None = None, reason: str | None = None) -> Body:

@@ -13,8 +13,9 @@ from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings
+from selfspec.serve.tool_calls import CallReader, Said, ToolCall
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class Piece:
         text: that is certain, and before any stop string.
         scored: tokens whose text is now among it, where log-probabilities are asked for.
         finish_reason: set in the last piece.
+        calls: of tools, that are whole now.
     """
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,21 +60,35 @@ class Counts:
 class Choice:
     """An answer that grows, behind the tokens of a prompt, up to any of the stop strings.
 
+    A reader finds calls of tools in it. Special tokens are left out of its text, but for those that are `shown`.
+
     Attributes:
         text: so far.
         scored: tokens so far, where log-probabilities are asked for.
+        calls: of tools, so far.
         finish_reason: None while it grows.
         counts: so far; what comes after a stop string is not counted.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._stream = TextStream(tokenizer, prompt)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        reader: CallReader | None = None,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, prompt, special=bool(shown))
+        self._hidden = frozenset(tokenizer.all_special_ids) - shown if shown else frozenset()
         self._stops = StopStrings(stops)
+        self._reader = reader
+        self._passed = 0
         # Tokens whose text is not certain, and those whose text may still be cut off by a stop string.
         self._unread: list[tuple[int, TokenLogprobs]] = []
         self._held: list[ScoredToken] = []
         self._read_to = 0
         self.text = ""
+        self.calls: list[ToolCall] = []
         self.scored: list[ScoredToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = Counts()
@@ -83,7 +100,7 @@ class Choice:
             count += 1
             if logprobs is not None:
                 self._unread.append((token, logprobs))
-            text += self._let_through(self._stream.push_apart([token]))
+            text += self._let_through([""] if token in self._hidden else self._stream.push_apart([token]))
             # The answer would end here if its text, as it stands, has a stop string in it.
             if not self._stops.found and self._stops.ends(self._stream.whole_characters):
                 text += self._let_through(self._stream.finish_apart())
@@ -111,8 +128,8 @@ class Choice:
         return self._stops.push("".join(texts))
 
     def _piece(self, text: str, reason: FinishReason | None) -> Piece:
-        self.text += text
-        length = len(self.text)
+        self._passed += len(text)
+        length = self._passed
         scored = list(takewhile(lambda each: reason or each.offset + len(each.text) <= length, self._held))
         del self._held[: len(scored)]
         if reason:
@@ -120,6 +137,10 @@ class Choice:
                 replace(each, text=each.text[: max(length - each.offset, 0)], offset=min(each.offset, length))
                 for each in scored
             ]
+        said = Said(text, ()) if self._reader is None else self._reader.push(text)
+        text = said.text + (self._reader.finish() if reason and self._reader is not None else "")
+        self.text += text
+        self.calls += said.calls
         self.scored += scored
-        self.finish_reason = reason
-        return Piece(text, tuple(scored), reason)
+        self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
+        return Piece(text, tuple(scored), self.finish_reason, said.calls)

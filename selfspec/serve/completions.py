@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.choice import Choice, Counts, ScoredToken
 from selfspec.serve.echo import prompt_text
-from selfspec.serve.endpoint import Body, Form, answer, note_prompts, row_requests, usage
+from selfspec.serve.endpoint import Body, ChoicesForm, Work, answer, note_prompts, row_requests, usage
 from selfspec.serve.request_log import request_id
-from selfspec.serve.schemas import CompletionRequest
+from selfspec.serve.schemas import CompletionRequest, TextFormat
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
 
@@ -41,7 +41,9 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     prompts = await served.read(lambda: _prompts(served, request))
     note_prompts(served, http, prompts, prompts=request.prompt)
     asked = _asked(served, request, prompts)
-    rows = await row_requests(served, http, request, prompts, asked or 1, request.logprobs, "prompt")
+    wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
+    work = Work(prompts, asked or 1, "prompt", request.logprobs, wanted)
+    rows = await row_requests(served, http, request, work)
     head: Body = {
         "id": f"cmpl-{request_id(http.scope)}",
         "object": "text_completion",
@@ -51,10 +53,9 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     of_prompts = [await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)]
     # One for each of the n answers to a prompt.
     echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
-    prompt_tokens = sum(map(len, prompts))
     if request.max_tokens == 0:
         choices = [_choice(index, echo.text, echo.logprobs, "length") for index, echo in enumerate(echoes)]
-        return JSONResponse({**head, "choices": choices, "usage": usage(prompt_tokens, Counts())})
+        return JSONResponse({**head, "choices": choices, "usage": usage(work.prompt_tokens, Counts())})
 
     def logprobs(scored: Sequence[ScoredToken], echo: _Echo) -> Body | None:
         return None if request.logprobs is None else _logprobs(served.texts, scored, len(echo.text))
@@ -69,7 +70,8 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
         return _choice(index, echo.text + choice.text, scored, choice.finish_reason)
 
     opening = [_choice(index, echo.text, echo.logprobs, None) for index, echo in enumerate(echoes) if request.echo]
-    return await answer(served, http, request, rows, prompt_tokens, Form(head, opening, chunk, whole))
+    form = ChoicesForm(head, work.prompt_tokens, opening, chunk, whole, request.stream_options)
+    return await answer(served, http, request, work, rows, form)
 
 
 def _given(request: CompletionRequest) -> list[str | list[int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.grammar import Grammar
+from selfspec.serve.grammar import Grammar, Wanted
 from selfspec.serve.request_log import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
-from selfspec.serve.schemas import GenerationFields
+from selfspec.serve.schemas import GenerationFields, StreamOptions
 from selfspec.serve.served import Served
+from selfspec.serve.tool_calls import CallableTools
 
 _Found = TypeVar("_Found")
 Body = dict[str, Any]
@@ -30,20 +31,101 @@ class ClientLeftError(Exception):
 
 
 @dataclass(frozen=True)
-class Form:
-    """How an endpoint writes answers.
+class Work:
+    """What an endpoint has the engine do.
+
+    Attributes:
+        prompts: token ids.
+        asked: the most new tokens of an answer; None: what there is room for.
+        where: the field that holds the prompts.
+        logprobs: see `RowRequest`.
+        wanted: what each answer has to fit; None: any text.
+        tools: that answers may call.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    asked: int | None
+    where: str
+    logprobs: int | None = None
+    wanted: Wanted | None = None
+    tools: CallableTools | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+
+class Form(Protocol):
+    """How an endpoint writes answers, whole or as the events of a stream, each of them as it is sent."""
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
+        """All answers."""
+
+    def begin(self) -> Iterable[str]:
+        """Write what comes before the first piece."""
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write what is new of an answer; so far there are so many tokens."""
+
+    def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
+        """Write what comes after the last piece."""
+
+    def failed(self, error: ApiError) -> Iterable[str]:
+        """Write what comes after a failure, in place of all that is left."""
+
+
+@dataclass(frozen=True)
+class ChoicesForm:
+    """The form of chats and completions: a list of choices.
 
     Attributes:
         head: what the answer, and each event of a stream, begins with.
+        prompt_tokens: of all prompts.
         opening: choices of events before the first piece.
         chunk: makes the choice of an event.
-        whole: makes the choice of an answer, by its index.
+        one: makes the choice of an answer, by its index.
+        options: of the stream.
     """
 
     head: Body
+    prompt_tokens: int
     opening: Sequence[Body]
     chunk: Callable[[NewPiece], Body]
-    whole: Callable[[int, Choice], Body]
+    one: Callable[[int, Choice], Body]
+    options: StreamOptions | None
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
+        """All answers."""
+        each = [self.one(index, choice) for index, choice in enumerate(choices)]
+        return {**self.head, "choices": each, "usage": usage(self.prompt_tokens, counts)}
+
+    def begin(self) -> Iterable[str]:
+        """Write an event for each of the first choices."""
+        return [self._event([choice], Counts()) for choice in self.opening]
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write an event with what is new."""
+        piece = new.piece
+        if piece.text or piece.scored or piece.calls or piece.finish_reason:
+            yield self._event([self.chunk(new)], counts)
+
+    def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
+        """Write how many tokens there were, if that is asked for."""
+        if self.options is not None and self.options.include_usage:
+            yield event({**self.head, "choices": [], "usage": usage(self.prompt_tokens, counts)})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterable[str]:
+        """Write the error."""
+        return [event(error.body), "data: [DONE]\n\n"]
+
+    def _event(self, choices: list[Body], counts: Counts) -> str:
+        found = {**self.head, "choices": choices}
+        if self.options is not None and self.options.include_usage:
+            each = usage(self.prompt_tokens, counts) if self.options.continuous_usage_stats else None
+            found["usage"] = each
+        return event(found)
 
 
 def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]], /, **texts: Any) -> None:
@@ -55,54 +137,39 @@ def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]]
         served.metrics.prompt_tokens.observe(len(prompt))
 
 
-async def row_requests(
-    served: Served,
-    http: Request,
-    request: GenerationFields,
-    prompts: Sequence[tuple[int, ...]],
-    asked: int | None,
-    logprobs: int | None,
-    where: str,
-) -> list[RowRequest]:
-    """Make a row for each answer: `n` of each prompt.
-
-    Args:
-        served: the model.
-        http: who leaves, waits for no grammar.
-        request: how tokens are chosen.
-        prompts: token ids.
-        asked: the most new tokens of an answer; None: what there is room for.
-        logprobs: see `RowRequest`.
-        where: the field that holds the prompts.
+async def row_requests(served: Served, http: Request, request: GenerationFields, work: Work) -> list[RowRequest]:
+    """Make a row for each answer: `n` of each prompt. Who leaves, waits for no grammar.
 
     Raises:
         ApiError: a field is out of the bounds of this model or server, or a response format cannot be honoured.
         ClientLeftError: nobody waits any more.
     """
+    prompts, where = work.prompts, work.where
     answers, most = len(prompts) * (request.n or 1), served.limits.answers
     if answers > most:
         raise ApiError(400, f"{answers} answers (prompts times n) are more than {most}, the most of a request", "n")
-
-    longest = [_longest(served, prompt, asked, where) for prompt in prompts]
-    grammar = await _unless_gone(http, _compiled(served, request))
+    longest = [_longest(served, prompt, work.asked, where) for prompt in prompts]
+    if (request.min_tokens or 0) > min(longest):
+        raise ApiError(400, f"min_tokens: there is room for {min(longest)} new tokens", "min_tokens")
+    grammar = None if work.wanted is None else await _unless_gone(http, _compiled(served, work.wanted))
 
     def rows() -> list[RowRequest]:
-        ends = _end_tokens(served, request)
+        ends, least = _end_tokens(served, request), request.min_tokens or 0
         return [
-            RowRequest(prompt, length, _sampling(served, request, grammar, index), ends, logprobs)
-            for prompt, length in zip(prompts, longest, strict=True)
+            RowRequest(prompt, most, _sampling(served, request, grammar, index), ends, work.logprobs, least)
+            for prompt, most in zip(prompts, longest, strict=True)
             for index in range(request.n or 1)
         ]
 
     return await served.submit(rows)
 
 
-async def _compiled(served: Served, request: GenerationFields) -> Grammar | None:
+async def _compiled(served: Served, wanted: Wanted) -> Grammar:
     """What the answers have to fit, within the time of a request."""
     seconds = served.limits.request_seconds
     try:
         async with asyncio.timeout(seconds):
-            return await served.compile(request.response_format)
+            return await served.compile(wanted)
     except TimeoutError:
         raise ApiError(
             408,
@@ -162,7 +229,7 @@ def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
 
 
 async def answer(
-    served: Served, http: Request, request: GenerationFields, rows: Sequence[RowRequest], prompt_tokens: int, form: Form
+    served: Served, http: Request, request: GenerationFields, work: Work, rows: Sequence[RowRequest], form: Form
 ) -> Response:
     """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece.
 
@@ -171,25 +238,40 @@ async def answer(
         ClientLeftError: nobody waits any more.
     """
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    answering = Answering(served.engine, served.tokenizer, rows, stops, served.limits.request_seconds)
+    seconds = served.limits.request_seconds
+    answering = Answering(served.engine, served.tokenizer, rows, stops, seconds, work.tools)
     try:
         await served.submit(answering.submit)
     except BaseException:
         answering.cancel()
         raise
     if request.stream:
-        return _streamed(served, http, request, answering, prompt_tokens, form)
+        return _Stream(answering, _events(served, http, answering, form))
 
-    async def work() -> None:
+    async def run() -> None:
         async for _ in _watched(served, http, answering):
             pass
 
     try:
-        await _unless_gone(http, work())
+        await _unless_gone(http, run())
     finally:
         answering.cancel()
-    choices = [form.whole(index, choice) for index, choice in enumerate(answering.choices)]
-    return JSONResponse({**form.head, "choices": choices, "usage": usage(prompt_tokens, answering.counts)})
+    return JSONResponse(form.whole(answering.choices, answering.counts))
+
+
+async def _events(served: Served, http: Request, answering: Answering, form: Form) -> AsyncIterator[str]:
+    """Answers as server-sent events."""
+    try:
+        for each in form.begin():
+            yield each
+        async for new in _watched(served, http, answering):
+            for each in form.piece(new, answering.counts):
+                yield each
+        for each in form.end(answering.choices, answering.counts):
+            yield each
+    except ApiError as error:
+        for each in form.failed(error):
+            yield each
 
 
 async def _watched(served: Served, http: Request, answering: Answering) -> AsyncIterator[NewPiece]:
@@ -246,32 +328,6 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def _streamed(
-    served: Served, http: Request, request: GenerationFields, answering: Answering, prompt_tokens: int, form: Form
-) -> StreamingResponse:
-    """Answers as server-sent events."""
-    with_usage = request.stream_options is not None and request.stream_options.include_usage
-
-    def event(choices: list[Body], **more: Any) -> str:
-        unused = {"usage": None} if with_usage else {}
-        return _event({**form.head, "choices": choices, **unused, **more})
-
-    async def events() -> AsyncIterator[str]:
-        try:
-            for choice in form.opening:
-                yield event([choice])
-            async for new in _watched(served, http, answering):
-                if new.piece.text or new.piece.scored or new.piece.finish_reason:
-                    yield event([form.chunk(new)])
-            if with_usage:
-                yield event([], usage=usage(prompt_tokens, answering.counts))
-        except ApiError as error:
-            yield _event(error.body)
-        yield "data: [DONE]\n\n"
-
-    return _Stream(answering, events())
-
-
 class _Stream(StreamingResponse):
     """Events that are sent as they come. Whatever ends it, even before the first event, ends the answers."""
 
@@ -288,8 +344,10 @@ class _Stream(StreamingResponse):
             self._answering.cancel()
 
 
-def _event(content: Body) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+def event(content: Body, name: str | None = None) -> str:
+    """Write an event of a stream; where events have names, that is its name."""
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
 def usage(prompt_tokens: int, counts: Counts) -> Body:

@@ -12,6 +12,10 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.schema_check import MOST_STATES, check_schema, pattern_states
 from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat
+from selfspec.serve.tool_calls import CallGrammar
+
+Wanted = JsonObjectFormat | JsonSchemaFormat | RegexFormat | CallGrammar
+"""What an answer has to fit."""
 
 # A model that is unsure of what follows would write blanks up to its limit.
 _ANY_WHITESPACE = False
@@ -46,7 +50,7 @@ class Grammars:
         self._compiler: Any = None
 
     @staticmethod
-    def compiles_fast(wanted: JsonObjectFormat | JsonSchemaFormat | RegexFormat) -> bool:
+    def compiles_fast(wanted: Wanted) -> bool:
         """Check the form, and say whether compiling it takes little.
 
         Raises:
@@ -54,6 +58,8 @@ class Grammars:
         """
         if isinstance(wanted, JsonSchemaFormat):
             return check_schema(wanted.json_schema.json_schema) <= _FEW_STATES
+        if isinstance(wanted, CallGrammar):
+            return sum(map(check_schema, wanted.schemas)) <= _FEW_STATES
         states = pattern_states(wanted.pattern) if isinstance(wanted, RegexFormat) else 0
         if states > MOST_STATES:
             raise UnsupportedOptionError(
@@ -61,7 +67,7 @@ class Grammars:
             )
         return states <= _FEW_STATES
 
-    def compiled(self, wanted: JsonObjectFormat | JsonSchemaFormat | RegexFormat) -> Grammar:
+    def compiled(self, wanted: Wanted) -> Grammar:
         """Compile a form, or find it among those that were compiled.
 
         Raises:
@@ -81,6 +87,8 @@ class Grammars:
                     found = compiler.compile_json_schema(
                         json.dumps(wanted.json_schema.json_schema), any_whitespace=_ANY_WHITESPACE
                     )
+                case CallGrammar():
+                    found = compiler.compile_structural_tag(json.dumps(wanted.structural_tag()))
                 case RegexFormat():
                     found = compiler.compile_regex(wanted.pattern)
                 case _:

@@ -35,7 +35,7 @@ def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group
     _check(request, vocabulary)
     sampling = request.sampling
     return decoder.row(
-        tuple(map(int, request.input_ids)), _options(request), sampling.seed, _kind(sampling), request.logprobs
+        tuple(map(int, request.input_ids)), _options(request), sampling.seed, _kind(request), request.logprobs
     )
 
 
@@ -56,6 +56,8 @@ def _options(request: RowRequest) -> dict[str, Any]:
         options["do_sample"] = not greedy
     if isinstance(options.get("temperature"), Integral):
         options["temperature"] = float(options["temperature"])
+    if request.min_new_tokens:
+        options["min_new_tokens"] = request.min_new_tokens
     if request.eos is not None:
         options["eos_token_id"] = sorted(request.eos) or None
     processors: list[LogitsProcessor] = []
@@ -70,10 +72,13 @@ def _options(request: RowRequest) -> dict[str, Any]:
     return options
 
 
-def _kind(sampling: SamplingParams) -> tuple[object, ...]:
+def _kind(request: RowRequest) -> tuple[object, ...]:
     """Equal for requests whose processors are alike."""
+    sampling = request.sampling
     filters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
-    return (*filters, tuple(sorted(sampling.logit_bias.items())), tuple(map(id, sampling.processors)))
+    # What keeps an end away knows the length of its prompt.
+    least = (len(request.input_ids), request.min_new_tokens, request.eos) if request.min_new_tokens else ()
+    return (*filters, *least, tuple(sorted(sampling.logit_bias.items())), tuple(map(id, sampling.processors)))
 
 
 def _check(request: RowRequest, vocabulary: int) -> None:
@@ -86,6 +91,9 @@ def _check(request: RowRequest, vocabulary: int) -> None:
         raise UnsupportedOptionError(
             f"max_new_tokens must be an integer of at least 1, got {shown(request.max_new_tokens)}"
         )
+    least = request.min_new_tokens
+    if not _is_whole(least) or not 0 <= least <= request.max_new_tokens:
+        raise UnsupportedOptionError(f"min_new_tokens must be an integer in 0..max_new_tokens, got {shown(least)}")
     eos = request.eos
     if eos is not None and not (
         isinstance(eos, frozenset) and all(_is_whole(token) and 0 <= token < vocabulary for token in eos)

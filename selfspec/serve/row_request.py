@@ -52,6 +52,7 @@ class RowRequest:
         eos: token ids that end it; None: those of the model's generation config. The token is committed.
         logprobs: how many of the likeliest tokens at each place are reported with their log-probabilities, beside the
             chosen one; None: nothing is.
+        min_new_tokens: before which no token of `eos` is chosen.
     """
 
     input_ids: tuple[int, ...]
@@ -59,3 +60,4 @@ class RowRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eos: frozenset[int] | None = None
     logprobs: int | None = None
+    min_new_tokens: int = 0

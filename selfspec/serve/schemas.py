@@ -68,6 +68,7 @@ class StreamOptions(Strict):
     """How a stream is written."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
 
@@ -130,6 +131,7 @@ class GenerationFields(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[_Tokens, Field(max_length=MOST_STOPS)] | None = None
     # They change nothing here.
     user: str | None = None
@@ -248,6 +250,19 @@ class Tool(Strict):
     function: Function
 
 
+class NamedFunction(Strict):
+    """The tool that an answer calls."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that an answer calls."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatCompletionRequest(GenerationFields):
     """`POST /v1/chat/completions`."""
 
@@ -256,10 +271,13 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    # A model that must call a tool would need its grammar; it may, or must not.
-    tool_choice: Literal["none", "auto"] | None = None
-    # They change nothing here.
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # What the chat template reads of these, and of nothing else.
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    # They change nothing here.
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -274,6 +292,13 @@ class ChatCompletionRequest(GenerationFields):
             raise ValueError("top_logprobs needs logprobs: set it to true, or drop top_logprobs")
         if self.max_tokens == 0:
             raise ValueError("max_tokens is 0: nothing would be returned")
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is 'required' and there are no tools; give some, or drop it")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the role assistant")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self

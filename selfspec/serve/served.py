@@ -18,9 +18,8 @@ from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
 from selfspec.serve.echo import prompt_logprobs
 from selfspec.serve.engine import Engine, in_own_thread
-from selfspec.serve.grammar import Grammar, Grammars
+from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.metrics import Metrics
-from selfspec.serve.schemas import ResponseFormat
 from selfspec.serve.token_texts import TokenTexts
 
 _Found = TypeVar("_Found")
@@ -88,10 +87,8 @@ class Served:
         """Run what makes rows and hands them to the engine; see `read`."""
         return await self._run(self._submitter, work)
 
-    async def compile(self, wanted: ResponseFormat | None) -> Grammar | None:
-        """Compile what an answer has to fit; None: any text. See `read`."""
-        if wanted is None or wanted.type == "text":
-            return None
+    async def compile(self, wanted: Wanted) -> Grammar:
+        """Compile what an answer has to fit; see `read`."""
         fast = await self.read(lambda: self.grammars.compiles_fast(wanted))
         return await self._run(self._compilers[fast], lambda: self.grammars.compiled(wanted))
 

@@ -32,6 +32,11 @@ class StopStrings:
         """Whether a stop string would be found if this text came next."""
         return bool(text) and any(string in self._held + text for string in self._strings)
 
+    @property
+    def rest(self) -> str:
+        """What is not let through: once one was found, all from it on of the text that brought it."""
+        return self._held
+
     def finish(self) -> str:
         """What was held back, when no more text comes."""
         return "" if self.found else self._give(len(self._held))

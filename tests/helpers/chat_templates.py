@@ -6,7 +6,7 @@ from pathlib import Path
 
 PLAIN = (
     "{% for message in messages %}"
-    "{% if message.role == 'tool' and not tools %}{{ raise_exception('no tools were given') }}{% endif %}"
+    "{% if message.content == 'mute' %}{{ raise_exception('nothing is said') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n"
     "{% endfor %}"
     "{% if tools %}tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"

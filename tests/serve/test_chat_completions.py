@@ -95,9 +95,9 @@ def test_a_call_that_takes_nothing_may_have_empty_arguments(server: Running, arg
 
 
 def test_what_the_template_refuses_is_the_clients_to_mend(server: Running) -> None:
-    reply = server.chat(messages=[{"role": "tool", "content": "4", "tool_call_id": "a"}])
+    reply = server.chat(messages=[{"role": "user", "content": "mute"}])
     assert reply.status == 400
-    assert "no tools were given" in reply.body["error"]["message"]
+    assert "nothing is said" in reply.body["error"]["message"]
     assert reply.body["error"]["param"] == "messages"
 
 

@@ -56,6 +56,7 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.one_of(outside(0, 10), st.just(0)),
     "stop_token_ids": st.one_of(st.text(), st.integers(), st.just([-1]), st.just([10**8]), st.just(["a"])),
     "ignore_eos": NOT_A_FLAG,
+    "min_tokens": st.one_of(whole_outside(0, 10**6), st.just(100)),
     "stream": NOT_A_FLAG,
     "stream_options": st.one_of(st.text(), st.just({"include_usage": True}), st.just({"include": True})),
     "response_format": st.one_of(
@@ -102,6 +103,9 @@ CHATS: dict[str, st.SearchStrategy[Any]] = {
     "top_logprobs": st.one_of(whole_outside(0, 20), st.just(3)),
     "tools": st.one_of(st.text(), st.just([{}]), st.just([{"type": "function"}]), st.just([{"type": "code"}])),
     "tool_choice": st.one_of(NOT_TEXT, st.just("required"), st.just({"type": "function", "function": {"name": "a"}})),
+    "chat_template_kwargs": st.one_of(st.text(), st.integers(), st.just({"colour": "red"})),
+    "reasoning_effort": st.one_of(NOT_TEXT, st.just("high")),
+    "continue_final_message": st.one_of(NOT_A_FLAG, st.just(True)),
     "modalities": st.one_of(st.text(), st.just(["audio"])),
     "metadata": st.one_of(st.text(), st.integers()),
 }

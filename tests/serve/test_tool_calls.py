@@ -1,0 +1,169 @@
+"""Calls as the common templates write them: the format is read off the template, and read again in any pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from selfspec.serve.tool_calls import HERMES, CallFormat, CallGrammar, CallReader, ToolCall, read_format
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
+HERMES_LIKE = (
+    "{% for m in messages %}" + TURN + "{% for c in m.tool_calls or [] %}"
+    "{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}"
+    "[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+MISTRAL_NAMED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{% endfor %}</s>{% endif %}{% endfor %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}{% elif m.tool_calls %}<Assistant><calls>"
+    "{% for c in m.tool_calls %}{% if not loop.first %}\n{% endif %}"
+    "<call>function<sep>{{ c.function.name }}\n```json\n{{ '' + c.function.arguments }}\n```<end>{% endfor %}"
+    "</calls><eos>{% else %}<Assistant>{{ m.content }}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<Assistant>{% endif %}"
+)
+FUNCTIONARY = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>{% endfor %}<eot>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+XML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function>{% endfor %}{% endfor %}"
+)
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}it:{% endif %}"
+CALLING = {
+    "hermes": HERMES_LIKE,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral-named": MISTRAL_NAMED,
+    "deepseek": DEEPSEEK,
+    "functionary": FUNCTIONARY,
+    "bare": BARE,
+}
+ARGUMENTS = {"city": "Zürich </tool_call> } ]", "days": [1, {"a": None}]}
+
+
+def format_of(source: str) -> CallFormat | None:
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment()
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    template = environment.from_string(source)
+    return read_format(lambda messages, prompt: template.render(messages=messages, add_generation_prompt=prompt))
+
+
+def read(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, Any]]]:
+    reader, said, calls = CallReader(form, frozenset({"weather", "time"})), "", list[ToolCall]()
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for start, end in pairwise(places):
+        new = reader.push(text[start:end])
+        said += new.text
+        calls += new.calls
+    return said + reader.finish(), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("name", CALLING)
+@settings(max_examples=60)
+@given(cuts=st.lists(st.integers(0, 260), max_size=40))
+def test_calls_are_read_as_the_template_writes_them(name: str, cuts: list[int]) -> None:
+    form = format_of(CALLING[name])
+    assert form is not None
+    wanted = [("weather", ARGUMENTS), ("time", {})][: 1 if form.separator is None else 2]
+    text = form.text([(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in wanted])
+    assert read(form, text, cuts) == ("", wanted)
+    if form.marker:
+        assert read(form, "Let me see. " + text, cuts)[1] == wanted
+        assert read(form, "Let me see. " + text, cuts)[0].strip() == "Let me see."
+
+
+@pytest.mark.parametrize("name", CALLING)
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(0, 120), max_size=20))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, it is {5} o'clock [now].",
+        '{"name": "nobody", "arguments": {}} is no call',
+        '{"name": "weather", "arguments": {"city',
+        "<tool_call>\n{'name': 'weather'}\n</tool_call>",
+        "[1, 2] and more",
+        "",
+    ],
+)
+def test_what_is_no_call_is_text(name: str, text: str, cuts: list[int]) -> None:
+    form = format_of(CALLING[name])
+    assert form is not None
+    assert read(form, text, cuts) == (text, [])
+
+
+def test_formats() -> None:
+    assert format_of(BARE) == HERMES
+    assert format_of(XML) is None
+    llama = format_of(LLAMA)
+    assert llama is not None
+    assert (llama.separator, llama.marker) == (None, "")
+    mistral = format_of(MISTRAL)
+    assert mistral is not None
+    assert (mistral.begin, mistral.separator) == ("[TOOL_CALLS] [", ", ")
+    deepseek = format_of(DEEPSEEK)
+    assert deepseek is not None
+    assert (deepseek.begin, deepseek.arguments_as_text) == ("<calls>", True)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar import Grammar
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    form = format_of(CALLING[name])
+    assert form is not None
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    call, wrong = (form.text([("weather", json.dumps(each))]) for each in ({"city": "Bern"}, {"city": 3}))
+    tools = {"weather": schema, "time": {"type": "object", "properties": {}}}
+
+    def takes(text: str, needed: bool, many: bool = False, otherwise: dict[str, Any] | None = None) -> bool:
+        tag = CallGrammar(form, tools, needed, many, otherwise).structural_tag()
+        found: bool = accepts(Grammar.from_structural_tag(json.dumps(tag)), text)
+        return found
+
+    for needed in (True, False):
+        assert takes(call, needed)
+        assert not takes(wrong, needed)
+    assert takes("It is warm.", False)
+    assert not takes("It is warm.", True)
+    if form.separator is not None:
+        both = form.text([("weather", '{"city": "Bern"}'), ("time", "{}")])
+        assert takes(both, True, many=True)
+        assert not takes(both, True)
+    assert takes(call, False, otherwise=schema)
+    assert takes('{"city": "Bern"}', False, otherwise=schema)
+    assert not takes("It is warm.", False, otherwise=schema)
