@@ -100,6 +100,11 @@ class RecurrentLayer(LinearAttentionLayer):
         """Resume from the state of an earlier generation."""
         self._settled = snapshot
 
+    def take_states(self, other: RecurrentLayer, row: int) -> None:
+        """Copy the states of a row of another cache's layer, as those of the only row here."""
+        if other._settled is not None:
+            self._settled = other._settled.mapped(lambda state: state[row : row + 1].clone())
+
     def settle(self, nodes: Sequence[int | None]) -> None:
         """Take each row's state after its own node as committed, and drop all others.
 

@@ -196,6 +196,28 @@ class SharedCache(Cache):
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
             states.join_states(others, first, rows)
 
+    def take(self, other: SharedCache, row: int, length: int) -> None:
+        """Copy what another cache of the same model holds of the first tokens of a row into the only row of this one.
+
+        Layers with states have those after all the row's tokens, so there it is all of them.
+
+        Args:
+            other: is left as it is.
+            row: of the other.
+            length: tokens, for which there is room.
+
+        Raises:
+            ValueError: states are not those after so many tokens.
+        """
+        if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
+            raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
+        self._cursors.seq_lens = [length]
+        self._cursors.offsets = [other._cursors.offsets[row]]
+        for own, theirs in zip(self._slotted, other._slotted, strict=True):
+            own.take_slots(theirs, row, length)
+        for states, others in zip(self._recurrent, other._recurrent, strict=True):
+            states.take_states(others, row)
+
     def cursors_of(self, rows: Sequence[int]) -> SharedCache:
         """Return a cache without layers that has the cursors and the open block of some rows, to ask for positions."""
         part = SharedCache(

@@ -121,6 +121,14 @@ class SharedLayer(CacheLayerMixin):
                 source = None if other._stored is None else other._stored[number][index]
                 _fill(slots[first + index], source, length)
 
+    def take_slots(self, other: SharedLayer, row: int, length: int) -> None:
+        """Copy the first slots of a row of another cache's layer into the only row here, and zero the others."""
+        if other._stored is not None:
+            self._begin_like(other)
+            self._store([self._slots_like(slots) for slots in other._stored])
+            for own, theirs in zip(self.parts, other._stored, strict=True):
+                _fill(own[0], theirs[row], length)
+
     def _begin_like(self, other: SharedLayer) -> None:
         """Take over what another cache's layer knows of the model."""
 

@@ -41,6 +41,14 @@ class Batching:
         str | None,
         typer.Option(metavar="SIZE", help="Keys and values take at most `2GiB`, say; by default what the rows need."),
     ] = None
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of these, caches of finished answers take at most so much, for texts that begin alike; 0: none; by "
+            "default a quarter, at most 1 GiB.",
+        ),
+    ] = None
     prefill_tokens: Annotated[
         int, typer.Option(min=1, help="Read N tokens of new prompts before each round of the running answers.")
     ] = 512
@@ -131,6 +139,7 @@ def serve(
         connections=bounds.max_connections,
     )
     cache_bytes = None if batching.cache is None else parse_bytes("--cache", batching.cache)
+    kept_bytes = None if batching.keep is None else 0 if batching.keep == "0" else parse_bytes("--keep", batching.keep)
     with listen(address.host, address.port) as bound:
         loaded = drafting.load(model, budget, drafting.control())
         name = address.name or model.model
@@ -140,6 +149,7 @@ def serve(
             cache_bytes=cache_bytes,
             prefill_tokens=batching.prefill_tokens,
             max_waiting=batching.max_waiting,
+            kept_bytes=kept_bytes,
         )
         served = Served(engine, loaded.tokenizer, name, template=source, limits=limits, log_text=log_text)
         app = create_app(served, address.api_key, bounds.stop_seconds)

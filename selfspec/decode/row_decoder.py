@@ -154,8 +154,28 @@ class RowDecoder:
             isolated=True,
         )
 
-    def begin(self, row: Group) -> Prefill:
-        """Begin to read a row's text but its last token, into a cache that has room for it alone."""
+    @property
+    def resumes(self) -> bool:
+        """Whether a row may begin with keys and values of an earlier one: nothing drafts from other states of them."""
+        drafters = [each.drafter for each in self._drafting.values() if each.drafter is not None]
+        depth = len(self._target.adapter.decoder_layers(self._target.model))
+        return not any(each.features(depth) or each.own_bytes(self._target.model).token for each in drafters)
+
+    def kept(self, batch: Batch, row: int) -> SharedCache:
+        """Copy what the cache holds of a row that is about to leave."""
+        cache = self._cache()
+        cache.hold(1, batch.cache.seq_lens[row])
+        cache.take(batch.cache, row, batch.cache.seq_lens[row])
+        return cache
+
+    def begin(self, row: Group, past: SharedCache | None = None, known: int = 0) -> Prefill:
+        """Begin to read a row's text but its last token, into a cache that has room for it alone.
+
+        Args:
+            row: the row.
+            past: a cache of one row whose text begins alike; None: all is read.
+            known: tokens that are taken from it.
+        """
         self._check()
         cache = self._cache()
         if self._runner is None:
@@ -175,8 +195,10 @@ class RowDecoder:
             if each.drafter is not None:
                 batch.begin(each.drafter)
         batch.hold(1, row.length)
-        tokens = torch.tensor([text[:-1]], dtype=torch.long)
-        return Prefill(batch, tokens, [len(text) - 1])
+        if past is not None:
+            cache.take(past, 0, known)
+        tokens = torch.tensor([text[known:-1]], dtype=torch.long)
+        return Prefill(batch, tokens, [len(text) - 1 - known])
 
     def rest(self) -> None:
         """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""

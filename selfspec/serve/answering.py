@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -123,11 +123,7 @@ class Answering:
     def counts(self) -> Counts:
         """Tokens of all answers together."""
         every = [choice.counts for choice in self.choices]
-        return Counts(
-            sum(each.tokens for each in every),
-            sum(each.drafted for each in every),
-            sum(each.accepted for each in every),
-        )
+        return Counts(*(sum(values) for values in zip(*map(astuple, every), strict=True)))
 
     def _listener(self, index: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:

@@ -50,11 +50,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of an answer: all of them, draft tokens that were proposed for it, and how many of those it has."""
+    """Tokens of an answer: all of them, draft tokens that were proposed for it, and how many of those it has.
+
+    And those of its prompt that were not read, because a cache held them.
+    """
 
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    cached: int = 0
 
 
 class Choice:
@@ -108,7 +112,10 @@ class Choice:
                 break
         now = self.counts
         self.counts = Counts(
-            now.tokens + count, now.drafted + committed.drafted, now.accepted + min(committed.accepted, count)
+            now.tokens + count,
+            now.drafted + committed.drafted,
+            now.accepted + min(committed.accepted, count),
+            committed.cached,
         )
         return self._piece(text, "stop" if self._stops.found else None)
 

@@ -300,6 +300,7 @@ async def _watched(served: Served, http: Request, answering: Answering) -> Async
         note(
             http.scope,
             completion_tokens=counts.tokens,
+            cached_tokens=counts.cached,
             drafted=counts.drafted,
             accepted=counts.accepted,
             first_token_seconds=None if first is None else round(first, 4),
@@ -356,6 +357,7 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": counts.tokens,
         "total_tokens": prompt_tokens + counts.tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": counts.accepted,
             "rejected_prediction_tokens": counts.drafted - counts.accepted,

@@ -47,6 +47,7 @@ class Engine:
         cache_bytes: int | None = None,
         prefill_tokens: int = 512,
         max_waiting: int = 256,
+        kept_bytes: int | None = None,
     ) -> None:
         """Make an engine, which runs once it is started.
 
@@ -58,6 +59,9 @@ class Engine:
             prefill_tokens: of prompts that are read before each round of the rows that run. Layers with states read a
                 prompt as a whole.
             max_waiting: requests that may wait, besides those that run.
+            kept_bytes: how much of `cache_bytes` caches of rows that have ended may take, for rows that begin alike; 0:
+                none is kept. None: a quarter, and at most 1 GiB. Where drafters keep states of their own of each token,
+                none is kept.
 
         Raises:
             UnsupportedModelError, DraftConfigError, UnsupportedOptionError: the model, its draft or its rule cannot be
@@ -72,6 +76,7 @@ class Engine:
             ("prefill_tokens", prefill_tokens),
             ("max_waiting", max_waiting),
             ("cache_bytes", 1 if cache_bytes is None else cache_bytes),
+            ("kept_bytes", kept_bytes or 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
@@ -91,7 +96,8 @@ class Engine:
                 f"cache_bytes={cache_bytes} has no room for one token; this model takes {sizes.of(1, 1)} for it and "
                 f"{sizes.slot} for each further one"
             )
-        self._scheduler = Scheduler(self._decoder, self._budget, prefill_tokens)
+        kept = min(cache_bytes // 4, 2**30) if kept_bytes is None else min(kept_bytes, cache_bytes)
+        self._scheduler = Scheduler(self._decoder, self._budget, prefill_tokens, kept)
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._incoming: list[Entry] = []

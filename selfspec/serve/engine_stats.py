@@ -13,7 +13,10 @@ class EngineStats:
         running: rows in the running batch.
         prefilling: rows whose prompt is being read.
         waiting: requests that wait for room.
-        cache_bytes: allocated for keys, values and states.
+        cache_bytes: allocated for keys, values and states of rows that run or are read.
+        kept_bytes: of those of rows that have ended.
+        asked_tokens: tokens of texts that were to be read.
+        cached_tokens: those of them that kept caches held.
         cache_bound: the most that may be.
         rounds: rounds of the running batch so far.
         plain_rounds: those of them without a draft.
@@ -29,6 +32,9 @@ class EngineStats:
     prefilling: int
     waiting: int
     cache_bytes: int
+    kept_bytes: int
+    asked_tokens: int
+    cached_tokens: int
     cache_bound: int
     rounds: int
     plain_rounds: int

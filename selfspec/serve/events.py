@@ -21,12 +21,14 @@ class Committed:
         logprobs: of each; None where the request asks for none.
         drafted: draft tokens that were proposed to the row in this round.
         accepted: how many of them are among `tokens`.
+        cached: tokens of the prompt that were not read, because a kept cache held them.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     drafted: int
     accepted: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)

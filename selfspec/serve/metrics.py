@@ -73,10 +73,13 @@ class _EngineCollector(Collector):
             "vllm:num_requests_waiting": ("Requests that wait for room.", stats.waiting),
             "vllm:kv_cache_usage_perc": ("Share of the cache's bound that is used.", used),
             "selfspec:cache_bytes": ("Bytes of keys, values and states.", stats.cache_bytes),
+            "selfspec:kept_cache_bytes": ("Bytes of the caches of rows that have ended.", stats.kept_bytes),
             "selfspec:cache_bound_bytes": ("The most of them that there may be.", stats.cache_bound),
         }
         counters: dict[str, tuple[str, float]] = {
             "vllm:prompt_tokens": ("Tokens of prompts that were read.", stats.prompt_tokens),
+            "vllm:prefix_cache_queries": ("Tokens of texts that were to be read.", stats.asked_tokens),
+            "vllm:prefix_cache_hits": ("Those of them that kept caches held.", stats.cached_tokens),
             "vllm:generation_tokens": ("Tokens that were committed.", stats.committed),
             "vllm:num_preemptions": ("Rows that gave their cache back and were read again.", stats.preemptions),
             "vllm:spec_decode_num_drafts": ("Rounds with a draft.", stats.rounds - stats.plain_rounds),

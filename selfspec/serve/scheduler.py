@@ -17,6 +17,7 @@ from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import CacheBudget, Storage
 from selfspec.serve.engine_stats import EngineStats
 from selfspec.serve.events import Committed, Event, Finished, Reason
+from selfspec.serve.prefix_cache import FEWEST, PrefixCache
 from selfspec.serve.ticket import Ticket
 
 _LOG = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ _LOG = logging.getLogger(__name__)
 class Entry:
     """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
-    Its number is that of its arrival: the lower, the longer it has waited.
+    `cached` tokens of its prompt were held by a kept cache. Its number is that of its arrival: the lower, the longer it
+    has waited.
     """
 
     number: int
@@ -35,6 +37,7 @@ class Entry:
     prompt_tokens: int
     drafted: int = 0
     accepted: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Scheduler:
     tokens, and goes on where it was.
     """
 
-    def __init__(self, decoder: RowDecoder, budget: CacheBudget, prefill_tokens: int) -> None:
+    def __init__(self, decoder: RowDecoder, budget: CacheBudget, prefill_tokens: int, kept_bytes: int = 0) -> None:
         self._decoder = decoder
         self._budget = budget
         self._prefill_tokens = prefill_tokens
@@ -62,7 +65,8 @@ class Scheduler:
         # In the order in which the batch holds their rows.
         self._running: list[Entry] = []
         self._batch: Batch | None = None
-        self._prompt_tokens = 0
+        self._kept = PrefixCache(kept_bytes if decoder.resumes else 0)
+        self._prompt_tokens = self._asked_tokens = self._cached_tokens = 0
         self._preemptions = 0
         self._finished: Counter[str] = Counter()
 
@@ -113,6 +117,9 @@ class Scheduler:
             waiting=len(self._waiting) + incoming,
             cache_bytes=self._batch_bytes + (0 if reading is None else reading.prefill.batch.row_bytes),
             cache_bound=self._budget.bound,
+            kept_bytes=self._kept.nbytes,
+            asked_tokens=self._asked_tokens,
+            cached_tokens=self._cached_tokens,
             rounds=counts.rounds,
             plain_rounds=self._decoder.plain_rounds,
             prompt_tokens=self._prompt_tokens,
@@ -172,7 +179,7 @@ class Scheduler:
             return None
         del self._waiting[0]
         try:
-            self._reading = _Reading(entry, self._decoder.begin(entry.row))
+            self._reading = _Reading(entry, self._begun(entry))
         except Exception as error:
             self._finish(entry, "error", _failed("it could not be begun", error))
             return self._begin_next()
@@ -180,6 +187,35 @@ class Scheduler:
             # Roomy storage gives way to what the row is read into.
             self._hold(len(self._running))
         return self._reading
+
+    def _begun(self, entry: Entry) -> Prefill:
+        """Begin a row with what a kept cache holds of its text."""
+        text = entry.row.sequences.text_from(0, 0)
+        known = self._kept.find(text) if self._kept.bound else None
+        # It is in use until it is copied; the others make room for the copy.
+        self._kept.shrink(self._budget.bound - self._batch_bytes - self._budget.sizes.of(1, len(text)))
+        self._asked_tokens += len(text)
+        if known is None:
+            return self._decoder.begin(entry.row)
+        if not entry.row.committed[0]:
+            entry.cached = known.tokens
+        self._cached_tokens += known.tokens
+        return self._decoder.begin(entry.row, known.cache, known.tokens)
+
+    def _keep(self, entry: Entry) -> None:
+        """Keep the cache of a row that is about to leave, where there is room beside the batch."""
+        batch = self._batch
+        if batch is None or not self._kept.bound or entry.row.error is not None or entry.row.failed:
+            return
+        index = self._running.index(entry)
+        length = batch.cache.seq_lens[index]
+        needed = self._budget.sizes.of(1, length)
+        room = self._budget.bound - self._batch_bytes
+        room -= 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
+        if length < FEWEST or needed > min(room, self._kept.bound):
+            return
+        self._kept.shrink(min(room, self._kept.bound) - needed)
+        self._kept.keep(tuple(entry.row.sequences.text_from(0, 0)[:length]), self._decoder.kept(batch, index))
 
     def _join(self, reading: _Reading) -> None:
         """Let the row that was read run."""
@@ -207,6 +243,7 @@ class Scheduler:
         chosen = self._budget.storage(now, rows, longest, most, beside)
         if chosen is None:
             return False
+        self._kept.shrink(self._budget.bound - beside - self._budget.sizes.of(chosen.rows, chosen.tokens))
         if chosen != now:
             self._batch.hold(chosen.rows, chosen.tokens)
         return True
@@ -249,13 +286,15 @@ class Scheduler:
             record = entry.row.records.logprobs
             logprobs = None if record is None else record.take(row.tokens)
             if row.tokens:
-                self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted))
+                self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached))
             if index not in batch.unfinished:
                 ended.append((entry, *_end_of(entry.row)))
         self._leave(ended)
 
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
         """Free what rows hold that have ended, and then tell their callers."""
+        for entry, _, _ in ended:
+            self._keep(entry)
         self._remove({self._running.index(entry) for entry, _, _ in ended})
         for entry, reason, error in ended:
             self._finish(entry, reason, error)

@@ -19,7 +19,7 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = ({"qx_key": "qx value"}, {"qx_more": "q
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an answer makes; `arguments` are JSON. Mistral's templates take ids of nine letters alone."""
+    """A call that an answer makes; `arguments` are JSON. Some templates take ids of nine letters alone."""
 
     name: str
     arguments: str

@@ -35,6 +35,7 @@ class Stepped:
         max_rows, prefill_tokens: as of the engine.
         tokens: committed tokens that the cache has room for in all, if one row had them; None: plenty.
         margin: see `CacheBudget`.
+        kept: whether caches of rows that have ended are kept, as much as there is room for.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Stepped:
         prefill_tokens: int = 16,
         tokens: int | None = None,
         margin: int = 0,
+        kept: bool = False,
     ) -> None:
         decoder = spec.row_decoder()
         sizes = decoder.measured()
         bound = sizes.of(1, tokens) if tokens else sizes.of(max_rows + 1, 256)
         self.budget = CacheBudget(sizes, bound, max_rows, margin)
-        self.scheduler = Scheduler(decoder, self.budget, prefill_tokens)
+        self.scheduler = Scheduler(decoder, self.budget, prefill_tokens, bound if kept else 0)
         self.vocabulary = spec.model.get_input_embeddings().weight.shape[0]
         self.most_bytes = 0
         self._decoder = decoder
@@ -69,7 +71,7 @@ class Stepped:
 
     def step(self) -> None:
         self.scheduler.step()
-        self.most_bytes = max(self.most_bytes, self.scheduler.stats().cache_bytes)
+        self.most_bytes = max(self.most_bytes, self.scheduler.stats().cache_bytes + self.scheduler.stats().kept_bytes)
 
     def run(self) -> None:
         """Run until nothing is left."""
