@@ -98,6 +98,19 @@ def mlp(weights: Weights, prefix: str, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def states_of(model: PreTrainedModel, text: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The target's states as `transformers` gives them, and what leaves its last layer, before the final norm."""
+    last: list[Tensor] = []
+    layers: Any = model.get_submodule("model.layers")
+    hook = layers[-1].register_forward_hook(
+        lambda _, __, output: last.append(output if isinstance(output, Tensor) else output[0])
+    )
+    known = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    hook.remove()
+    return known, last[0][0]
+
+
+@torch.no_grad()
 def eagle3(
     model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
 ) -> Callable[[list[int], list[int]], Tensor]:
@@ -191,14 +204,8 @@ def mtp(
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
-        last: list[Tensor] = []
-        hook = model.get_submodule("model.layers")[-1].register_forward_hook(
-            lambda _, __, output: last.append(output if isinstance(output, Tensor) else output[0])
-        )
-        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
-        hook.remove()
-        if mimo:
-            states = last[0][0]
+        known, last = states_of(model, text[:-1])
+        states = last if mimo else known[-1][0]
         tokens = [*text, *drafted]
         for place in range(len(drafted) + 1):
             # Each module reads the states of the one before it, and the token after that one's. The last goes on.
@@ -292,9 +299,13 @@ def peagle(
 
 
 def dflash(
-    model: PreTrainedModel, weights: Weights, layers: int, first: int
+    model: PreTrainedModel, weights: Weights, layers: int, first: int, point: int | str = 3
 ) -> Callable[[list[int], list[int]], Tensor]:
-    """DFlash with blocks of 4 and mask token 3: what it gives in the place after so many draft tokens, `[vocab]`."""
+    """DFlash with blocks of 4 and mask token 3: what it gives in the place after so many draft tokens, `[vocab]`.
+
+    It reads what leaves the first layer of the target, and at a point: what enters a layer, or leaves the last one
+    before or after the final norm.
+    """
     eps = 1e-5
 
     def heads(states: Tensor, name: str, part: str, places: Tensor) -> Tensor:
@@ -309,8 +320,10 @@ def dflash(
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
-        known = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        joined = linear(torch.cat([known[1][0], known[3][0]], -1), weights["fc.weight"])
+        known, last = states_of(model, text[:-1])
+        second = {"last": last, "normed": known[-1][0]}.get(str(point))
+        second = known[int(point)][0] if second is None else second
+        joined = linear(torch.cat([known[1][0], second], -1), weights["fc.weight"])
         context = norm(joined, weights["hidden_norm.weight"], eps)
         states = model.get_input_embeddings()(torch.tensor([text[-1], 3, 3, 3]))
         places = torch.arange(len(text) + 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class BlockConfig:
     Attributes:
         layers: the configuration of its layers, as `transformers` takes it.
         points: whose inputs it reads, by number of layer.
+        end: what it reads where that number is the model's depth: the last state, before or after the final norm.
         size: tokens of a block, the last committed one included.
         mask: the token in the place of those that are not known.
         first: place in the block that guesses the next token.
@@ -43,6 +44,7 @@ class BlockConfig:
 
     layers: Mapping[str, Any]
     points: tuple[int, ...]
+    end: Literal["last", "normed"]
     size: int
     mask: int
     first: int
@@ -56,7 +58,7 @@ class BlockConfig:
         """
         own = config.get("dflash_config")
         if own is not None:
-            # State i is what leaves layer i.
+            # State i is what leaves layer i, as transformers gives it: of the last layer after the final norm.
             points = [point + 1 for point in own.get("target_layer_ids") or ()]
             layers, mask = config, own.get("mask_token_id")
         else:
@@ -67,7 +69,8 @@ class BlockConfig:
         if not points or len(numbers) < len(points) + 2 or numbers[-1] < 2:
             raise ValueError("it lacks target_layer_ids, mask_token_id or block_size")
         *points, mask, size = numbers
-        return cls(layers, tuple(points), size, mask, 0 if config.get("sample_from_anchor") else 1)
+        end: Literal["last", "normed"] = "last" if own is None else "normed"
+        return cls(layers, tuple(points), end, size, mask, 0 if config.get("sample_from_anchor") else 1)
 
 
 @drafter(
@@ -114,7 +117,7 @@ class DFlash(FromFolder, HeadDrafter):
         return self._config.size
 
     def points(self, depth: int) -> tuple[Point, ...]:
-        return tuple("last" if point == depth else point for point in self._config.points)
+        return tuple(self._config.end if point == depth else point for point in self._config.points)
 
     def check(self, depth: int) -> None:
         beyond = [point for point in self._config.points if point > depth]

@@ -21,6 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "authors": {},
     "llama": {"kind": "llama", "layers": 1},
     "speculators": {"layout": "speculators"},
+    # What they read of the last layer is the state that transformers gives, which is after the final norm.
+    "last-layer": {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}},
+    # The other library takes the state as it leaves the layer.
+    "last-layer-of-speculators": {"layout": "speculators", "aux_hidden_state_layer_ids": [1, 4]},
     "from-anchor": {"layout": "speculators", "sample_from_anchor": True},
 }
 
@@ -37,7 +41,8 @@ def test_a_head_drafts_what_it_was_published_for(
     spec = selfspec.wrap(model, f"dflash:{folder}", draft_length=control)
     spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
     weights, first = load_file(tmp_path / "model.safetensors"), int(variant != "from-anchor")
-    expected = reference_heads.dflash(model, weights, options.get("layers", 2), first)
+    last = {"last-layer": "normed", "last-layer-of-speculators": "last"}.get(variant, 3)
+    expected = reference_heads.dflash(model, weights, options.get("layers", 2), first, last)
     reference_heads.assert_drafts_are(found, expected)
     assert max(each.draft.length for each in found) == {2: 2, 6: 4 - first}.get(control, 3)
 
