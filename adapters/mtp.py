@@ -1,6 +1,6 @@
 """Which architectures have modules for multi-token prediction in their checkpoints, and how these are named."""
 
-from selfspec.architecture import MtpLayout
+from selfspec.architecture import MtpLayout, OfModule
 
 _BEHIND_THE_LAYERS = MtpLayout(config=(("first_k_dense_replace", 0), ("mlp_layer_types", ["sparse"])))
 
@@ -41,6 +41,19 @@ LAYOUTS: dict[str, MtpLayout] = {
         passes_on="read",
         renames=(("pre_mlp_layernorm", "post_attention_layernorm"),),
         config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["dense"])),
+    ),
+    # Step 3.5 and 3.7.
+    "step3p5": MtpLayout(
+        head="layers.{n}.shared_head.head",
+        reads="last",
+        recycles="last",
+        renames=((".transformer.", "."), (".shared_head.output.", ".shared_head.head.")),
+        config=(
+            ("layer_types", OfModule("mtp_layer_types")),
+            ("mlp_layer_types", OfModule("mtp_mlp_layer_types")),
+            ("swiglu_limits", None),
+            ("swiglu_limits_shared", None),
+        ),
     ),
     "qwen3_next": _BESIDE_THE_MODEL,
     "qwen3_5_text": _BESIDE_THE_MODEL,

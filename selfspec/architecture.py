@@ -185,6 +185,17 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class OfModule:
+    """A value that a list in the model's config has for each module for multi-token prediction.
+
+    Attributes:
+        name: of the list.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
 class MtpLayout:
     """Where the parts of an MTP module lie in an architecture's checkpoints.
 
@@ -197,20 +208,22 @@ class MtpLayout:
         hidden: its norm over states.
         projection: a linear layer.
         norm: its final norm; None: it has none.
+        head: its language-model head; None: it is the model's.
         block: what the names of its decoder layer begin with.
         counts: fields of the config that say how many modules there are; the first that is there counts.
         hidden_first: whether the projection reads [h ; e].
         reads: which state of the model it reads: before or after the final norm.
         recycles: which state of its own it goes on from.
         passes_on: which states the module behind it reads: those that it made, or those that it read.
-        renames: what the checkpoint calls parts of its layer, and what the model calls those of its own.
-        config: what the config of its layer has other than the model's; lists are for one layer.
+        renames: parts of names in the checkpoint, and what stands for them here or in the model's own layers.
+        config: what the config of its layer has other than the model's: lists for one layer, or `OfModule`.
     """
 
     embedding: str = "layers.{n}.enorm"
     hidden: str = "layers.{n}.hnorm"
     projection: str = "layers.{n}.eh_proj"
     norm: str | None = "layers.{n}.shared_head.norm"
+    head: str | None = None
     block: str = "layers.{n}."
     counts: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     hidden_first: bool = False
@@ -235,7 +248,7 @@ class MtpLayout:
         )
 
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
-        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm` and `block.`, each and an end.
+        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm`, `head`, `block.`, and ends.
 
         Args:
             names: of a checkpoint.
@@ -245,26 +258,27 @@ class MtpLayout:
         Returns:
             By the checkpoint's names; empty where it has no such module.
         """
-        listed = list(names)
+        listed = {self._renamed(name): name for name in names}
         places = {part: self._at(getattr(self, part), depth, module) for part in ("embedding", "hidden", "projection")}
         norms = re.compile(rf"(?:.*\.)?{re.escape(places['embedding'])}\.weight")
         first = next((name for name in listed if norms.fullmatch(name)), None)
         if first is None:
             return {}
         before = first.removesuffix(f"{places['embedding']}.weight")
-        if self.norm is not None:
-            places["norm"] = self._at(self.norm, depth, module)
+        optional = {"norm": self.norm, "head": self.head}
+        places |= {part: self._at(place, depth, module) for part, place in optional.items() if place is not None}
         ends = (".weight", ".weight_scale_inv", ".bias")
         found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in ends}
         block = before + self._at(self.block, depth, module)
-        inside = {name: "block." + self._renamed(name.removeprefix(block)) for name in listed if name.startswith(block)}
+        inside = {name: "block." + name.removeprefix(block) for name in listed if name.startswith(block)}
         # The embeddings and the head are the model's, of which some checkpoints have a copy here.
         rest = {
             name: other
             for name, other in inside.items()
             if name not in found and not other.startswith(("block.shared_head.", "block.embed_tokens."))
         }
-        return {name: found[name] for name in listed if name in found} | rest
+        parts = {name: found[name] for name in listed if name in found} | rest
+        return {listed[name]: part for name, part in parts.items()}
 
     def _renamed(self, name: str) -> str:
         for there, here in self.renames:

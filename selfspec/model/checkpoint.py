@@ -167,10 +167,12 @@ def load_model(
     config: PreTrainedConfig,
     dtype: torch.dtype | DtypeName,
     tensors: Mapping[str, Tensor] | None = None,
+    kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Load a model with the loader of `transformers`, which renames, casts, joins and splits what the files hold.
 
-    What they hold may be given as tensors, by the files' names; else they are read.
+    What they hold may be given as tensors, by the files' names; else they are read. With tensors the class of the model
+    may be given, too; else the configuration says it.
 
     Raises:
         CheckpointError: the loader refuses, or weights are missing or of another shape.
@@ -188,7 +190,8 @@ def load_model(
                 )
         else:
             # Of a composite configuration it may be the text model's own.
-            kind, config = _causal_kind(config)
+            if kind is None:
+                kind, config = _causal_kind(config)
             with without_progress_bar():
                 model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **options)
     except SelfSpecError:

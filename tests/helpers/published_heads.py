@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
 
 from helpers import tiny
-from helpers.shrunken import shrunken
+from helpers.shrunken import shrunken, shrunken_config
 
 HIDDEN = 32
 DRAFTED = 20
@@ -161,7 +161,7 @@ class MtpCheckpoint:
     Attributes:
         model: loaded from it.
         blocks: of each module a model whose only layer and final norm are the module's.
-        weights: of each module its own parts, `embedding`, `hidden` and `projection`.
+        weights: of each module its own parts, `embedding`, `hidden`, `projection` and, if it has one, `head`.
     """
 
     model: PreTrainedModel
@@ -198,6 +198,19 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
         {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     ),
+    "step3p7": (
+        _BEHIND,
+        {
+            "layer_types": ["sliding_attention"],
+            "mlp_layer_types": ["dense"],
+            "num_sliding_attention_heads": 8,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm4v_moe": (
+        {part: place.replace("model.", "model.language_model.") for part, place in _BEHIND.items()},
+        {"first_k_dense_replace": 0},
+    ),
     "qwen3_next": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_text": (_BESIDE, {"layer_types": ["full_attention"]}),
     "qwen3_5_moe_text": (_BESIDE, {"layer_types": ["full_attention"]}),
@@ -225,15 +238,33 @@ MTP: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """By type, what checkpoints call the parts, and how the config of the module's layer differs from the model's."""
 
 
+# Of models of text and more, the type of their language model.
+_INSIDE = {"step3p7": "step3p5", "glm4v_moe": "glm4v_moe_text"}
+
+
+def _shrunken(kind: str, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """A tiny model; options are fields of its language model's config."""
+    if kind not in _INSIDE:
+        return shrunken(kind, seed=seed, **options)
+    text = shrunken_config(_INSIDE[kind], **options)
+    return shrunken(kind, seed=seed, auto=AutoModelForMultimodalLM, text_config=text)
+
+
 def mtp(folder: Path, kind: str, modules: int = 1, **options: Any) -> MtpCheckpoint:
     """Write a tiny checkpoint of a type with modules for multi-token prediction; options are fields of its config."""
     places, differences = MTP[kind]
-    shrunken(kind, **options).save_pretrained(folder)
+    behind: dict[str, Any] = {}
+    if kind == "step3p7":
+        # The lists of its config go on over its modules.
+        kinds = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
+        behind = {name: two * 2 + differences[name] * modules for name, two in kinds.items()}
+        behind |= {"num_nextn_predict_layers": modules, "num_sliding_attention_heads": 8}
+    _shrunken(kind, **behind, **options).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     blocks, parts = [], []
     for module in range(modules):
         names = {part: place.format(i=module, n=4 + module) for part, place in places.items()}
-        block = shrunken(kind, seed=1 + module, **{"num_hidden_layers": 1, **options, **differences})
+        block = _shrunken(kind, seed=1 + module, **{"num_hidden_layers": 1, **options, **differences})
         block.save_pretrained(folder / "block")
         shapes = {"embedding": (HIDDEN,), "hidden": (HIDDEN,), "projection": (HIDDEN, 2 * HIDDEN)}
         # Some share what lies around their layers.
@@ -241,21 +272,27 @@ def mtp(folder: Path, kind: str, modules: int = 1, **options: Any) -> MtpCheckpo
         # As those that shrunken makes.
         for part in ("embedding", "hidden"):
             own[part] = own[part].abs() + 0.5
+        if kind == "step3p7":
+            vocabulary = len(block.get_output_embeddings().weight)
+            own |= weights_of({"head": (vocabulary, HIDDEN)}, seed=9 + module)
+            names["head"] = f"model.layers.{4 + module}.shared_head.head"
         for name, weight in load_file(folder / "block" / "model.safetensors").items():
-            if name.startswith("model.layers.0."):
-                end = name.removeprefix("model.layers.0.")
+            inside = name.removeprefix("model.").removeprefix("language_model.")
+            if inside.startswith("layers.0."):
+                end = inside.removeprefix("layers.0.")
                 if kind == "mimo_v2_flash":
                     end = end.replace("post_attention_layernorm", "pre_mlp_layernorm")
                 weights[names["block"] + end] = weight
-            if name == "model.norm.weight" and "norm" in names:
+            if inside == "norm.weight" and "norm" in names:
                 shared = weights.setdefault(f"{names['norm']}.weight", weight)
-                block.get_submodule("model.norm").load_state_dict({"weight": shared})
+                block.get_decoder().get_submodule("norm").load_state_dict({"weight": shared})
         weights |= {f"{names[part]}.weight": weight for part, weight in own.items()}
         blocks.append(block)
         parts.append(own)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder / "block")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    loader: Any = AutoModelForMultimodalLM if kind in _INSIDE else AutoModelForCausalLM
+    model = loader.from_pretrained(folder).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # The others have no fp64.
     model.generation_config = GenerationConfig(pad_token_id=0)

@@ -101,7 +101,7 @@ def mlp(weights: Weights, prefix: str, states: Tensor) -> Tensor:
 def states_of(model: PreTrainedModel, text: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
     """The target's states as `transformers` gives them, and what leaves its last layer, before the final norm."""
     last: list[Tensor] = []
-    layers: Any = model.get_submodule("model.layers")
+    layers: Any = model.get_decoder().get_submodule("layers")
     hook = layers[-1].register_forward_hook(
         lambda _, __, output: last.append(output if isinstance(output, Tensor) else output[0])
     )
@@ -178,35 +178,35 @@ def mtp(
         weights: of each module its `embedding`, `hidden` and `projection`.
         kind: the target's type.
     """
-    eps = getattr(blocks[0].config, "rms_norm_eps", 1e-6)
+    text: Any = blocks[0].config.get_text_config()
+    eps = getattr(text, "rms_norm_eps", 1e-6)
     # Norms of some families are kept as what they differ from 1 by.
-    beyond = 1.0 if kind.startswith("qwen3") else 0.0
+    beyond = 1.0 if kind.startswith(("qwen3", "step")) else 0.0
     # MiMo is a Qwen2, whose module reads the state before the final norm, and reads it first.
     mimo = kind == "qwen2"
 
-    def made(module: int, states: Tensor, tokens: list[int]) -> Tensor:
-        """What a module makes of states and the tokens that belong to them, `[tokens, hidden]`."""
-        outermost: Any = blocks[module].model
+    def made(module: int, states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """What a module's layer makes of states and the tokens that belong to them, and the norm of it."""
+        outermost: Any = blocks[module].get_decoder()
         embedded = model.get_input_embeddings()(torch.tensor(tokens))
         parts = [
             norm(embedded, weights[module]["embedding"] + beyond, eps),
             norm(states, weights[module]["hidden"] + beyond, eps),
         ]
         inputs = linear(torch.cat(parts[::-1] if mimo else parts, -1), weights[module]["projection"])[None]
-        # ERNIE has no final norm.
-        place = outermost.layers[0] if kind == "ernie4_5_moe" else outermost
         found: list[Any] = []
-        hook = place.register_forward_hook(lambda _, __, output: found.append(output))
-        outermost(inputs_embeds=inputs, use_cache=False)
+        hook = outermost.layers[0].register_forward_hook(lambda _, __, output: found.append(output))
+        normed = outermost(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
         hook.remove()
-        output: Tensor = found[0][0]
-        return output if output.ndim == 2 else output[0]
+        output: Tensor = found[0] if isinstance(found[0], Tensor) else found[0][0]
+        # ERNIE has no final norm.
+        return output[0], output[0] if kind == "ernie4_5_moe" else normed
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
         known, last = states_of(model, text[:-1])
-        states = last if mimo else known[-1][0]
-        tokens = [*text, *drafted]
+        before = mimo or kind == "step3p7"
+        states, tokens = last if before else known[-1][0], [*text, *drafted]
         for place in range(len(drafted) + 1):
             # Each module reads the states of the one before it, and the token after that one's. The last goes on.
             module = min(place, len(blocks) - 1)
@@ -217,9 +217,12 @@ def mtp(
                 first = 1 + place
             else:
                 read = torch.cat([read, states[-1:]])
-            states = made(module, read, tokens[first : first + len(read)])
+            output, normed = made(module, read, tokens[first : first + len(read)])
+            states = output if kind == "step3p7" else normed
         assert first + len(read) == len(tokens)
-        found: Tensor = model.get_output_embeddings()(states[-1])
+        if "head" in weights[module]:
+            return linear(normed[-1], weights[module]["head"])
+        found: Tensor = model.get_output_embeddings()(normed[-1])
         return found
 
     return logits

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from selfspec.architecture import Adapter, MtpLayout
+from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.float8 import SCALE, check_layout, dequantised
@@ -21,7 +21,7 @@ from selfspec.draft.heads.folder import HeadFolder, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head
 from selfspec.draft.heads.in_order import ModulesInOrder, ModuleState
-from selfspec.draft.heads.own_layers import one_layer_config
+from selfspec.draft.heads.own_layers import one_layer_config, text_alone
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import CheckpointError, HeadError
@@ -60,11 +60,13 @@ class _Module:
     """A module in the files of a checkpoint.
 
     Attributes:
+        number: counted from 0.
         folder: with the files.
         names: of its weights there, and what they are: see `MtpLayout.renamed`.
         shapes: by names there.
     """
 
+    number: int
     folder: HeadFolder
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
@@ -110,19 +112,25 @@ class _Module:
         source = str(self.folder.path)
         read = {self.names[name]: weight for name, weight in self.folder.tensors(self.names).items()}
         weights = dequantised(read, self._config, source)
-        config = _layer_config(model, layout)
+        config = _layer_config(model, layout, self.number)
         width = config.hidden_size
-        block = {f"model.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")}
-        block["model.norm.weight"] = weights.get("norm.weight", torch.ones(width))
+        # Of a model of text and more there may be no class of its language model alone.
+        alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        place = "model" if alone else ".".join(find_adapter(model).path(model)[:-1])
+        block = {
+            f"{place}.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")
+        }
+        block[f"{place}.norm.weight"] = weights.get("norm.weight", torch.ones(width))
         # Neither is read: the model's own take their places.
-        block["model.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
+        block[f"{place}.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
+        whole, kind = (config, None) if alone else (_with_text(model.config, config), text_alone(type(model)))
         try:
-            layers = load_model(source, config, model.dtype, block).requires_grad_(False).eval()
+            layers = load_model(source, whole, model.dtype, block, kind).requires_grad_(False).eval()
         except CheckpointError as error:
             raise HeadError(str(error)) from error
         layers.to(model.device)
         adapter = find_adapter(layers)
-        inside: Any = layers.get_submodule(adapter.base(layers))
+        inside: Any = layers.get_submodule(place)
         fusion = MtpFusion(inside.norm, width, "projection.bias" in weights, layout.hidden_first)
         fill(fusion, weights, source)
         fusion.to(device=model.device, dtype=model.dtype)
@@ -136,7 +144,13 @@ class _Module:
         )
         embed = model.get_input_embeddings()
         layers.set_input_embeddings(embed)
-        layers.set_output_embeddings(model.get_output_embeddings())
+        output = model.get_output_embeddings()
+        if "head.weight" in weights:
+            output = nn.Linear(width, len(weights["head.weight"]), bias="head.bias" in weights, device="meta")
+            fill(output, {name.removeprefix("head."): each for name, each in weights.items()}, source)
+            output.to(device=model.device, dtype=model.dtype)
+            nbytes += sum(each.nbytes for each in output.parameters())
+        layers.set_output_embeddings(output)
         return Head(fusion, layers, adapter, layout.recycles, embed, None, nbytes, passes_on=layout.passes_on)
 
 
@@ -180,8 +194,9 @@ class MultiTokenPrediction(HeadDrafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         modules = self._modules(model)
-        # A draft step reads one of them.
-        size = sum(module.size for module in modules) // len(modules) + model.get_output_embeddings().weight.numel()
+        # A draft step reads one of them, and a head, which may be its own.
+        output = 0 if _layout(model).head is not None else model.get_output_embeddings().weight.numel()
+        size = sum(module.size for module in modules) // len(modules) + output
         return share_of(size * model.dtype.itemsize, model, adapter)
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
@@ -190,9 +205,9 @@ class MultiTokenPrediction(HeadDrafter):
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         modules = self._modules(model)
-        own = _layer_config(model, _layout(model))
-        token = cache_summary(own, model.dtype).bytes_per_token
-        return OwnBytes(sum(module.size for module in modules) * model.dtype.itemsize, len(modules) * token)
+        own = [_layer_config(model, _layout(model), module.number) for module in modules]
+        token = sum(cache_summary(each, model.dtype).bytes_per_token for each in own)
+        return OwnBytes(sum(module.size for module in modules) * model.dtype.itemsize, token)
 
     def state(self, rows: RowsView) -> PairState:
         first, *others = remembered(rows, self, self.heads)
@@ -235,7 +250,10 @@ class MultiTokenPrediction(HeadDrafter):
                 f"the files in {folder.path} have no module for multi-token prediction"
                 + (f", though the config promises {promised}; download the checkpoint whole" if promised else "")
             )
-        return [_Module(folder, names, {name: shapes[name] for name in names}) for names in renamed]
+        return [
+            _Module(number, folder, names, {name: shapes[name] for name in names})
+            for number, names in enumerate(renamed)
+        ]
 
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:
@@ -333,10 +351,24 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
     return layout
 
 
-def _layer_config(model: PreTrainedModel, layout: MtpLayout) -> PreTrainedConfig:
-    """Return the config of a model of the module's layer alone."""
+def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> PreTrainedConfig:
+    """Return the config of a language model of a module's layer alone."""
     config = one_layer_config(model)
     for name, value in layout.config:
         if hasattr(config, name):
-            setattr(config, name, value)
+            found = [getattr(config, value.name)[module]] if isinstance(value, OfModule) else value
+            setattr(config, name, found)
+    # Layers of a type may differ from others in more than that.
+    own = model.config.get_text_config(decoder=True)
+    differences = {int(layer): each for layer, each in (own.to_dict().get("per_layer_config") or {}).items()}
+    if differences:
+        config.per_layer_config = {0: differences.get(own.layer_types.index(config.layer_types[0]), {})}
     return config
+
+
+def _with_text(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a model's config with another one of its language model."""
+    name = next(name for name, part in vars(config).items() if part is config.get_text_config(decoder=True))
+    whole = copy.deepcopy(config)
+    setattr(whole, name, text)
+    return whole

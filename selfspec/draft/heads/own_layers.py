@@ -43,7 +43,9 @@ def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
     config.num_hidden_layers = 1
     config.vocab_size = 1
     config.tie_word_embeddings = False
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    config.bos_token_id = config.eos_token_id = None
+    # Some types take no None.
+    config.pad_token_id = 0
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     found: PreTrainedConfig = config
@@ -70,3 +72,20 @@ def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:
             if not list(child.parameters()) and any(buffer.is_meta for buffer in child.buffers()):
                 kind: Any = type(child)
                 setattr(module, name, kind(config=config))
+
+
+def text_alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a class like that of a model of text and more, which has its language model and its head alone."""
+
+    def make(self: Any, config: PreTrainedConfig) -> None:
+        kind.__init__(self, config)
+        decoder, head = self.get_decoder(), self.get_output_embeddings()
+        holder = self
+        for name in next(name for name, module in self.named_modules() if module is decoder).split("."):
+            for other, module in list(holder.named_children()):
+                if other != name and module is not head:
+                    delattr(holder, other)
+            holder = getattr(holder, name)
+
+    # With another module or name `transformers` would not rename what its files hold.
+    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})

@@ -16,7 +16,7 @@ import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
 from selfspec.draft.heads.growing_head import HeadProposer
-from selfspec.draft.heads.mtp import held_modules
+from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
 from selfspec.errors import HeadError
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
@@ -37,7 +37,7 @@ def test_a_module_drafts_what_it_was_trained_for(
 
 
 @pytest.mark.parametrize("control", [1, 2, 5, selfspec.FixedLength(4, nodes=9)], ids=str)
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash", "step3p7"])
 def test_several_modules_draft_in_their_order(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +91,26 @@ def test_greedy_rows_are_stock_rows(kind: str, modules: int, tmp_path: Path) -> 
     for control in (None, selfspec.FixedLength(3, nodes=6)):
         spec = selfspec.wrap(made.model, "mtp", draft_length=control)
         assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
+
+
+def test_a_step_checkpoint_may_call_its_layers_and_heads_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = published_heads.mtp(tmp_path, "step3p7", modules=2)
+    file = tmp_path / "model.safetensors"
+    renamed = {
+        name.replace("shared_head.head", "shared_head.output").replace(".5.self_attn", ".5.transformer.self_attn"): each
+        for name, each in load_file(file).items()
+    }
+    save_file(renamed, file, {"format": "pt"})
+    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    spec = selfspec.wrap(made.model, "mtp", draft_length=2)
+    out = spec.generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "step3p7"))
+    own = MultiTokenPrediction().own_bytes(made.model)
+    # All embeddings and the head of the model itself are not counted; slots for a draft are.
+    slots = PROMPTS[1].shape[1] + 6 + 2
+    assert out.stats.draft_bytes == own.weights + slots * own.token
 
 
 def in_float8(folder: Path, made: published_heads.MtpCheckpoint, block: tuple[int, int]) -> None:
