@@ -36,7 +36,7 @@ def test_a_module_drafts_what_it_was_trained_for(
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
-@pytest.mark.parametrize("control", [1, 2, 5, selfspec.FixedLength(4, nodes=9)], ids=str)
+@pytest.mark.parametrize("control", [5, selfspec.FixedLength(4, nodes=9)], ids=str)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash", "step3p7"])
 def test_several_modules_draft_in_their_order(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
