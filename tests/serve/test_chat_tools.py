@@ -16,7 +16,7 @@ BARE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ kind }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -124,8 +124,12 @@ def test_tools_that_the_template_does_not_read_are_described(bare: Running, serv
 
 
 def test_calls_and_results_are_fed_back(bare: Running) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-    messages = [
+    call: dict[str, Any] = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+    }
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "sunny"},

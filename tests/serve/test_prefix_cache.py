@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import tiny
 from helpers.http_server import Running
+from helpers.published_heads import with_head
 from helpers.serving import Asked, Mix, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.draft import Assistant
 from selfspec.serve.prefix_cache import PrefixCache, shared
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
@@ -111,9 +111,9 @@ def test_rows_of_mixes_that_begin_alike_are_what_they_are_alone(
         assert engine.scheduler.stats().cached_tokens > 0
 
 
-def test_nothing_is_kept_where_a_drafter_keeps_states_of_its_own(model: PreTrainedModel) -> None:
-    spec = selfspec.wrap(model, draft=Assistant(tiny.llama(num_hidden_layers=1, vocab_size=24)))
-    engine = Stepped(spec, kept=True)
+def test_nothing_is_kept_where_a_drafter_keeps_states_of_its_own(tmp_path: Path) -> None:
+    model, draft = with_head("eagle3", tmp_path)
+    engine = Stepped(selfspec.wrap(model, draft), kept=True)
     assert turn(engine, model, text_of(18, 1)) == turn(engine, model, text_of(18, 1)) == 0
     assert engine.scheduler.stats().kept_bytes == 0
 
