@@ -15,7 +15,7 @@ from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter, OwnBytes
 from selfspec.draft.growing import GrowingProposer
-from selfspec.draft.rows_view import RowsView
+from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_checkpoint
@@ -26,7 +26,6 @@ from selfspec.model.summary import cache_summary
 from selfspec.model.unwrap import stock_model
 from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
 from selfspec.model.weights_read import bytes_read
-from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 
 
@@ -111,8 +110,7 @@ class Assistant(Drafter):
 
     def begin(self, rows: RowsView) -> AssistantProposer:
         self._check_rows(rows)
-        programs = rows.programs and rows.memories.setdefault(self, rows.programs.for_another_model())
-        assert programs is None or isinstance(programs, GraphCache)
+        programs = own_programs(rows, self)
         cache = self.adapter.shared_cache(
             self.model,
             rows.size,

@@ -197,3 +197,17 @@ class RowsView(Protocol):
     def memories(self) -> dict[Hashable, object]:
         """What drafters keep as long as the wrapper, by drafter."""
         ...
+
+
+def own_programs(rows: RowsView, owner: Hashable) -> GraphCache | None:
+    """Return the programs of a model that a drafter brings along, kept as long as the wrapper; None: it makes none.
+
+    Args:
+        rows: of the target.
+        owner: the drafter, or that of its models whose they are.
+    """
+    if rows.programs is None:
+        return None
+    programs = rows.memories.setdefault(owner, rows.programs.for_another_model())
+    assert isinstance(programs, GraphCache)
+    return programs

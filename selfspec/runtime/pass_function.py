@@ -27,6 +27,7 @@ class PassKind:
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
         rows: of the batch.
         width: tokens of each row.
+        embedded: whether it takes their embeddings.
         uniform: whether all rows write the same slots.
         nodes: of the tree whose nodes they read; None: of a chain.
         padded: whether slots past the last token may be seen, and are masked.
@@ -39,6 +40,7 @@ class PassKind:
     base: str | None
     rows: int
     width: int
+    embedded: bool
     uniform: bool
     nodes: int | None
     padded: bool
@@ -51,7 +53,7 @@ class PassTensors:
     """What a pass takes, and the same in a row as tensors alone.
 
     Attributes:
-        tokens: `[rows, width]`.
+        tokens: `[rows, width]`, or embeddings, `[rows, width, hidden]`.
         entering: what enters at the start of the path; None: nothing.
         slots: where keys and values are.
     """

@@ -34,8 +34,7 @@ class RecordedRunner(ModelRunner):
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         slots = self._cache.slots(call.tokens.shape[1], call.first)
-        # No recording reads embeddings.
-        if slots is None or call.tokens.is_floating_point() or is_watched(call.tokens.device) or self._streams(call):
+        if slots is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
         kind = self._kind(call, slots)
         return self._programs.run(
@@ -55,13 +54,14 @@ class RecordedRunner(ModelRunner):
         return self._streaming[place]
 
     def _kind(self, call: PassCall, slots: Slots) -> PassKind:
-        rows, width = call.tokens.shape
+        rows, width = call.tokens.shape[:2]
         return PassKind(
             path=call.path,
             head=call.head,
             base=call.base,
             rows=rows,
             width=width,
+            embedded=call.tokens.is_floating_point(),
             uniform=self._cache.uniform,
             nodes=None if slots.block is None else slots.block.nodes,
             padded=self._cache.padded(width),
@@ -71,6 +71,7 @@ class RecordedRunner(ModelRunner):
 
     def _function(self, kind: PassKind) -> PassFunction:
         model = with_kernels(self._programs.runtime.prepared(frozen_view(self._stock_model)))
+        assert isinstance(model, PreTrainedModel)
         return PassFunction(
             self._gated_view(model, kind.path, kind.head, kind.taps), kind, self._cache_name, self._config
         )

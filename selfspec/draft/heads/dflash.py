@@ -238,13 +238,14 @@ class ContextState(PairState):
         base = self._base
         # A block sees all that is committed before it, and all of itself.
         ends = torch.tensor(self._cache.seq_lens, device=states.device) + config.size
-        visible = torch.arange(int(ends.max()), device=states.device) < ends[:, None]
         tables = self._tables(states)
         for number, layer in enumerate(base.layers):
             attention = layer.self_attn
             inside = layer.input_layernorm(states)
             keys, values = self._store(number, inside, tables)
             queries = rotated(heads_of(attention, "q", inside), *tables)
+            # In buckets there are slots behind the longest row's end.
+            visible = torch.arange(keys.shape[2], device=states.device) < ends[:, None]
             mixed = scaled_dot_product_attention(
                 queries, keys, values, visible[:, None, None], scale=attention.scaling, enable_gqa=True
             )

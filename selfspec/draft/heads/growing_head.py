@@ -17,7 +17,7 @@ from selfspec.draft.drafter import MODEL, Drafter
 from selfspec.draft.growing import GrowingProposer
 from selfspec.draft.heads.head import Head
 from selfspec.draft.heads.pairs import PairState
-from selfspec.draft.rows_view import RowsView
+from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
@@ -80,14 +80,16 @@ class HeadDrafter(Drafter):
             rows: of the target.
             **options: what this kind takes besides.
         """
+        programs = own_programs(rows, head)
         cache = head.adapter.shared_cache(
             head.layers,
             rows.size,
             limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running) + self.block,
             slack=max(rows.controller.most.nodes, self.block),
             device=rows.last_tokens.device,
+            bucket=1 if programs is None else programs.bucket,
         )
-        runner = runner_for(head.layers, head.adapter, cache, None)
+        runner = runner_for(head.layers, head.adapter, cache, programs)
         points = self.read_points(rows.runner.model, rows.runner.depth)
         return kind(head, runner, cache, points, rows.running, rows.runner.vocabulary, **options)
 

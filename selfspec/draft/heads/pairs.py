@@ -7,7 +7,7 @@ drafted ones it is what the head itself made, and the next draft begins by writi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, with_kernels
 
 # States that wait for a draft, of a row, before they are read without one.
 _MOST_WAITING = 256
@@ -68,7 +68,7 @@ class PairState:
         rows: Sequence[int],
         vocabulary: int,
     ) -> None:
-        self.head = head
+        self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
         self._runner = runner
         self._cache = cache
         self._points = points

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 import selfspec.runtime
 from helpers import published_heads, tiny
+from helpers.captures import StandIn
 from helpers.joints import assert_rows_are_stock, padded
+from helpers.proving import ticking
 from helpers.running import Invoke
 from helpers.serving import Stepped
 from selfspec.draft.registry import parse_draft
@@ -22,6 +24,7 @@ from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
@@ -228,3 +231,48 @@ def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind:
         assert found.stats.accepted == wanted.stats.accepted
     # Which experts a token goes to is read from values, and no program does that.
     assert any(each.taps for each in native.programs.proved) is (not kind.startswith("mtp")), native.programs.refusals
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("nodes", [1, 2], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "peagle", "hydra"])
+def test_native_programs_run_the_steps_of_a_head(tmp_path: Path, kind: str, nodes: int) -> None:
+    if kind == "mtp":
+        # MiMo's: in most others are experts, and which of them a token goes to no program reads.
+        model, draft = published_heads.mtp(tmp_path, "qwen2").model, "mtp"
+    else:
+        model, draft = published_heads.with_head(kind, tmp_path, intermediate_size=64)
+    model.float()
+    control = selfspec.FixedLength(3, nodes=3 * nodes)
+    stock, native = (
+        selfspec.wrap(model, draft, draft_length=control, runtime=each)
+        for each in (selfspec.runtime.Eager(), selfspec.runtime.Native(after=0))
+    )
+    native.programs = GraphCache(native.runtime, ticking())
+    for prompt in PROMPTS[1:]:
+        for options in ({}, {"do_sample": True, "seed": 3}):
+            asked = {**OPTIONS, "max_new_tokens": 24, **options}
+            found, wanted = (spec.generate(prompt, **asked) for spec in (native, stock))
+            assert torch.equal(found.sequences, wanted.sequences)
+            assert found.stats.accepted_per_depth == wanted.stats.accepted_per_depth
+            assert found.stats.drafted == wanted.stats.drafted
+    own = next(each for each in native._memories.values() if isinstance(each, GraphCache))
+    assert not own.refusals
+    assert own.proved
+    assert all(each.embedded for each in own.proved)
+    assert native.programs.proved
+    assert not any(each.embedded for each in native.programs.proved)
+
+
+@families
+def test_graphs_run_the_steps_of_a_head_in_buckets(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    ids, mask = padded(PROMPTS)
+    asked: dict[str, Any] = {**OPTIONS, "attention_mask": mask, "max_new_tokens": 24}
+    for control in (3, selfspec.FixedLength(3, nodes=6)):
+        spec = selfspec.wrap(model, draft, draft_length=control, runtime=StandIn(0, bucket=8))
+        found, wanted = spec.generate(ids, **asked), selfspec.wrap(model).generate(ids, **asked)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert found.stats.drafted > 0
+        own = [each for each in spec._memories.values() if isinstance(each, GraphCache)]
+        assert all(each.bucket == 8 for each in own)
