@@ -150,9 +150,11 @@ class HeadFolder:
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
         try:
-            return weight_files(self.path, PreTrainedConfig())
+            files = weight_files(self.path, PreTrainedConfig())
         except CheckpointError as error:
             raise HeadError(str(error)) from error
+        # Modules for multi-token prediction may have a file that the index does not name.
+        return [*files, *(file for file in sorted(self.path.glob("*mtp*.safetensors")) if file not in files)]
 
     def _pickle(self) -> Path:
         return next(file for pattern in _PICKLES for file in sorted(self.path.glob(pattern)))

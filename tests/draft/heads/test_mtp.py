@@ -93,6 +93,20 @@ def test_greedy_rows_are_stock_rows(kind: str, modules: int, tmp_path: Path) -> 
         assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
 
 
+def test_modules_may_lie_in_a_file_that_the_index_does_not_name(tmp_path: Path) -> None:
+    made = published_heads.mtp(tmp_path, "mimo_v2_flash", modules=2)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    ours = {name: weight for name, weight in weights.items() if ".mtp." in name}
+    save_file(ours, tmp_path / "model_mtp.safetensors")
+    save_file({name: weight for name, weight in weights.items() if name not in ours}, file, {"format": "pt"})
+    held = held_modules(str(tmp_path), made.model.config)
+    assert held is not None
+    assert (held.held, held.parameters) == (2, sum(weight.numel() for weight in ours.values()))
+    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    assert out.stats.drafted > 0
+
+
 def test_a_step_checkpoint_may_call_its_layers_and_heads_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
