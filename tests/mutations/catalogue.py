@@ -601,6 +601,8 @@ CATALOGUE = (
         ("test_a_module_in_float8_drafts_what_its_blocks_say",)),
     Mutation("MiMo-V2's modules read the states of those before them", "ModuleState.passed_on",
         "self.head.passes_on == 'made'", "True", (_MODULES,)),
+    Mutation("which rows have states to draft from is asked of rows that have ended", "PairState.known",
+        "self._drop(view.running)", "None", (_MODULES,)),
     Mutation("a module's own head is left for the model's", "_Module.head",
         "'head.weight' in weights", "False", ("test_a_module_drafts_what_it_was_trained_for[step3p7-3]",)),
     Mutation("MiMo's module reads the target's state after the final norm", "MultiTokenPrediction.read_points",

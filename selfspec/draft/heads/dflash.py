@@ -223,8 +223,8 @@ class ContextState(PairState):
 
     kept = 0
 
-    def reaches(self, number: int) -> bool:
-        return super().reaches(number) or self._cache.seq_lens[number] > 0
+    def _reaches(self, number: int) -> bool:
+        return super()._reaches(number) or self._cache.seq_lens[number] > 0
 
     def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
         self._drop(view.running)

@@ -155,7 +155,7 @@ class HeadProposer(FeatureProposer):
         self._state.add(rows, places)
 
     def known(self, rows: RowsView) -> Sequence[bool]:
-        return [self._state.reaches(place) for place in range(len(rows.running))]
+        return self._state.known(rows)
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         return lambda tokens, first: (

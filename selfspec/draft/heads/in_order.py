@@ -89,10 +89,10 @@ class ModulesInOrder(ModuleState):
     def row_bytes(self) -> int:
         return super().row_bytes + sum(each.row_bytes for each in self._further)
 
-    def reaches(self, number: int) -> bool:
+    def _reaches(self, number: int) -> bool:
         # The last module reads what the others made of as many tokens before it.
         known = self._cache.seq_lens[number] + self._counts[number]
-        return super().reaches(number) and known > len(self._further)
+        return super()._reaches(number) and known > len(self._further)
 
     def read_if_many(self, view: RowsView) -> None:
         super().read_if_many(view)

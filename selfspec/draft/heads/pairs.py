@@ -110,8 +110,12 @@ class PairState:
         if max(self._counts) > _MOST_WAITING:
             self._catch_up(view, _MOST_WAITING)
 
-    def reaches(self, number: int) -> bool:
-        """Whether a running row, by its place in tensors, has a state to draft from."""
+    def known(self, view: RowsView) -> list[bool]:
+        """Return for each running row whether it has a state to draft from."""
+        self._drop(view.running)
+        return [self._reaches(number) for number in range(len(self._rows))]
+
+    def _reaches(self, number: int) -> bool:
         return self._counts[number] > 0
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
