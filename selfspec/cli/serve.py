@@ -30,6 +30,13 @@ class Address:
     name: Annotated[
         str | None, typer.Option(help="Clients ask for the model by this name; by default as it is given here.")
     ] = None
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name of it; may be given several times.")
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let scripts of pages from there ask, as https://example.com; *: any."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +158,16 @@ def serve(
             max_waiting=batching.max_waiting,
             kept_bytes=kept_bytes,
         )
-        served = Served(engine, loaded.tokenizer, name, template=source, limits=limits, log_text=log_text)
-        app = create_app(served, address.api_key, bounds.stop_seconds)
+        served = Served(
+            engine,
+            loaded.tokenizer,
+            name,
+            template=source,
+            limits=limits,
+            log_text=log_text,
+            aliases=address.alias or (),
+        )
+        app = create_app(served, address.api_key, bounds.stop_seconds, address.cors or ())
         port = bound.getsockname()[1]
         url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from selfspec.serve.api_error import ApiError, unknown_model, validation_error
@@ -19,22 +20,52 @@ from selfspec.serve.chat_completions import chat
 from selfspec.serve.client_limits import ClientPace
 from selfspec.serve.completions import complete
 from selfspec.serve.endpoint import ClientLeftError
+from selfspec.serve.messages import CountRequest, MessagesRequest, count_tokens, message
+from selfspec.serve.other_chats import read_chat
 from selfspec.serve.request_log import LOGGER, RequestLog
-from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
+from selfspec.serve.responses import ResponsesRequest, respond
+from selfspec.serve.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Refusal,
+    TokenizeRequest,
+)
 from selfspec.serve.served import Served
 from selfspec.version import __version__
 
 # What nginx calls a client that closed the request; nobody reads it but the log.
 _CLIENT_LEFT = 499
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    status: {"model": Refusal, "description": "Refused, and why"} for status in ("4XX", 503)
+}
+_INSTEAD = {
+    "/v1/responses/": "responses are not stored; send the whole conversation to /v1/responses",
+    "/v1/embeddings": "this server writes text; serve a model for embeddings elsewhere",
+    "/v1/rerank": "this server writes text; serve a model for ranking elsewhere",
+    "/v1/audio": "this server reads and writes text alone",
+    "/v1/images": "this server reads and writes text alone",
+    "/v1/moderations": "ask the model itself at /v1/chat/completions, with response_format",
+    "/v1/files": "nothing is stored; send requests one by one, many at once",
+    "/v1/batches": "nothing is stored; send requests one by one, many at once",
+    "/v1/assistants": "nothing is stored; send the whole conversation to /v1/chat/completions or /v1/responses",
+    "/v1/threads": "nothing is stored; send the whole conversation to /v1/chat/completions or /v1/responses",
+    "/v1/complete": "ask /v1/messages or /v1/completions",
+    "/api/": "ask /v1/chat/completions or /v1/completions",
+    "/generate": "ask /v1/completions",
+}
 
 
-def create_app(served: Served, api_key: str | None = None, stop_seconds: float | None = 30.0) -> FastAPI:
+def create_app(
+    served: Served, api_key: str | None = None, stop_seconds: float | None = 30.0, origins: Sequence[str] = ()
+) -> FastAPI:
     """Make the application. Its engine starts and stops with it.
 
     Args:
         served: the model.
         api_key: that requests below /v1 must have; None: anybody may ask.
         stop_seconds: that running rows have when it stops; None: any time.
+        origins: of pages whose scripts a browser lets ask; "*": any.
     """
 
     @asynccontextmanager
@@ -56,8 +87,12 @@ def create_app(served: Served, api_key: str | None = None, stop_seconds: float |
         lifespan=lifespan,
     )
     app.include_router(_operation(served))
-    app.include_router(_models(served), dependencies=[Depends(_key_check(api_key))])
+    checked = [Depends(_key_check(api_key))]
+    app.include_router(_models(served), dependencies=checked)
+    app.include_router(_tokens(served), dependencies=checked)
     app.add_middleware(ClientPace, limits=served.limits)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog, responded=served.metrics.responded)
     _add_errors(app)
     return app
@@ -77,6 +112,10 @@ def _operation(served: Served) -> APIRouter:
         taken = served.engine.running and not served.stopping
         return JSONResponse({"status": "ready" if taken else "stopping"}, 200 if taken else 503)
 
+    @router.get("/version", summary="The version of selfspec")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @router.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> Response:
         return Response(served.metrics.written(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -86,25 +125,33 @@ def _operation(served: Served) -> APIRouter:
 
 def _models(served: Served) -> APIRouter:
     """OpenAI's endpoints."""
-    refused: dict[str, Any] = {"model": Refusal, "description": "Refused, and why"}
-    router = APIRouter(prefix="/v1", tags=["openai"], responses={"4XX": refused, 503: refused})
-    card = {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "selfspec",
-        "max_model_len": served.engine.longest,
-    }
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=_REFUSED)
+
+    def card(name: str) -> dict[str, Any]:
+        more = {"created": served.created, "owned_by": "selfspec", "max_model_len": served.engine.longest}
+        return {"id": name, "object": "model", "type": "model", "display_name": name, **more}
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [card(name) for name in served.names]}
 
     @router.get("/models/{name:path}", summary="The model of a name")
     async def model(name: str) -> dict[str, Any]:
-        if name != served.name:
+        if name not in served.names:
             raise unknown_model(name, served.name)
-        return card
+        return card(name)
+
+    @router.post("/responses", summary="Answer items of a conversation, as OpenAI's newer clients ask")
+    async def responses(http: Request, request: ResponsesRequest) -> Response:
+        return await respond(served, http, request)
+
+    @router.post("/messages", summary="Answer messages, as Anthropic's clients ask")
+    async def messages(http: Request, request: MessagesRequest) -> Response:
+        return await message(served, http, request)
+
+    @router.post("/messages/count_tokens", summary="Count the tokens of messages")
+    async def counted(http: Request, request: CountRequest) -> dict[str, Any]:
+        return await count_tokens(served, http, request)
 
     @router.post("/completions", summary="Go on with text")
     async def completions(http: Request, request: CompletionRequest) -> Response:
@@ -117,6 +164,34 @@ def _models(served: Served) -> APIRouter:
     return router
 
 
+def _tokens(served: Served) -> APIRouter:
+    """What text is as tokens, and the other way round, as vLLM's clients ask."""
+    router = APIRouter(tags=["tokens"], responses=_REFUSED)
+
+    @router.post("/tokenize", summary="Text or messages to tokens")
+    async def tokenize(http: Request, request: TokenizeRequest) -> dict[str, Any]:
+        served.check(request.model or served.name)
+        if request.messages is not None:
+            _, work = await read_chat(served, http, {"model": served.name, "messages": request.messages})
+            tokens = list(work.prompts[0])
+        else:
+            text = request.prompt or ""
+            served.check_text(text, "prompt")
+            specials = request.add_special_tokens
+            tokens = await served.read(lambda: served.tokenizer(text, add_special_tokens=specials).input_ids)
+        texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+        most = served.engine.longest
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
+
+    @router.post("/detokenize", summary="Tokens to text")
+    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+        served.check(request.model or served.name)
+        served.check_tokens(request.tokens, "tokens")
+        return {"prompt": await served.read(lambda: str(served.tokenizer.decode(request.tokens)))}
+
+    return router
+
+
 def _key_check(api_key: str | None) -> Any:
     """Refuses requests without the key."""
 
@@ -124,7 +199,10 @@ def _key_check(api_key: str | None) -> Any:
         if api_key is None:
             return
         scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        if scheme.lower() != "bearer":
+            # As Anthropic's clients send it.
+            given = http.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), api_key.encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
@@ -149,8 +227,12 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(found.body, found.status)
 
     @app.exception_handler(HTTPException)
-    async def of_http(_: Request, error: HTTPException) -> JSONResponse:
-        found = ApiError(error.status_code, str(error.detail))
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        hint = next((said for path, said in _INSTEAD.items() if request.url.path.startswith(path)), None)
+        missing = error.status_code == 404 and hint is not None
+        found = ApiError(
+            error.status_code, f"{request.url.path} is not there: {hint}" if missing else str(error.detail)
+        )
         return JSONResponse(found.body, error.status_code, error.headers)
 
     @app.exception_handler(ClientLeftError)

@@ -97,6 +97,11 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.counts = Counts()
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None: none did."""
+        return self._stops.string
+
     def take(self, committed: Committed) -> Piece:
         """Take what a round committed."""
         text, count = "", 0

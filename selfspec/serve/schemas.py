@@ -37,7 +37,7 @@ _MOST_FIELDS, _MOST_BIASES = 64, 4096
 
 
 class Strict(BaseModel):
-    """No field but those that are named, no number for a string, no NaN."""
+    """No field but those that are named or null, no number for a string, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -47,6 +47,9 @@ class Strict(BaseModel):
         # Each that is unknown would be reported by itself.
         if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
+        if isinstance(fields, dict):
+            # Clients send back what they were sent, with fields of their own that say nothing.
+            return {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
         return fields
 
 
@@ -302,6 +305,29 @@ class ChatCompletionRequest(GenerationFields):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a text, or messages as of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: say a text here, or messages, and not both")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: _Tokens
 
 
 class RefusalError(BaseModel):

@@ -31,6 +31,7 @@ class Served:
     Args:
         template: a chat template in place of the tokenizer's own.
         log_text: whether prompts and answers are written to the log.
+        aliases: further names that clients may ask by.
         engine, tokenizer, name, limits: as the attributes.
 
     Attributes:
@@ -52,10 +53,12 @@ class Served:
         template: str | None = None,
         limits: ServerLimits | None = None,
         log_text: bool = False,
+        aliases: Sequence[str] = (),
     ) -> None:
         spec = engine.spec
         ends = spec.generation_config.eos_token_id
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.names = (name, *aliases)
         has_template = template is not None or tokenizer.chat_template
         self.template = ChatTemplate(tokenizer, template) if has_template else None
         self.limits = limits or ServerLimits()
@@ -128,7 +131,7 @@ class Served:
         """Refuse requests for another model, and all once the server stops."""
         if self.stopping or not self.engine.running:
             raise stopping_error()
-        if model != self.name:
+        if model not in self.names:
             raise unknown_model(model, self.name)
 
     def check_tokens(self, tokens: Sequence[int], field: str) -> None:

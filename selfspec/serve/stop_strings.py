@@ -9,23 +9,28 @@ class StopStrings:
     """Lets text through up to the first stop string. What may become one is held back.
 
     Attributes:
-        found: whether one came; then nothing more is let through.
+        string: the one that came, after which nothing more is let through; None: none did.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
         self._held = ""
-        self.found = False
+        self.string: str | None = None
+
+    @property
+    def found(self) -> bool:
+        """Whether one came."""
+        return self.string is not None
 
     def push(self, text: str) -> str:
         """Take text; return what is certainly before any stop string."""
         if self.found:
             return ""
         self._held += text
-        places = [place for place in map(self._held.find, self._strings) if place >= 0]
+        places = {string: self._held.find(string) for string in self._strings if string in self._held}
         if places:
-            self.found = True
-            return self._give(min(places))
+            self.string = min(places, key=lambda string: places[string])
+            return self._give(places[self.string])
         return self._give(len(self._held) - max(map(self._begun, self._strings), default=0))
 
     def ends(self, text: str) -> bool:

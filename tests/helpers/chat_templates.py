@@ -15,6 +15,13 @@ PLAIN = (
 """Each message on a line, after its role; names of tools on another."""
 
 
+BARE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ kind }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""The same for one that reads no tools, and what a request says of `kind`."""
+
+
 def written(folder: Path, source: str = PLAIN) -> str:
     """The path of a file with a template."""
     file = folder / "template.jinja"

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +113,8 @@ def running(
     log_text: bool = False,
     model: PreTrainedModel | None = None,
     draft: str = "lookup+exit:3",
+    aliases: Sequence[str] = (),
+    origins: Sequence[str] = (),
     **engine: Any,
 ) -> Iterator[Running]:
     """Serve the stories, or a model of their vocabulary, in float64, drafting by look-ups and an exit, in a thread."""
@@ -120,8 +122,8 @@ def running(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
-    served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text)
-    app = create_app(served, api_key, stop_seconds=30)
+    served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)
+    app = create_app(served, api_key, 30, origins)
     config = uvicorn.Config(
         app,
         port=0,

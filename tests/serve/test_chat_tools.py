@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
+from helpers.chat_templates import BARE
 from helpers.http_server import Running, running
 
 pytest.importorskip("xgrammar")
 
-BARE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ kind }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

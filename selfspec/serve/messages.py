@@ -1,0 +1,246 @@
+"""`POST /v1/messages`: Anthropic's chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from selfspec.serve.answering import NewPiece
+from selfspec.serve.api_error import ApiError
+from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.endpoint import Body, Form, Work, event
+from selfspec.serve.other_chats import answer_as, called, new_id, read_chat, text_of
+from selfspec.serve.schemas import Strict
+from selfspec.serve.served import Served
+from selfspec.serve.tool_calls import ToolCall
+
+_RENAMED = {"stop": "stop_sequences"}
+
+
+class Block(Strict):
+    """A part of a content."""
+
+    # What is read before is kept here in any case.
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class UseBlock(Block):
+    """A call that an answer made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ResultBlock(Block):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+AnyBlock = Annotated[TextBlock | UseBlock | ResultBlock, Field(discriminator="type")]
+
+
+class AnthropicMessage(Strict):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
+
+
+class AnthropicTool(Block):
+    """A tool that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class AnthropicChoice(Strict):
+    """Whether tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """Whether the model thinks first: here as its template has it."""
+
+    type: Literal["disabled"]
+
+
+class CountRequest(Strict):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+
+    def chat(self) -> Body:
+        """The fields of a chat request that say the same."""
+        choice = self.tool_choice
+        kinds: dict[str | None, Any] = {"auto": "auto", "none": "none", "any": "required"}
+        named = None if choice is None else {"type": "function", "function": {"name": choice.name or ""}}
+        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+            for tool in self.tools or ()
+        ]
+        return {
+            "model": self.model,
+            "messages": system + [each for message in self.messages for each in _messages(message)],
+            "tools": [{"type": "function", "function": function} for function in functions] or None,
+            "tool_choice": None if choice is None else kinds.get(choice.type, named),
+            "parallel_tool_calls": True if choice is not None and choice.disable_parallel_tool_use is False else None,
+            # An answer of its own begins where the last message is the assistant's.
+            "continue_final_message": True if self.messages[-1].role == "assistant" else None,
+        }
+
+
+class MessagesRequest(CountRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    # They change nothing here.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+async def message(served: Served, http: Request, request: MessagesRequest) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError: it is refused, or failed.
+    """
+    alike = request.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
+    fields = {**request.chat(), **alike, "stop": request.stop_sequences or None}
+    return await answer_as(served, http, fields, _RENAMED, lambda work: MessageForm(served, work))
+
+
+async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:
+    """Count the tokens of a conversation.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    _, work = await read_chat(served, http, request.chat())
+    return {"input_tokens": work.prompt_tokens}
+
+
+def _messages(message: AnthropicMessage) -> list[Body]:
+    """A message as chats have it: results are messages of their own, before what is said with them."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results = [block for block in message.content if isinstance(block, ResultBlock)]
+    calls = [
+        called(each.id, each.name, json.dumps(each.input)) for each in message.content if isinstance(each, UseBlock)
+    ]
+    text = text_of([block for block in message.content if isinstance(block, TextBlock)])
+    found = [{"role": "tool", "tool_call_id": each.tool_use_id, "content": text_of(each.content)} for each in results]
+    said: Body = {"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}
+    return [*found, said] if text or calls or not found else list(found)
+
+
+class MessageForm(Form):
+    """A message: blocks in order, one for text and one for each call."""
+
+    def __init__(self, served: Served, work: Work) -> None:
+        self._prompt_tokens = work.prompt_tokens
+        self._head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": served.name}
+        # Of the block that is written, and whether it is open.
+        self._index, self._is_open = -1, False
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
+        """The message."""
+        choice = choices[0]
+        said = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
+        content = [*said, *({**_use(call), "input": json.loads(call.arguments)} for call in choice.calls)]
+        return {**self._head, "content": content, **_ending(choice), "usage": self._usage(counts)}
+
+    def begin(self) -> Iterable[str]:
+        """Write that it has begun."""
+        begun: Body = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        return [_event("message_start", message={**begun, "usage": self._usage(Counts())})]
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write what is new, and the blocks that begin and end with it."""
+        if new.piece.text:
+            if not self._is_open:
+                yield self._opened({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": new.piece.text})
+        for call in new.piece.calls:
+            yield from self._closed()
+            yield self._opened(_use(call))
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._closed()
+
+    def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
+        """Write why it ended, and what it took."""
+        yield from self._closed()
+        yield _event("message_delta", delta=_ending(choices[0]), usage=self._usage(counts))
+        yield _event("message_stop")
+
+    def failed(self, error: ApiError) -> Iterable[str]:
+        """Write the error."""
+        yield _event("error", **error.body)
+
+    def _opened(self, block: Body) -> str:
+        self._index, self._is_open = self._index + 1, True
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: Body) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _closed(self) -> Iterable[str]:
+        if self._is_open:
+            self._is_open = False
+            yield _event("content_block_stop", index=self._index)
+
+    def _usage(self, counts: Counts) -> Body:
+        return {
+            "input_tokens": self._prompt_tokens - counts.cached,
+            "output_tokens": counts.tokens,
+            "cache_read_input_tokens": counts.cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _event(kind: str, /, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)
+
+
+def _use(call: ToolCall) -> Body:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+
+
+def _ending(choice: Choice) -> Body:
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    reason = "stop_sequence" if choice.stop_string is not None else reasons.get(str(choice.finish_reason), "end_turn")
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string}

@@ -1,0 +1,313 @@
+"""`POST /v1/responses`: the chat of OpenAI's newer clients. Nothing is stored: each request brings the conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from selfspec.serve.answering import NewPiece
+from selfspec.serve.api_error import ApiError
+from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.endpoint import Body, Form, Work, event
+from selfspec.serve.other_chats import answer_as, called, new_id, text_of
+from selfspec.serve.schemas import Strict
+from selfspec.serve.served import Served
+from selfspec.serve.tool_calls import ToolCall
+
+_RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+
+
+class InputText(Strict):
+    """A piece of a message's text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Strict):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(Strict):
+    """A call that an answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputResult(Strict):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")],
+    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else "message"),
+]
+
+
+class ResponseTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Strict):
+    """The function that the model calls."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseTextFormat(Strict):
+    """What the text fits."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseText(Strict):
+    """How the text is written."""
+
+    format: ResponseTextFormat | None = None
+
+
+class Reasoning(Strict):
+    """How much the model thinks, where its template reads that."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Strict):
+    """`POST /v1/responses`."""
+
+    model: str
+    input: str | Annotated[list[Item], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    # Nothing is stored, so there is nothing to go on from.
+    previous_response_id: None = None
+    conversation: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    # They change nothing here.
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+async def respond(served: Served, http: Request, request: ResponsesRequest) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError: it is refused, or failed.
+    """
+    choice = request.tool_choice
+    named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else None
+    tools = [{"type": "function", "function": _function(tool)} for tool in request.tools or ()]
+    fields = {
+        **request.model_dump(include={"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}),
+        "messages": _messages(request),
+        "max_tokens": request.max_output_tokens,
+        "tools": tools or None,
+        "tool_choice": named or choice,
+        "response_format": _format(request.text),
+        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+    }
+    return await answer_as(served, http, fields, _RENAMED, lambda work: ResponseForm(served, request, work))
+
+
+def _function(tool: ResponseTool) -> Body:
+    return tool.model_dump(exclude={"type"}, exclude_none=True)
+
+
+def _format(text: ResponseText | None) -> Body | None:
+    if text is None or text.format is None:
+        return None
+    if text.format.type != "json_schema":
+        return {"type": text.format.type}
+    return {
+        "type": "json_schema",
+        "json_schema": text.format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True),
+    }
+
+
+def _messages(request: ResponsesRequest) -> list[Body]:
+    """The conversation as chats have it: calls belong to the message before them."""
+    messages: list[Body] = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    for item in [InputMessage(role="user", content=request.input)] if isinstance(request.input, str) else request.input:
+        if isinstance(item, InputMessage):
+            messages.append({"role": item.role, "content": text_of(item.content)})
+        elif isinstance(item, InputResult):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(called(item.call_id, item.name, item.arguments))
+    return messages
+
+
+class ResponseForm(Form):
+    """A response: items in order, a message for text and one for each call."""
+
+    def __init__(self, served: Served, request: ResponsesRequest, work: Work) -> None:
+        self._prompt_tokens = work.prompt_tokens
+        asked = request.model_dump(by_alias=True, exclude={"input"})
+        kept = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "previous_response_id")
+        self._head: Body = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": served.name,
+            **{name: asked[name] for name in kept},
+            "metadata": asked["metadata"] or {},
+            "parallel_tool_calls": bool(request.parallel_tool_calls),
+            "reasoning": {"effort": None, "summary": None, **(asked["reasoning"] or {})},
+            "store": False,
+            "text": asked["text"] or {"format": {"type": "text"}},
+            "tool_choice": asked["tool_choice"] or "auto",
+            "tools": asked["tools"] or [],
+            "truncation": "disabled",
+            "error": None,
+        }
+        self._output: list[Body] = []
+        self._sent = 0
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
+        """The response."""
+        choice = choices[0]
+        said = [_message(choice.text)] if choice.text or not choice.calls else []
+        return self._response([*said, *map(_called, choice.calls)], choice, counts)
+
+    def begin(self) -> Iterable[str]:
+        """Write that it has begun."""
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write what is new, and the items that begin and end with it."""
+        if new.piece.text:
+            if not self._is_open:
+                self._output.append({**_message(""), "status": "in_progress"})
+                yield self._item("response.output_item.added", content=[])
+                yield self._part("response.content_part.added", part=self._output[-1]["content"][0])
+            self._output[-1]["content"][0]["text"] += new.piece.text
+            yield self._part("response.output_text.delta", delta=new.piece.text, logprobs=[])
+        for call in new.piece.calls:
+            yield from self._closed()
+            self._output.append(_called(call))
+            where = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+            yield self._item("response.output_item.added", status="in_progress", arguments="")
+            yield self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
+            done = {**where, "name": call.name, "arguments": call.arguments}
+            yield self._event("response.function_call_arguments.done", **done)
+            yield self._item("response.output_item.done")
+
+    def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
+        """Write the whole of it."""
+        yield from self._closed()
+        whole = self._response(self._output, choices[0], counts)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: ApiError) -> Iterable[str]:
+        """Write the error."""
+        said = {"code": error.code or "server_error", "message": error.message}
+        yield self._event("error", **said, param=error.param)
+        broken = {**self._head, "status": "failed", "output": self._output, "error": said, "usage": None}
+        yield self._event("response.failed", response=broken)
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._output) and self._output[-1]["status"] == "in_progress"
+
+    def _closed(self) -> Iterable[str]:
+        """End the message that is open."""
+        if self._is_open:
+            part = self._output[-1]["content"][0]
+            yield self._part("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._part("response.content_part.done", part=part)
+            self._output[-1]["status"] = "completed"
+            yield self._item("response.output_item.done")
+
+    def _item(self, name: str, **changed: Any) -> str:
+        return self._event(name, output_index=len(self._output) - 1, item={**self._output[-1], **changed})
+
+    def _part(self, name: str, **fields: Any) -> str:
+        where = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
+        return self._event(name, **where, **fields)
+
+    def _event(self, kind: str, /, **fields: Any) -> str:
+        self._sent += 1
+        return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
+
+    def _response(self, output: list[Body], choice: Choice, counts: Counts) -> Body:
+        cut = choice.finish_reason == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": {
+                "input_tokens": self._prompt_tokens,
+                "input_tokens_details": {"cached_tokens": counts.cached},
+                "output_tokens": counts.tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._prompt_tokens + counts.tokens,
+            },
+        }
+
+
+def _message(text: str) -> Body:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"type": "message", "id": new_id("msg"), "status": "completed", "role": "assistant", "content": content}
+
+
+def _called(call: ToolCall) -> Body:
+    what = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"type": "function_call", "id": new_id("fc"), "status": "completed", **what}
