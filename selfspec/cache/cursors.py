@@ -123,7 +123,7 @@ class Cursors:
     def block(self, width: int, first: int) -> OpenBlock | None:
         """The open block, where a pass sees other slots of it than all before its own; else None."""
         # A tree begins as a chain, and a pass that sees no more of it is one over a chain.
-        if self.tree is None or first + width <= self.tree.trunk:
+        if self.tree is None or self.tree.is_chain or first + width <= self.tree.trunk:
             return None
         if self.tree not in self._tables:
             self._tables[self.tree] = OpenBlock.tables(self.tree, self.device)

@@ -46,6 +46,11 @@ class ExactStates:
         attention = {name: torch.cat([part.attention[name] for part in parts], -2) for name in parts[0].attention}
         return cls(torch.cat([part.hidden for part in parts], -2), attention)
 
+    def first(self, tokens: int) -> ExactStates:
+        """The states of the first tokens."""
+        attention = {name: each[..., :tokens, :] for name, each in self.attention.items()}
+        return ExactStates(self.hidden[..., :tokens, :], attention)
+
 
 class Boundary:
     """What crosses the ends of a path in one pass: states given at its start, states recorded where exactness ends.

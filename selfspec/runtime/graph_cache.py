@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -31,13 +31,13 @@ class _Program:
     leaves: tuple[str, ...] | None
     points: tuple[Point, ...]
 
-    def run(self, tensors: PassTensors) -> PassResult:
+    def run(self, tensors: PassTensors, width: int) -> PassResult:
         outputs = iter(self.function(tensors.flat()))
         logits = next(outputs) if self.has_logits else None
         states = None
         if self.leaves is not None:
             states = ExactStates(next(outputs), {name: next(outputs) for name in self.leaves})
-        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True)))
+        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
 
 
 @dataclass
@@ -140,10 +140,29 @@ class BoundPrograms:
         self.candidates: dict[PassKind, _Candidate] = {}
         self._clock = clock
 
+    def serving(self, kind: PassKind, most: int) -> PassKind:
+        """The kind whose program runs passes of `kind`, over `most` tokens of each row at most.
+
+        It is `kind` itself where that has one or is to get one, else the least wide of those that have.
+        """
+        candidate, after = self.candidates.get(kind), self.runtime.after
+        if candidate is None or after is None or candidate.program is not None or candidate.passes > after:
+            return kind
+        wider = [
+            other
+            for other, each in self.candidates.items()
+            if each.proved and kind.width < other.width <= most and replace(other, width=kind.width) == kind
+        ]
+        if not wider:
+            return kind
+        candidate.passes += 1
+        return min(wider, key=lambda other: other.width)
+
     def run(
         self,
         kind: PassKind,
         tensors: PassTensors,
+        width: int,
         *,
         stock: Callable[[], PassResult],
         function: Callable[[], PassFunction],
@@ -151,8 +170,9 @@ class BoundPrograms:
         """Run a pass, by its program where there is one.
 
         Args:
-            kind: of the pass.
-            tensors: what it takes.
+            kind: of the pass, or of a wider one that serves it.
+            tensors: what that takes.
+            width: tokens of each row of the pass itself.
             stock: runs it with the stock modules.
             function: gives it as a function of tensors, to make a program of.
         """
@@ -165,7 +185,7 @@ class BoundPrograms:
         program = candidate.program
         if program is not None and candidate.serves(length):
             try:
-                return program.run(tensors)
+                return program.run(tensors, width)
             except (OtherSizesError, torch.OutOfMemoryError):
                 return stock()
             # It held for what it was tried on. The stock modules write its keys and values once more.
@@ -179,7 +199,7 @@ class BoundPrograms:
         if not wanted or not self.runtime.takes(tensors) or not candidate.making.acquire(blocking=False):
             return stock()
         try:
-            return self._try(kind, candidate, tensors, stock, function)
+            return self._try(kind, candidate, tensors, width, stock, function)
         finally:
             candidate.making.release()
 
@@ -188,6 +208,7 @@ class BoundPrograms:
         kind: PassKind,
         candidate: _Candidate,
         tensors: PassTensors,
+        width: int,
         stock: Callable[[], PassResult],
         function: Callable[[], PassFunction],
     ) -> PassResult:
@@ -201,7 +222,7 @@ class BoundPrograms:
             if candidate.program is None:
                 candidate.program = self._made(tensors, function(), expected)
             began = timer.now()
-            given = candidate.program.run(tensors)
+            given = candidate.program.run(tensors, width)
             seconds = timer.now() - began
         except OtherSizesError:
             return expected

@@ -91,6 +91,12 @@ class PassResult:
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
         return (*logits, *states, *self.features.values())
 
+    def first(self, width: int) -> PassResult:
+        """What it gives of the first tokens of each row."""
+        logits = None if self.logits is None else self.logits[:, :width]
+        states = None if self.states is None else self.states.first(width)
+        return PassResult(logits, states, {point: each[..., :width, :] for point, each in self.features.items()})
+
 
 @dataclass(frozen=True)
 class PassFunction:

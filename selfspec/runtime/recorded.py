@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes
@@ -33,14 +36,18 @@ class RecordedRunner(ModelRunner):
         self._streaming: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], bool] = {}
 
     def _run_in_block(self, call: PassCall) -> PassResult:
-        slots = self._cache.slots(call.tokens.shape[1], call.first)
+        width = call.tokens.shape[1]
+        slots = self._cache.slots(width, call.first)
         if slots is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
-        kind = self._kind(call, slots)
+        kind, tensors = self._kind(call, slots), PassTensors(call.tokens.contiguous(), call.entering, slots)
+        wider = self._wider(call, kind, slots)
+        if wider is not None:
+            kind, tensors = replace(kind, width=wider.tokens.shape[1]), wider
         return self._programs.run(
             kind,
-            # A program knows one way in which tokens lie.
-            PassTensors(call.tokens.contiguous(), call.entering, slots),
+            tensors,
+            width,
             stock=lambda: self._run_stock(call),
             function=lambda: self._function(kind),
         )
@@ -52,6 +59,23 @@ class RecordedRunner(ModelRunner):
             # Programs read substitutes where they are; making the view renews those of weights that have changed.
             self._streaming[place] = any(map(is_streamed, self._view(*place).module.modules()))
         return self._streaming[place]
+
+    def _wider(self, call: PassCall, kind: PassKind, slots: Slots) -> PassTensors | None:
+        """What the program for a longer chain takes to serve this one: its last tokens' slots are written again."""
+        # Nothing may lie behind the last token.
+        tree = self._cache.tree
+        at_end = tree is None or (tree.is_chain and call.first + kind.width == len(tree))
+        if not at_end or call.entering is not None:
+            return None
+        most = kind.width + slots.buffers[0].shape[2] - slots.visible.shape[0]
+        found = replace(kind, width=self._programs.runtime.width(kind.width))
+        more = self._programs.serving(found, most).width - kind.width
+        wide = self._cache.slots(kind.width + more, call.first) if 0 < more <= most - kind.width else None
+        if wide is None:
+            return None
+        behind = (0, 0) * (call.tokens.ndim - 2) + (0, more)
+        tensors = PassTensors(functional.pad(call.tokens, behind), None, wide)
+        return tensors if self._programs.runtime.takes(tensors) else None
 
     def _kind(self, call: PassCall, slots: Slots) -> PassKind:
         rows, width = call.tokens.shape[:2]

@@ -50,6 +50,10 @@ class Runtime(ABC):
         """Whether it makes programs of passes like this one."""
         return True
 
+    def width(self, tokens: int) -> int:
+        """How many tokens of each row a program reads for a chain of `tokens`; those behind the last are scrap."""
+        return tokens
+
     def prepared(self, model: nn.Module) -> nn.Module:
         """A view of a model that programs are made of; here the model itself."""
         return model

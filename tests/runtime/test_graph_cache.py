@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import Again, StandIn
-from helpers.proving import wrapped
+from helpers.proving import ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
 from selfspec.runtime import Eager
-from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.pass_function import PassFunction, PassTensors
+from selfspec.runtime.graph_cache import GraphCache, _Candidate
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.runner import ModelRunner, PassCall
-from selfspec.runtime.runtime import Function
+from selfspec.runtime.runtime import Function, close
 
 PROMPT, NEW = 9, 24
 EXIT = selfspec.drafts.EarlyExit(1)
@@ -128,6 +128,63 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
     assert found.tolist() == model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
     assert all("depends on values" in reason for reason in spec.programs.refusals.values())
     assert spec.programs.refusals
+
+
+@dataclass(frozen=True)
+class _InThrees(Again):
+    """Programs over multiples of three tokens; each says how many of its slots were left, and over how many it ran."""
+
+    widths: list[int] = field(default_factory=list, compare=False)
+    left: list[int] = field(default_factory=list, compare=False)
+
+    def width(self, tokens: int) -> int:
+        return -(-tokens // 3) * 3
+
+    def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+        return close(given, expected)
+
+    def program(self, function: PassFunction, example: PassTensors) -> Function:
+        def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self.widths.append(tensors[0].shape[1])
+            self.left.append(tensors[-1].shape[2] - int(tensors[1].max()) - 1)
+            return function(tensors)
+
+        return run
+
+
+@pytest.mark.parametrize("draft", [None, selfspec.drafts.PromptLookup(), EXIT, selfspec.drafts.LayerSkip([1], [2])])
+def test_wider_programs_serve_chains_as_long_as_there_are_slots(
+    llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None
+) -> None:
+    runtime = _InThrees()
+    spec = wrapped(llama, runtime, draft)
+    for new in (NEW, NEW + 1):
+        prompt = tiny.prompt(PROMPT)
+        found = spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences
+        assert found.tolist() == llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
+    assert ragged_samples(spec, PROMPT, NEW) == ragged_samples(wrapped(llama, Eager(), draft), PROMPT, NEW)
+    assert not spec.programs.refusals
+    assert 3 in runtime.widths
+    assert min(runtime.left) >= 0
+
+
+def test_a_longer_chains_program_serves_lengths_that_have_none_yet(llama: PreTrainedModel) -> None:
+    spec = wrapped(llama, Again(after=2), EXIT)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    programs = spec.programs.bound_to(llama)
+    assert programs is not None
+    long = next(kind for kind in programs.candidates if kind.width > 1)
+    short = replace(long, width=long.width - 1)
+    programs.candidates.clear()
+    made = programs.candidates.setdefault(long, _Candidate(proved=True))
+    assert programs.serving(short, 9) == short
+    seldom = programs.candidates.setdefault(short, _Candidate())
+    assert programs.serving(short, long.width - 1) == short
+    assert programs.serving(replace(short, rows=2), 9) == replace(short, rows=2)
+    assert [programs.serving(short, 9).width - short.width for _ in range(4)] == [1, 1, 1, 0]
+    assert seldom.passes == 3
+    seldom.passes, made.proved = 0, False
+    assert programs.serving(short, 9) == short
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Runti
 _DTYPES = (torch.float32, torch.bfloat16)
 # Of a pass. A prompt is read once, and no program would be made for each of its lengths.
 _MOST_TOKENS = 64
+# Of programs for chains: one takes longer to make than a few tokens more to read.
+_WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # How far drafts in fewer bits may be from those of the stock modules: a share of their norm. At most 0.11 was seen over
 # 168 steps of SmolLM2-135M-Instruct, and 0 in half of them.
 _OF_DRAFTS = 0.25
@@ -50,6 +52,9 @@ class Native(Runtime):
     def __post_init__(self) -> None:
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
+
+    def width(self, tokens: int) -> int:
+        return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def prepared(self, model: nn.Module) -> nn.Module:
         return with_recorded_attention(model)
