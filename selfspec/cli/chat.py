@@ -16,12 +16,14 @@ import typer
 from selfspec.cli.generate import SamplingOptions
 from selfspec.cli.loading import DraftingOptions, Template, read_template
 from selfspec.cli.options import MemoryOptions, ModelOptions, Output
+from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import console
-from selfspec.errors import NonFiniteLogitsError, PromptError, StorageError
+from selfspec.errors import NonFiniteLogitsError, PromptError, SelfSpecError, StorageError
 
 if TYPE_CHECKING:
     from selfspec.serve.conversation import ChatTurn, Conversation
 
+_TELLING = 32
 _HELP = """\
 /reset       forget the conversation; the system message stays
 /save FILE   write the conversation to a JSON file
@@ -60,7 +62,8 @@ class Answer:
 
     def __str__(self) -> str:
         decoding = sum(spent for phase, spent in self.seconds.items() if phase != "prefill")
-        rate = f", {self.new_tokens / decoding:.0f} a second" if decoding else ""
+        # Fewer tell more of the first round than of the speed.
+        rate = f", {self.new_tokens / decoding:.0f} a second" if decoding and self.new_tokens >= _TELLING else ""
         accepted = f", {self.accepted} of {self.drafted} draft tokens accepted" if self.drafted else ""
         return (
             f"{self.new_tokens} tokens{rate}{accepted}; {self.kept_tokens} of {self.prompt_tokens} prompt tokens kept"
@@ -111,10 +114,13 @@ def chat(
     template = ChatTemplate(loaded.tokenizer, source)
     conversation = Conversation(loaded.spec, loaded.tokenizer, template, talk.system, talk.max_new_tokens, options)
     session = _Session(conversation, model.model, sampling.seed, quiet=output == "json")
-    session.run()
+    failed = session.run()
     settings = {"model": model.model, "draft": drafting.draft, "sampling": asdict(sampling), **asdict(talk)}
     settings["template"] = None if talk.template is None else str(talk.template)
-    return Chatted(conversation.messages, session.turns, settings)
+    result = Chatted(conversation.messages, session.turns, settings)
+    if failed is not None:
+        raise FailedRunError(failed, result)
+    return result
 
 
 class _Session:
@@ -134,18 +140,23 @@ class _Session:
         }
         self.turns: list[Answer] = []
 
-    def run(self) -> None:
-        """Answer until the input ends."""
+    def run(self) -> SelfSpecError | None:
+        """Answer until the input ends; return the error of a line that was passed over, or that ended it."""
         if sys.stdin.isatty():
             self._note("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat")
         with _on_interrupt(signal.SIG_IGN):
-            self._talk()
+            return self._talk()
 
-    def _talk(self) -> None:
+    def _talk(self) -> SelfSpecError | None:
+        failed: SelfSpecError | None = None
         for line in _lines(self._note):
+            if isinstance(line, PromptError):
+                failed = failed or line
+                self._note(f"error: {line}")
+                continue
             command, _, argument = line.partition(" ")
             if command == "/quit":
-                return
+                break
             try:
                 if line.startswith("/") and not line.startswith("//"):
                     self._commands.get(command, self._unknown)(argument.strip() or "")
@@ -153,18 +164,31 @@ class _Session:
                     self._answer(line.removeprefix("/"))
             except (PromptError, StorageError) as error:
                 if not sys.stdin.isatty():
-                    raise
+                    return error
                 self._note(f"error: {error}")
+        return failed
 
     def _answer(self, text: str) -> None:
         seed = None if self._seed is None else (self._seed + len(self.turns)) % 2**63
         failed: str | None = None
         turn: ChatTurn | None = None
+        ended = False
+
+        def end(*_: object) -> None:
+            # After a round all that was said is kept. Whoever presses again does not wait for the first one.
+            nonlocal ended
+            if ended and (turn is None or not turn.tokens):
+                _raise_once()
+            ended = True
+
         try:
-            with _on_interrupt(_raise_once):
+            with _on_interrupt(end):
                 turn = self._conversation.ask(text, seed)
                 for piece in turn:
                     self._say(piece)
+                    if ended:
+                        failed = "ended here"
+                        break
         except KeyboardInterrupt:
             failed = "ended here"
         except NonFiniteLogitsError as error:
@@ -224,8 +248,11 @@ def _raise_once(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _lines(note: Callable[[str], None]) -> Iterator[str]:
-    """The lines of a terminal, with editing and history, or of standard input."""
+def _lines(note: Callable[[str], None]) -> Iterator[str | PromptError]:
+    """The lines of a terminal, with editing and history, or of standard input; what is no text is an error.
+
+    What is pasted into a terminal is one line, whatever breaks are in it.
+    """
     if not sys.stdin.isatty():
         lines = iter(sys.stdin.buffer)
         while True:
@@ -236,7 +263,9 @@ def _lines(note: Callable[[str], None]) -> Iterator[str]:
             yield _decoded(read)
     # Lines can be edited once this is imported, where there is such a thing.
     with suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         try:
             with _on_interrupt(_raise_once):
@@ -251,11 +280,13 @@ def _lines(note: Callable[[str], None]) -> Iterator[str]:
             yield line
 
 
-def _decoded(line: bytes) -> str:
+def _decoded(line: bytes) -> str | PromptError:
     try:
         return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text ({error}); convert it first") from error
+        return PromptError(
+            f"a line of standard input is not UTF-8 text ({error}) and was passed over; convert it first"
+        )
 
 
 def _figures(turn: ChatTurn) -> Answer:

@@ -29,7 +29,8 @@ def rounds(
         proposer: drafts; None: nothing does.
         rule: accepts or rejects draft tokens.
         stats: counts rounds.
-        past: receives keys and values of all rows at the end; None: they are dropped.
+        past: receives keys and values of all rows at the end, also where that is between two rounds; None: they are
+            dropped.
     """
     clock = PhaseClock(batch.last_tokens.device)
     try:
@@ -39,14 +40,24 @@ def rounds(
             committed = run_round(batch, proposer, rule, stats, clock)
             if past is None:
                 batch.drop_finished()
-            yield committed
-        if past is not None and can_store(batch.cache):
-            store_past(batch.cache, past, request.mask)
+            try:
+                yield committed
+            except GeneratorExit:
+                # Between two rounds all that is committed is there, as it is at the end.
+                _fill(past, batch, request)
+                raise
+        _fill(past, batch, request)
     finally:
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
         stats.draft_bytes = 0 if proposer is None else proposer.nbytes
         stats.seconds = clock.seconds()
+
+
+def _fill(past: Cache | None, batch: Batch, request: Request) -> None:
+    """Hand the caller's cache what the rows have read."""
+    if past is not None and can_store(batch.cache):
+        store_past(batch.cache, past, request.mask)
 
 
 def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock) -> Round:

@@ -120,8 +120,8 @@ class Conversation:
         filled, length = turn.prompt + turn.tokens[:-1], past_length(self._read.cache)
         if length == len(filled):
             self._read = _Read(self._read.cache, filled)
-        # A turn that was cut short leaves the cache as it found it; states alone do not say what they have read.
-        elif turn.finished or length != len(self._read.tokens):
+        # A turn that broke in a round leaves the cache as it found it; states alone do not say what they have read.
+        elif turn.finished or length != len(self._read.tokens) or (turn.tokens and not length):
             self._read = _Read()
 
 

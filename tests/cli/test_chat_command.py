@@ -81,6 +81,25 @@ def test_refuses_by_name(invoke: Invoke, folder: str, template: str, line: bytes
     assert said in ending.stderr
 
 
+def test_a_line_that_is_no_text_costs_no_answer(invoke: Invoke, folder: str, template: str) -> None:
+    lines = b"Tell me of Lily.\n\xff\xfe\nAnd then?\n"
+    ending = invoke(*words(folder, template, "--output", "json"), stdin=lines)
+    found = json.loads(ending.stdout)
+    assert ending.status == 2
+    assert "UTF-8" in found["error"]["message"]
+    assert len(found["turns"]) == 2
+    # So does one that ends it.
+    ending = invoke(*words(folder, template, "--output", "json"), stdin=b"Tell me of Lily.\n/nothing\nAnd then?\n")
+    assert len(json.loads(ending.stdout)["turns"]) == 1
+
+
+def test_a_speed_is_said_of_what_is_long_enough(invoke: Invoke, folder: str, template: str) -> None:
+    few = invoke(*words(folder, template), stdin=ASKED).stderr
+    assert "a second" not in few
+    more = invoke("chat", folder, "--template", template, "--max-new-tokens", "40", stdin=ASKED).stderr
+    assert "a second" in more
+
+
 def test_a_file_that_is_there_is_not_written_over(invoke: Invoke, folder: str, template: str, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("mine")
@@ -119,9 +138,10 @@ def endless(folder: str, tmp_path: Path) -> str:
 class Terminal:
     """A chat in a real terminal."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], file: Path, kind: str = "dumb") -> None:
+        self.file = file
         self._here, there = pty.openpty()
-        environment = {**os.environ, "TERM": "dumb"}
+        environment = {**os.environ, "TERM": kind}
         self.process = subprocess.Popen(
             command, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True
         )
@@ -147,6 +167,15 @@ class Terminal:
         """Wait for words."""
         assert self.sees(words, 60), self._seen
 
+    def line(self) -> bytes:
+        """What follows up to the end of the line."""
+        for _ in range(600):
+            if b"\n" in self._seen:
+                break
+            if select.select([self._here], [], [], 0.1)[0]:
+                self._seen += os.read(self._here, 4096)
+        return self._seen.partition(b"\n")[0]
+
     def interrupt(self) -> None:
         """Send what Ctrl-C sends."""
         self.process.send_signal(signal.SIGINT)
@@ -159,9 +188,10 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(endless: str, template: str) -> Iterator[Terminal]:
-    length = ("--max-new-tokens", "900000")
-    opened = Terminal([sys.executable, "-m", "selfspec", *words(endless, template, *length, "--device", "cpu")])
+def terminal(endless: str, template: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    command = words(endless, template, "--max-new-tokens", "900000", "--device", "cpu")
+    kind = getattr(request, "param", "dumb")
+    opened = Terminal([sys.executable, "-m", "selfspec", *command], tmp_path / "talk.json", kind)
     yield opened
     opened.close()
 
@@ -186,6 +216,38 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) ->
     terminal.wait_for(b"> ")
     terminal.type(b"\x04")
     assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("terminal", ["xterm"], indirect=True)
+def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
+    terminal.wait_for(b"> ")
+    terminal.type(b"\x1b[200~One day\nLily\nslept.\x1b[201~\r")
+    terminal.wait_for(b"slept.")
+    # One that comes before the answer is begun ends nothing.
+    for _ in range(50):
+        terminal.interrupt()
+        if terminal.sees(b"ended"):
+            break
+    terminal.wait_for(b"> ")
+    terminal.type(b"/save " + os.fsencode(terminal.file) + b"\r")
+    terminal.wait_for(b"saved 2 messages")
+    assert json.loads(terminal.file.read_text())["messages"][0]["content"] == "One day\nLily\nslept."
+
+
+def test_an_answer_that_was_ended_is_kept_as_far_as_it_came(terminal: Terminal) -> None:
+    terminal.wait_for(b"> ")
+    terminal.type(b"Tell me of Lily.\r")
+    terminal.wait_for(b"Lily.\r\n")
+    terminal.wait_for(b" ")
+    terminal.interrupt()
+    terminal.wait_for(b"ended here")
+    terminal.type(b"And?\r")
+    terminal.wait_for(b"And?")
+    terminal.wait_for(b" ")
+    terminal.interrupt()
+    terminal.wait_for(b"; ")
+    # What was asked, and as much of the answer as is cut into the tokens that the model wrote.
+    assert int(terminal.line().partition(b" of ")[0]) > 10
 
 
 def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> None:

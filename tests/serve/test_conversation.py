@@ -137,6 +137,24 @@ def test_states_that_cannot_go_back_are_read_anew(name: str, source: str) -> Non
         assert turn.tokens == whole(spec, turn.prompt, 5)
 
 
+def test_a_turn_that_is_ended_is_kept_as_far_as_it_came(
+    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    conversation = begun(spec, tokenizer)
+    turn = conversation.ask(TEXTS[0])
+    for _ in range(3):
+        next(turn)
+    turn.close()
+    assert len(turn.tokens) >= 3
+    assert not turn.finished
+    following = conversation.ask(TEXTS[1])
+    # At least all that was asked; of the answer what is cut into the same tokens again.
+    assert following.kept >= len(turn.prompt)
+    "".join(following)
+    following.close()
+    assert following.tokens == whole(spec, following.prompt)
+
+
 def test_a_full_context_is_refused(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> None:
     conversation = begun(spec, tokenizer)
     before = list(conversation.messages)

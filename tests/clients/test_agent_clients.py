@@ -1,0 +1,242 @@
+"""Clients that call tools, ask for objects, and speak other APIs, by their ordinary examples.
+
+The model is random: the grammar makes it say what can be read. A client that is not installed is passed over; those
+that need another version of openai than the others here have an environment of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import BaseModel, Field
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.chat_templates import BARE
+from helpers.http_server import NAME, Running, running
+
+pytest.importorskip("openai")
+pytest.importorskip("xgrammar")
+
+# Of what others do within their own libraries.
+pytestmark = pytest.mark.filterwarnings("default")
+
+QUESTION = "How is the weather?"
+KEY = "open sesame"
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Bern", "Rome"]
+    days: int = Field(ge=1, le=9)
+
+
+def weather(city: Literal["Bern", "Rome"]) -> str:
+    """Say the weather of a city."""
+    return f"sunny in {city}"
+
+
+# Some look for the names in annotations where this module is not to be found.
+weather.__annotations__ = {"city": Literal["Bern", "Rome"], "return": str}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """Serves a model with room for what agents say of their tools."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16_384,
+        eos_token_id=2,
+    )
+    with running(model=LlamaForCausalLM(config).double(), draft="lookup", template=BARE, api_key=KEY) as found:
+        yield found
+
+
+@pytest.fixture
+def url(server: Running) -> str:
+    return f"http://127.0.0.1:{server.port}/v1"
+
+
+def test_langchain_binds_tools(url: str) -> None:
+    pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model=NAME, base_url=url, api_key=KEY, temperature=0, max_tokens=200)
+    bound = model.bind_tools([tool(weather)], tool_choice="any")
+    called = bound.invoke(QUESTION)
+    (call,) = called.tool_calls
+    assert call["name"] == "weather"
+    assert call["args"]["city"] in ("Bern", "Rome")
+    result = ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
+    assert model.bind_tools([tool(weather)]).invoke([HumanMessage(QUESTION), called, result], max_tokens=5).content
+    whole: Any = None
+    for chunk in bound.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert [each["args"] for each in whole.tool_calls] == [call["args"]]
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
+
+
+def test_llama_index_calls_and_asks_for_objects(url: str) -> None:
+    pytest.importorskip("llama_index.llms.openai_like")
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=NAME,
+        api_base=url,
+        api_key=KEY,
+        is_chat_model=True,
+        is_function_calling_model=True,
+        context_window=16_384,
+        max_tokens=200,
+        temperature=0,
+    )
+    tool = FunctionTool.from_defaults(weather)
+    assert "sunny" in str(model.predict_and_call([tool], QUESTION, tool_required=True))
+    assert Weather.model_validate_json(model.as_structured_llm(Weather).complete(QUESTION).text)
+
+
+def test_openai_responds(url: str) -> None:
+    from openai import OpenAI
+
+    with OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+        parsed = client.responses.parse(model=NAME, input=QUESTION, text_format=Weather, max_output_tokens=200)
+        assert isinstance(parsed.output_parsed, Weather)
+        tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema(), "strict": False}
+        asked = {"model": NAME, "input": QUESTION, "tools": [tool], "tool_choice": "required", "temperature": 0}
+        (call,) = client.responses.create(**asked).output
+        assert Weather.model_validate_json(call.arguments)
+        with client.responses.stream(**asked) as events:
+            assert events.get_final_response().output[0].arguments == call.arguments
+        items = [{"role": "user", "content": QUESTION}, call]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+        assert client.responses.create(model=NAME, input=items, max_output_tokens=16, temperature=0).output_text
+        calls = client.chat.completions.parse(
+            model=NAME,
+            messages=[{"role": "user", "content": QUESTION}],
+            response_format=Weather,
+            max_tokens=200,
+        )
+        assert isinstance(calls.choices[0].message.parsed, Weather)
+
+
+def test_instructor(url: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    from openai import OpenAI
+
+    client = instructor.from_openai(OpenAI(base_url=url, api_key=KEY))
+    messages = [{"role": "user", "content": QUESTION}]
+    found = client.chat.completions.create(model=NAME, response_model=Weather, messages=messages, max_tokens=200)
+    assert isinstance(found, Weather)
+
+
+def test_pydantic_ai(url: str) -> None:
+    pytest.importorskip("pydantic_ai")
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(NAME, provider=OpenAIProvider(base_url=url, api_key=KEY))
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200, "temperature": 0})
+    assert isinstance(agent.run_sync(QUESTION).output, Weather)
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(url: str, kind: str) -> None:
+    agents = pytest.importorskip("agents")
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=url, api_key=KEY)
+    settings = agents.ModelSettings(tool_choice="required", max_tokens=200, temperature=0)
+    cities = []
+
+    def weather_of(city: Literal["Bern", "Rome"]) -> str:
+        """Say the weather of a city."""
+        cities.append(city)
+        return "sunny"
+
+    model = getattr(agents, kind)(model=NAME, openai_client=client)
+    agent = agents.Agent(
+        name="a",
+        instructions="Be brief.",
+        tools=[agents.function_tool(weather_of)],
+        model=model,
+        model_settings=settings,
+        tool_use_behavior="stop_on_first_tool",
+    )
+    assert agents.Runner.run_sync(agent, QUESTION).final_output
+
+    async def streamed() -> str:
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in result.stream_events():
+            pass
+        return str(result.final_output)
+
+    assert asyncio.run(streamed())
+    assert len(cities) == 2
+    settings = agents.ModelSettings(max_tokens=200)
+    typed = agents.Agent(name="a", output_type=Weather, model=model, model_settings=settings)
+    assert isinstance(agents.Runner.run_sync(typed, QUESTION).final_output, Weather)
+
+
+def test_anthropic(url: str) -> None:
+    anthropic = pytest.importorskip("anthropic")
+
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=KEY, max_retries=0)
+    messages = [{"role": "user", "content": QUESTION}]
+    asked = {"model": NAME, "messages": messages, "extra_body": {"temperature": 0}}
+    answer = client.messages.create(**asked, max_tokens=12, system="Be brief.")
+    with client.messages.stream(**asked, max_tokens=12, system="Be brief.") as stream:
+        assert "".join(stream.text_stream) == answer.content[0].text
+    tools = [{"name": "weather", "description": "Weather.", "input_schema": Weather.model_json_schema()}]
+    called = client.messages.create(**asked, max_tokens=200, tools=tools, tool_choice={"type": "any"})
+    (use,) = called.content
+    assert Weather.model_validate(use.input)
+    back = [
+        *messages,
+        {"role": "assistant", "content": [use.model_dump()]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}]},
+    ]
+    assert client.messages.create(**{**asked, "messages": back}, max_tokens=12, tools=tools).content
+    assert client.messages.count_tokens(model=NAME, messages=messages).input_tokens > 0
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="wrong").messages.create(**asked, max_tokens=1)
+
+
+def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    # It sets this one itself.
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "unset")
+    litellm = pytest.importorskip("litellm")
+
+    asked = {"model": f"openai/{NAME}", "api_base": url, "api_key": KEY, "temperature": 0}
+    asked["messages"] = [{"role": "user", "content": QUESTION}]
+    whole = litellm.completion(**asked, max_tokens=8).choices[0].message.content
+    pieces = litellm.completion(**asked, max_tokens=8, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
+    called = litellm.completion(**asked, max_tokens=200, tools=[tool], tool_choice="required")
+    assert Weather.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+
+
+def test_llm(url: str) -> None:
+    pytest.importorskip("llm")
+    from llm.default_plugins.openai_models import Chat
+
+    model = Chat("served", model_name=NAME, api_base=url, can_stream=True, supports_schema=True)
+    model.key = model.needs_key = KEY
+    assert model.prompt(QUESTION, max_tokens=8).text()
+    assert Weather.model_validate_json(model.prompt(QUESTION, schema=Weather, max_tokens=200, stream=False).text())
