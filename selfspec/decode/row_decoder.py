@@ -77,6 +77,7 @@ class RowDecoder:
 
     Attributes:
         stats: counts of all rounds.
+        ends_early: whether rows end before the model's context does, where its rotary tables change.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class RowDecoder:
         context = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         # Not even scrap behind the end of a row may lie where tables change, for they would change for all rows.
         self._limit: int = min([context, *boundaries(self._config)])
+        self.ends_early = self._limit < context
         self._slack = max(each.controller.most.nodes for each in drafting.values())
         self._runner: ModelRunner | None = None
         self.limits = limits
