@@ -228,6 +228,10 @@ class Drafter(ABC):
         """Return the drafter that is written as this one, `+` and another; None: a cascade of the two."""
         return None
 
+    def in_bits(self, bits: int) -> Drafter | None:
+        """Return the same with its own weights in 8 or 4 bits; None: it has none that can be rounded."""
+        return None
+
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Drafter:
         """Return the drafter that is written `name` or `name:argument`; the name is one that it declares.

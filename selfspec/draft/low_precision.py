@@ -40,7 +40,10 @@ _CHANCES = (0.95, 0.03, 0.01)
 
 
 @drafter(
-    "int8", argument="[:FILE]", help="the same layers in 8 bits; FILE is by `selfspec quantize`", mark=("#009E73", "D")
+    "int8",
+    argument="[:FILE]",
+    help="the same layers in 8 bits; FILE is by `selfspec quantize`; int8+mtp is a head in 8 bits",
+    mark=("#009E73", "D"),
 )
 @drafter(
     "int4", argument="[:FILE]", help="the same in 4 bits; int4+exit:E is the first E of them", mark=("#009E73", "D")
@@ -185,6 +188,8 @@ class LowPrecision(LayerPathDrafter):
         return f"int{self.bits}{file}" + ("" if self.exit is None else f"+exit:{self.exit}")
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
+        if self == LowPrecision(self.bits) and (rounded := behind.in_bits(self.bits)) is not None:
+            return rounded
         if self.exit is not None or not isinstance(behind, EarlyExit):
             return None
         found = LowPrecision(self.bits, self.group_size, self.layers, behind.layer, self.head_too)

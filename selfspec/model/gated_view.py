@@ -96,7 +96,7 @@ class GatedModel:
         # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
         self._boundary = Boundary()
         layers: Sequence[nn.Module] = adapter.decoder_layers(model)
-        if path.precision is not None:
+        if path.precision is not None and path.substituted:
             layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)

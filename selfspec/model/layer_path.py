@@ -25,7 +25,8 @@ class LayerPath:
         depth: number of layers of the network.
         skipped: sublayers left out; a layer whose two sublayers are both left out passes its input through.
         start: where states computed earlier enter. Nothing before it runs. None: the pass starts from tokens.
-        precision: of the substitutes; None: every sublayer runs with its own weights.
+        precision: of the substitutes, or of the network's own weights where it has no others; None: every sublayer
+            runs with its own weights, in the dtype of the network.
         substituted: sublayers that run with substitutes of their linear layers.
         head_substituted: whether the language-model head does, too.
     """

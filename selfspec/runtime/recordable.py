@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.kernels.low_bits import LowBitsLinear
 from selfspec.model.view import copied, has_other_forward, is_streamed
 
 # Modules of these are known to decide alike in every call.
@@ -39,9 +40,14 @@ def why_not(model: nn.Module) -> str | None:
             return f"the forward of {name or 'the model'} was replaced"
         if any(module.__dict__[hooks] for hooks in _HOOKS):
             return f"{name or 'the model'} has hooks"
-    streamed = {id(weight) for module in model.modules() if is_streamed(module) for weight in module.parameters()}
+    known = {
+        id(weight)
+        for module in model.modules()
+        if is_streamed(module) or isinstance(module, LowBitsLinear)
+        for weight in module.parameters()
+    }
     for name, weight in model.named_parameters():
-        if id(weight) in streamed:
+        if id(weight) in known:
             continue
         if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
             return f"{name} is quantised or offloaded"

@@ -17,7 +17,7 @@ from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
@@ -25,7 +25,6 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.vocabulary import vocabulary_size
 
 
@@ -125,7 +124,7 @@ class DFlash(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_on_one_process(model, "a draft head")
+        check_for_head(model, "a draft head", self.weight_bits)
         known, hidden = model.get_input_embeddings().weight.shape
         own, read = self._shapes["fc.weight"]
         wanted = len(self._config.points) * hidden
@@ -143,15 +142,18 @@ class DFlash(FromFolder, HeadDrafter):
             )
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        read = [shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d", "d2t")]
-        output = 0 if "lm_head.weight" in self._shapes else model.get_output_embeddings().weight.numel()
-        size = (sum(torch.Size(shape).numel() for shape in read) + output) * model.dtype.itemsize
+        read = {"lm_head.weight": model.get_output_embeddings().weight.shape, **self._shapes}
+        read = {name: shape for name, shape in read.items() if name not in ("embed_tokens.weight", "t2d", "d2t")}
+        size = weight_bytes(read, model.dtype.itemsize, self.weight_bits)
         # One pass drafts all of them.
         return share_of(size, model, adapter) / (self._config.size - 1)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")]
-        size = sum(torch.Size(shape).numel() for shape in weights) * model.dtype.itemsize
+        kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")}
+        if self.weight_bits is not None:
+            # The model's own head has a copy.
+            kept.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
+        size = weight_bytes(kept, model.dtype.itemsize, self.weight_bits)
         token = cache_summary(self._layers_config(), model.dtype).bytes_per_token
         return OwnBytes(size, token, token * self._config.size)
 
@@ -172,21 +174,18 @@ class DFlash(FromFolder, HeadDrafter):
         for module in (inside, fusion):
             fill(module, weights, self.source)
             module.to(device=model.device, dtype=model.dtype)
-        own = sum(each.nbytes for module in (inside, fusion) for each in module.parameters())
         embed: Any = model.get_input_embeddings()
         if self._shapes["fc.weight"][0] != embed.weight.shape[1]:
             embed = nn.Embedding.from_pretrained(weights["embed_tokens.weight"].to(model.device, model.dtype))
-            own += embed.weight.nbytes
         output = weights.get("lm_head.weight")
         if output is not None:
             layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
             fill(layers.lm_head, {"weight": output.to(model.device, model.dtype)}, self.source)
-            own += output.numel() * model.dtype.itemsize
         else:
             layers.lm_head = model.get_output_embeddings()
         layers.set_input_embeddings(embed)
         tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
-        return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device), own)
+        return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device))
 
     def proposer(self, state: PairState) -> LevelProposer:
         return LevelProposer(state, self._config.size - self._config.first)

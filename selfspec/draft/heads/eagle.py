@@ -18,13 +18,12 @@ from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
-from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.vocabulary import vocabulary_size
 
 _FEWEST_LAYERS = 6
@@ -135,7 +134,7 @@ class Eagle(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_on_one_process(model, "a draft head")
+        check_for_head(model, "a draft head", self.weight_bits)
         hidden = model.get_input_embeddings().weight.shape[-1]
         count = len(self.points(len(adapter.decoder_layers(model))))
         own, read = self._shapes["fc.weight"]
@@ -154,18 +153,18 @@ class Eagle(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} drafts {head} tokens, and this model knows {size}: it is for another one")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        read = [shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")]
-        output = 0 if "lm_head.weight" in self._shapes else model.get_output_embeddings().weight.numel()
-        return share_of(
-            (sum(torch.Size(shape).numel() for shape in read) + output) * model.dtype.itemsize, model, adapter
-        )
+        read = {"lm_head.weight": model.get_output_embeddings().weight.shape, **self._shapes}
+        read = {name: shape for name, shape in read.items() if name not in ("embed_tokens.weight", "t2d")}
+        return share_of(weight_bytes(read, model.dtype.itemsize, self.weight_bits), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         # Embeddings are kept where they differ from the model's, which their weights alone say.
-        weights = [shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")]
-        own = self._layers_config()
-        size = sum(torch.Size(shape).numel() for shape in weights) * model.dtype.itemsize
-        return OwnBytes(size, cache_summary(own, model.dtype).bytes_per_token)
+        kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")}
+        if self.weight_bits is not None:
+            # The model's own head has a copy.
+            kept.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
+        size = weight_bytes(kept, model.dtype.itemsize, self.weight_bits)
+        return OwnBytes(size, cache_summary(self._layers_config(), model.dtype).bytes_per_token)
 
     def _layers_config(self) -> PreTrainedConfig:
         return layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)
@@ -200,10 +199,6 @@ class Eagle(FromFolder, HeadDrafter):
         for module in modules[: None if embed is not model.get_input_embeddings() else -1]:
             module.to(device=model.device, dtype=model.dtype)
         layers.set_input_embeddings(embed)
-        shared = {id(each) for each in model.parameters()}
-        nbytes = sum(
-            each.nbytes for module in (fusion, layers) for each in module.parameters() if id(each) not in shared
-        )
         tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
         return Head(
             fusion,
@@ -212,7 +207,6 @@ class Eagle(FromFolder, HeadDrafter):
             self._config.recycled if self._is_third else "last",
             embed,
             None if tokens is None else tokens.to(model.device),
-            nbytes,
             self._masked(fusion, embed, weights),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Self
@@ -32,9 +32,11 @@ class FromFolder(Drafter):
 
     Attributes:
         source: the folder.
+        weight_bits: of its linear layers, 8 or 4; None: they have the dtype of the model.
     """
 
     source: str
+    weight_bits: int | None = None
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Self:
@@ -44,7 +46,10 @@ class FromFolder(Drafter):
 
     @property
     def spelling(self) -> str:
-        return f"{name_of(type(self))}:{self.source}"
+        return f"{bits_spelled(self.weight_bits)}{name_of(type(self))}:{self.source}"
+
+    def in_bits(self, bits: int) -> Drafter:
+        return replace(self, weight_bits=bits)
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,11 @@ class HeadFolder:
             raise HeadError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
 
 
+def bits_spelled(bits: int | None) -> str:
+    """Return what is written before a head whose weights are in so many bits."""
+    return "" if bits is None else f"int{bits}+"
+
+
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """Return the draft that takes a head of this config.json; None: it does not say."""
     named = str(config.get("speculators_model_type") or "")
@@ -212,3 +222,23 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
             )
     module.load_state_dict({name: weights[name] for name in wanted}, strict=False, assign=True)
     module.requires_grad_(False).eval()
+
+
+def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return linear layers under the names of their weights, `NAME.weight` and, where there is one, `NAME.bias`."""
+    root = nn.Module()
+    for name, weight in weights.items():
+        path, _, last = name.rpartition(".")
+        if last != "weight":
+            continue
+        holder = root
+        *outer, inner = path.split(".")
+        for part in outer:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        bias = weights.get(f"{path}.bias")
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})}, assign=True)
+        holder.add_module(inner, layer.requires_grad_(False))
+    return root

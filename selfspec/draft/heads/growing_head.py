@@ -15,13 +15,14 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter
 from selfspec.draft.growing import GrowingProposer
-from selfspec.draft.heads.head import Head
+from selfspec.draft.heads.head import Head, own_bytes
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.features import Point
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
 
@@ -32,6 +33,8 @@ class HeadDrafter(Drafter):
     """A head that was trained on states of one target, and drafts for that one alone."""
 
     runs = "model"
+    weight_bits: int | None = None
+    """Of its linear layers; None: they have the dtype of the target."""
     passes: ClassVar[type[PairState]] = PairState
     """How its passes read what is committed."""
 
@@ -56,6 +59,18 @@ class HeadDrafter(Drafter):
             HeadError: files cannot be read.
         """
 
+    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+        """Make all heads that it has over a target, in their order: see `head`. Most have one."""
+        return [self.head(model)]
+
+    def made(self, model: PreTrainedModel) -> Sequence[Head]:
+        """Make these in the bits that are asked for. Raises as `head` does."""
+        heads = self.heads(model)
+        if self.weight_bits is None:
+            return heads
+        substitutes = Substitutes()
+        return [head.rounded(self.weight_bits, substitutes) for head in heads]
+
     def features(self, depth: int) -> tuple[Point, ...]:
         return tuple(dict.fromkeys(self.points(depth)))
 
@@ -69,15 +84,19 @@ class HeadDrafter(Drafter):
 
     def state(self, rows: RowsView) -> PairState:
         """Make the passes of one generation."""
-        return self.state_of(self.passes, remembered(rows, self, self.head), rows)
+        (head,) = heads = remembered(rows, self, self.made)
+        return self.state_of(self.passes, head, rows, own_bytes(heads, rows.runner.model))
 
-    def state_of(self, kind: Callable[..., _Made], head: Head, rows: RowsView, **options: Any) -> _Made:
+    def state_of(
+        self, kind: Callable[..., _Made], head: Head, rows: RowsView, weight_bytes: int, **options: Any
+    ) -> _Made:
         """Make the passes of a head over a cache of their own.
 
         Args:
             kind: of passes.
             head: over the target.
             rows: of the target.
+            weight_bytes: what its own weights take.
             **options: what this kind takes besides.
         """
         programs = own_programs(rows, head)
@@ -91,7 +110,8 @@ class HeadDrafter(Drafter):
         )
         runner = runner_for(head.layers, head.adapter, cache, programs)
         points = self.read_points(rows.runner.model, rows.runner.depth)
-        return kind(head, runner, cache, points, rows.running, rows.runner.vocabulary, **options)
+        numbers = rows.running, rows.runner.vocabulary, weight_bytes
+        return kind(head, runner, cache, points, *numbers, **options)
 
     def proposer(self, state: PairState) -> HeadProposer:
         """Make what drafts with the passes of a head."""

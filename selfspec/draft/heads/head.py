@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.errors import DraftConfigError
+from selfspec.kernels.rounded import Precision, RoundedWeight
+from selfspec.model.substitutes import KERNEL_DEVICES, Substitutes
+from selfspec.model.tensor_parallel import check_on_one_process
+
+_GROUP_SIZE = 32
 
 
 class Fusion(nn.Module):
@@ -47,9 +53,9 @@ class Head:
         recycled: which of its own states stands for a token that it drafted.
         embed: the embeddings of tokens, its own or the target's.
         tokens: ids that it can draft, in the order of its logits; None: all.
-        nbytes: of the weights that are its own.
         masked: what enters its layers in the place of a token that is not known yet, `[input]`; None: it takes none.
         passes_on: which states the module behind it reads, if there is one: those that it made, or that it read.
+        precision: what its linear layers are rounded to; None: they have the dtype of the target.
     """
 
     fusion: Fusion
@@ -58,9 +64,25 @@ class Head:
     recycled: Literal["last", "normed"]
     embed: nn.Module
     tokens: Tensor | None
-    nbytes: int
     masked: Tensor | None = None
     passes_on: Literal["made", "read"] = "made"
+    precision: Precision | None = None
+
+    def rounded(self, bits: int, substitutes: Substitutes) -> Head:
+        """Return the same with linear layers in fewer bits, which are all that is kept of its own.
+
+        Args:
+            bits: of a weight, 8 or 4.
+            substitutes: hold a copy of the target's language-model head for all heads that read it.
+        """
+        precision = precision_of(bits)
+        fusion, layers = (
+            substitutes.within(module, name, precision)
+            for name, module in (("fusion", self.fusion), ("layers", self.layers))
+        )
+        assert isinstance(fusion, Fusion)
+        assert isinstance(layers, PreTrainedModel)
+        return replace(self, fusion=fusion, layers=layers, precision=precision)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Return logits over the target's vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
@@ -77,3 +99,54 @@ class Head:
         known = torch.arange(logits.shape[-1], device=logits.device) if self.tokens is None else self.tokens
         spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
         return spread.index_copy_(-1, known, logits)
+
+
+def precision_of(bits: int) -> Precision:
+    """Return how weights of heads are kept in fewer bits."""
+    return Precision(bits, _GROUP_SIZE)
+
+
+def check_for_head(model: PreTrainedModel, what: str, bits: int | None) -> None:
+    """Refuse a model that no head drafts for.
+
+    Args:
+        model: the target.
+        what: the head, for messages.
+        bits: of its weights; None: they have the model's dtype.
+
+    Raises:
+        UnsupportedModelError: it lies on several processes.
+        DraftConfigError: its device has no kernels for so few bits.
+    """
+    check_on_one_process(model, what)
+    if bits is not None and model.device.type not in KERNEL_DEVICES:
+        raise DraftConfigError(
+            f"there are no kernels for {what} in {bits} bits on {model.device.type}; leave int{bits}+ out, or use "
+            + " or ".join(KERNEL_DEVICES)
+        )
+
+
+def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
+    """Count bytes of the weights of heads that are not those of their target."""
+    its = {id(weight) for weight in model.parameters()}
+    modules = (module for head in heads for module in (head.fusion, head.layers))
+    own = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
+    return sum(size for key, size in own.items() if key not in its)
+
+
+def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, bits: int | None) -> int:
+    """Count bytes of weights by name, of which those of linear layers may be in fewer bits.
+
+    Args:
+        shapes: of the weights; embeddings are not rounded.
+        itemsize: bytes of a number that is not rounded.
+        bits: of a weight that is; None: none is.
+    """
+    return sum(_bytes_of(name, shape, itemsize, bits) for name, shape in shapes.items())
+
+
+def _bytes_of(name: str, shape: Sequence[int], itemsize: int, bits: int | None) -> int:
+    is_linear = len(shape) == 2 and not name.endswith("embed_tokens.weight")
+    if bits is None or not is_linear or (bits == 4 and shape[-1] % _GROUP_SIZE):
+        return torch.Size(shape).numel() * itemsize
+    return RoundedWeight.empty(shape, precision_of(bits), torch.device("meta")).nbytes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -18,9 +18,9 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill, linear_layers
 from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
 from selfspec.draft.heads.own_layers import causal_lm, one_layer_config
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
@@ -29,7 +29,6 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.vocabulary import vocabulary_size
 
 # As published, letter for letter.
@@ -73,7 +72,7 @@ class Hydra(FromFolder, HeadDrafter):
         return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_on_one_process(model, "Hydra heads")
+        check_for_head(model, "Hydra heads", self.weight_bits)
         hidden, vocabulary = model.config.get_text_config(decoder=True).hidden_size, vocabulary_size(model)
         norm, head = self._shapes[f"{_PREFIX}norm.weight"], self._shapes["hydra_lm_head.0.1.weight"]
         if norm != (hidden,) or head != (vocabulary, hidden):
@@ -86,8 +85,8 @@ class Hydra(FromFolder, HeadDrafter):
         return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        read = [shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"]
-        size = sum(torch.Size(shape).numel() for shape in read) * model.dtype.itemsize
+        read = {name: shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"}
+        size = weight_bytes(read, model.dtype.itemsize, self.weight_bits)
         return OwnBytes(size, cache_summary(_layer_config(model), model.dtype).bytes_per_token)
 
     @torch.no_grad()
@@ -108,9 +107,8 @@ class Hydra(FromFolder, HeadDrafter):
         own = {name: each for name, each in weights.items() if not name.startswith(_PREFIX)}
         fusion = HydraFusion({name: each.to(model.device, model.dtype) for name, each in own.items()})
         embed = model.get_input_embeddings()
-        nbytes = fusion.nbytes + sum(each.nbytes for each in inside.parameters())
         layers.set_input_embeddings(embed)
-        return Head(fusion, layers, adapter, "normed", embed, None, nbytes)
+        return Head(fusion, layers, adapter, "normed", embed, None)
 
     def proposer(self, state: PairState) -> HydraProposer:
         return HydraProposer(state)
@@ -126,13 +124,9 @@ class HydraFusion(Fusion):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._weights = weights
+        self.heads = linear_layers(weights)
         self.count = _count(weights)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(weight.nbytes for weight in self._weights.values())
+        self._names = list(weights)
 
     def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
         return state.clone()
@@ -151,18 +145,17 @@ class HydraFusion(Fusion):
         rows, nodes, tokens, hidden = embedded.shape
         head = tokens - 1
         states = torch.cat([prefix.expand(-1, nodes, -1), embedded.reshape(rows, nodes, tokens * hidden)], -1)
-        for block in _blocks(self._weights, head):
+        for block in _blocks(self._names, head):
             place = f"hydra_mlp.{head}.{block}"
             # A head that is not grounded reads the prefix alone.
-            states = states[..., : self._weights[f"{place}.linear.weight"].shape[1]]
+            linear: Any = self.heads.get_submodule(f"{place}.linear")
+            states = states[..., : linear.in_features]
             residual = states
-            if f"{place}.res_connection.weight" in self._weights:
-                residual = self._linear(f"{place}.res_connection", states)
-            states = residual + silu(self._linear(f"{place}.linear", states))
-        return self._linear(f"hydra_lm_head.{head}.1", states)
-
-    def _linear(self, name: str, states: Tensor) -> Tensor:
-        return linear(states, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+            if f"{place}.res_connection.weight" in self._names:
+                residual = self.heads.get_submodule(f"{place}.res_connection")(states)
+            states = residual + silu(linear(states))
+        logits: Tensor = self.heads.get_submodule(f"hydra_lm_head.{head}.1")(states)
+        return logits
 
 
 class HydraProposer(HeadProposer):
@@ -195,12 +188,12 @@ def _name(name: str) -> str:
     return name.removeprefix("hydra_head.")
 
 
-def _count(names: Mapping[str, object]) -> int:
+def _count(names: Iterable[str]) -> int:
     """Count the heads."""
     return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("hydra_mlp."))
 
 
-def _blocks(names: Mapping[str, object], head: int) -> list[int]:
+def _blocks(names: Iterable[str], head: int) -> list[int]:
     """Number the residual blocks of a head. Between them lies what only training has."""
     found = (re.fullmatch(rf"hydra_mlp\.{head}\.(\d+)\.linear\.weight", name) for name in names)
     return sorted(int(each[1]) for each in found if each)

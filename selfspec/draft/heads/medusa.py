@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -16,14 +16,16 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes
-from selfspec.draft.heads.folder import FromFolder, HeadFolder
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
 from selfspec.draft.heads.growing_head import FeatureProposer, remembered, share_of
+from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
-from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
+from selfspec.runtime.runner import with_kernels
 
 
 @drafter(
@@ -63,7 +65,7 @@ class Medusa(FromFolder):
         return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_on_one_process(model, "Medusa heads")
+        check_for_head(model, "Medusa heads", self.weight_bits)
         vocabulary = vocabulary_size(model)
         hidden = model.get_output_embeddings().weight.shape[1]
         for name, shape in self._shapes.items():
@@ -75,11 +77,10 @@ class Medusa(FromFolder):
                 )
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        size = sum(torch.Size(shape).numel() for shape in self._shapes.values()) // _count(self._shapes)
-        return share_of(size * model.dtype.itemsize, model, adapter)
+        return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        return OwnBytes(sum(torch.Size(shape).numel() for shape in self._shapes.values()) * model.dtype.itemsize)
+        return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, self.weight_bits))
 
     def begin(self, rows: RowsView) -> MedusaProposer:
         return MedusaProposer(remembered(rows, self, self._heads))
@@ -87,33 +88,31 @@ class Medusa(FromFolder):
     def _heads(self, model: PreTrainedModel) -> MedusaHeads:
         read = HeadFolder(Path(self.source).expanduser()).tensors()
         weights = {_name(name): weight.to(model.device, model.dtype) for name, weight in read.items()}
-        return MedusaHeads(weights)
+        layers = linear_layers(weights)
+        if self.weight_bits is not None:
+            layers = Substitutes().within(layers, "heads", precision_of(self.weight_bits))
+        return MedusaHeads(layers, [_blocks(weights, number) for number in range(_count(weights))])
 
 
+@dataclass(frozen=True, eq=False)
 class MedusaHeads:
-    """The weights of Medusa heads.
+    """Medusa heads.
 
-    Args:
-        weights: by name, as published: of head i, `i.b.linear.weight` and `i.b.linear.bias` of each residual block b,
-            and the `weight` behind them.
+    Attributes:
+        layers: their linear layers by name, as published: of head i, `i.b.linear` of each residual block b, and one
+            behind them.
+        blocks: the number of residual blocks of each head.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-        self.count = _count(weights)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(weight.nbytes for weight in self._weights.values())
+    layers: nn.Module
+    blocks: Sequence[int]
 
     def logits(self, states: Tensor, number: int) -> Tensor:
         """Return what head `number` guesses from states, `[..., hidden]` and `[..., vocab]`."""
-        blocks = _blocks(self._weights, number)
-        for block in range(blocks):
-            place = f"{number}.{block}.linear"
-            states = states + silu(linear(states, self._weights[f"{place}.weight"], self._weights[f"{place}.bias"]))
-        return linear(states, self._weights[f"{number}.{blocks}.weight"])
+        for block in range(self.blocks[number]):
+            states = states + silu(self.layers.get_submodule(f"{number}.{block}.linear")(states))
+        logits: Tensor = self.layers.get_submodule(f"{number}.{self.blocks[number]}")(states)
+        return logits
 
 
 class MedusaProposer(FeatureProposer):
@@ -125,16 +124,16 @@ class MedusaProposer(FeatureProposer):
 
     def __init__(self, heads: MedusaHeads) -> None:
         super().__init__()
-        self._heads = heads
+        self._heads = replace(heads, layers=with_kernels(heads.layers))
         # The target's state before the last committed token, by row.
         self._states: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._heads.nbytes
+        return sum(weight.nbytes for weight in self._heads.layers.parameters())
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        return super().propose(rows, budget.within(self._heads.count))
+        return super().propose(rows, budget.within(len(self._heads.blocks)))
 
     def known(self, rows: RowsView) -> Sequence[bool]:
         return [row in self._states for row in rows.running]

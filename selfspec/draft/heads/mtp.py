@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.float8 import SCALE, check_layout, dequantised
-from selfspec.draft.heads.folder import HeadFolder, fill
+from selfspec.draft.heads.folder import HeadFolder, bits_spelled, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
-from selfspec.draft.heads.head import Fusion, Head
+from selfspec.draft.heads.head import Fusion, Head, check_for_head, own_bytes, weight_bytes
 from selfspec.draft.heads.in_order import ModulesInOrder, ModuleState
 from selfspec.draft.heads.own_layers import one_layer_config, text_alone
 from selfspec.draft.heads.pairs import PairState
@@ -29,7 +29,6 @@ from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter, mtp_layout
 from selfspec.model.summary import cache_summary
-from selfspec.model.tensor_parallel import check_on_one_process
 
 
 class MtpFusion(Fusion):
@@ -72,9 +71,14 @@ class _Module:
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
+    def kept(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of what is kept of it."""
+        return {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
+
+    @property
     def size(self) -> int:
         """Parameters of it."""
-        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if not name.endswith(SCALE))
+        return sum(torch.Size(shape).numel() for shape in self.kept.values())
 
     @property
     def _config(self) -> Mapping[str, Any]:
@@ -136,12 +140,6 @@ class _Module:
         fusion.to(device=model.device, dtype=model.dtype)
         if layout.norm is None:
             inside.norm = nn.Identity()
-        nbytes = sum(
-            each.nbytes
-            for module in (fusion, layers)
-            for name, each in module.named_parameters()
-            if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        )
         embed = model.get_input_embeddings()
         layers.set_input_embeddings(embed)
         output = model.get_output_embeddings()
@@ -149,9 +147,8 @@ class _Module:
             output = nn.Linear(width, len(weights["head.weight"]), bias="head.bias" in weights, device="meta")
             fill(output, {name.removeprefix("head."): each for name, each in weights.items()}, source)
             output.to(device=model.device, dtype=model.dtype)
-            nbytes += sum(each.nbytes for each in output.parameters())
         layers.set_output_embeddings(output)
-        return Head(fusion, layers, adapter, layout.recycles, embed, None, nbytes, passes_on=layout.passes_on)
+        return Head(fusion, layers, adapter, layout.recycles, embed, None, passes_on=layout.passes_on)
 
 
 @drafter(
@@ -169,9 +166,11 @@ class MultiTokenPrediction(HeadDrafter):
 
     Attributes:
         source: the folder with the checkpoint; None: where the model was loaded from.
+        weight_bits: of its linear layers, 8 or 4; None: they have the dtype of the model.
     """
 
     source: str | None = None
+    weight_bits: int | None = None
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
@@ -188,39 +187,51 @@ class MultiTokenPrediction(HeadDrafter):
         return (_layout(model).reads,)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_on_one_process(model, "a module for multi-token prediction")
+        check_for_head(model, "a module for multi-token prediction", self.weight_bits)
         for module in self._modules(model):
             module.check(_layout(model), model.config.get_text_config(decoder=True).hidden_size)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         modules = self._modules(model)
         # A draft step reads one of them, and a head, which may be its own.
-        output = 0 if _layout(model).head is not None else model.get_output_embeddings().weight.numel()
-        size = sum(module.size for module in modules) // len(modules) + output
-        return share_of(size * model.dtype.itemsize, model, adapter)
+        size = self._bytes(modules, model) // len(modules) + self._head_bytes(model)
+        return share_of(size, model, adapter)
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
         # `transformers` saves the model without its modules.
-        return type(self)(str(self._folder(model).path.resolve()))
+        return replace(self, source=str(self._folder(model).path.resolve()))
+
+    def in_bits(self, bits: int) -> Drafter:
+        return replace(self, weight_bits=bits)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         modules = self._modules(model)
         own = [_layer_config(model, _layout(model), module.number) for module in modules]
         token = sum(cache_summary(each, model.dtype).bytes_per_token for each in own)
-        return OwnBytes(sum(module.size for module in modules) * model.dtype.itemsize, token)
+        # In fewer bits the model's own head has a copy.
+        copied = 0 if self.weight_bits is None else self._head_bytes(model)
+        return OwnBytes(self._bytes(modules, model) + copied, token)
+
+    def _bytes(self, modules: Sequence[_Module], model: PreTrainedModel) -> int:
+        return sum(weight_bytes(each.kept, model.dtype.itemsize, self.weight_bits) for each in modules)
+
+    def _head_bytes(self, model: PreTrainedModel) -> int:
+        """Count bytes of the model's head as the modules read it; they may have heads of their own."""
+        shapes = {} if _layout(model).head is not None else {"head": model.get_output_embeddings().weight.shape}
+        return weight_bytes(shapes, model.dtype.itemsize, self.weight_bits)
 
     def state(self, rows: RowsView) -> PairState:
-        first, *others = remembered(rows, self, self.heads)
-        further = [self.state_of(ModuleState, head, rows) for head in others]
-        if not further:
-            return self.state_of(self.passes, first, rows)
-        return self.state_of(ModulesInOrder, first, rows, further=further)
+        first, *others = heads = remembered(rows, self, self.made)
+        size = own_bytes(heads, rows.runner.model)
+        if not others:
+            return self.state_of(self.passes, first, rows, size)
+        further = [self.state_of(ModuleState, head, rows, 0) for head in others]
+        return self.state_of(ModulesInOrder, first, rows, size, further=further)
 
     def head(self, model: PreTrainedModel) -> Head:
         return self._modules(model)[0].head(model, _layout(model))
 
-    def heads(self, model: PreTrainedModel) -> list[Head]:
-        """Make the heads of all modules over a target, in their order: see `head`."""
+    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
         return [module.head(model, _layout(model)) for module in self._modules(model)]
 
     def names(self, model: PreTrainedModel) -> Mapping[str, str]:
@@ -274,7 +285,7 @@ class MultiTokenPrediction(HeadDrafter):
 
     @property
     def spelling(self) -> str:
-        return "mtp" if self.source is None else f"mtp:{self.source}"
+        return bits_spelled(self.weight_bits) + ("mtp" if self.source is None else f"mtp:{self.source}")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class PairState:
         points: whose states it reads of the target, in the order of `Fusion.state`.
         rows: numbers of the rows of the batch.
         vocabulary: number of logits that the target gives.
+        weight_bytes: of the head's own weights.
 
     Attributes:
         head: what drafts.
@@ -67,13 +68,15 @@ class PairState:
         points: Sequence[Point],
         rows: Sequence[int],
         vocabulary: int,
+        weight_bytes: int,
     ) -> None:
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
         self._runner = runner
         self._cache = cache
         self._points = points
         self._vocabulary = vocabulary
-        self._path = LayerPath.full(runner.depth)
+        self._weight_bytes = weight_bytes
+        self._path = LayerPath(runner.depth, precision=head.precision)
         self._rows = list(rows)
         self._waiting: list[_Waiting | None] = [None] * len(rows)
         self._tree = Tree.chain(0)
@@ -83,7 +86,7 @@ class PairState:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights, keys and values."""
-        return self.head.nbytes + self._cache.most_bytes
+        return self._weight_bytes + self._cache.most_bytes
 
     def add(self, view: RowsView, places: Sequence[Sequence[int]]) -> None:
         """Take over the target's states of tokens that are committed.

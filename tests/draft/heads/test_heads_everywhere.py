@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_
 GREEDY = SamplingParams(temperature=0.0)
 
 families = pytest.mark.parametrize("kind", published_heads.FAMILIES)
+in_bits = pytest.mark.parametrize("bits", ["", "int8+"], ids=["whole", "int8"])
 
 
 def streamed(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -65,8 +67,10 @@ def test_a_head_drafts_for_a_model_that_streams_and_stays_in_memory_itself(tmp_p
 
 
 @families
-def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str) -> None:
-    model, draft = published_heads.with_head(kind, tmp_path / "head", intermediate_size=64)
+@in_bits
+def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str, bits: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path / "head", intermediate_size=64, moe_intermediate_size=32)
+    draft = bits + draft
     folder = tmp_path / ("head" if kind.startswith("mtp") else "model")
     if not kind.startswith("mtp"):
         model.save_pretrained(folder)
@@ -85,7 +89,71 @@ def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str)
     # There are further slots for a draft. Not counted are buffers, and the model's embeddings in EAGLE-1's files.
     embeddings = model.get_input_embeddings().weight.nbytes if kind == "eagle1" else 0
     slots = 2 * own.row if kind == "dflash" else 3 * own.token
-    assert taken == pytest.approx(planned.draft - embeddings + slots - own.row, rel=0.005)
+    # A router is not rounded, and counted as if it were.
+    assert taken == pytest.approx(planned.draft - embeddings + slots - own.row, rel=0.01 if bits else 0.005)
+
+
+@families
+@in_bits
+def test_a_head_takes_its_weights_and_its_cache_and_nothing_else(tmp_path: Path, kind: str, bits: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path, intermediate_size=64, moe_intermediate_size=32)
+    found = {}
+    for name in ("none", bits + draft):
+        spec = selfspec.wrap(model, name, draft_length=3)
+        before = tensor_bytes()
+        rounds = spec.stream(tiny.prompt(20), max_new_tokens=24, **OPTIONS)
+        for _ in range(4):
+            next(rounds)
+        taken = tensor_bytes() - before
+        rounds.close()
+        stats = spec.generate(tiny.prompt(20), max_new_tokens=24, **OPTIONS).stats
+        found[name] = taken - stats.cache_bytes, stats.draft_bytes
+    (plain, nothing), (taken, said) = found.values()
+    assert nothing == 0
+    # States of the last pass are held meanwhile.
+    assert said <= taken - plain <= 1.02 * said + 4096
+
+
+def tensor_bytes() -> int:
+    """The bytes of all tensors of this process that are in memory."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@families
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_head_in_fewer_bits_drafts_about_the_same(tmp_path: Path, kind: str, name: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path, intermediate_size=64, moe_intermediate_size=32)
+    whole_head: Any = parse_draft(draft)
+    low: Any = parse_draft(f"{name}+{draft}")
+    assert low.spelling == f"{name}+{draft}"
+    assert low.weight_bits == int(name[3:])
+    ids, mask = padded(PROMPTS)
+    asked: dict[str, Any] = {**OPTIONS, "attention_mask": mask, "max_new_tokens": 12}
+    for control in (3, selfspec.FixedLength(3, nodes=6)):
+        whole, rounded = (selfspec.wrap(model, each, draft_length=control) for each in (draft, low))
+        wanted, found = whole.generate(ids, **asked), rounded.generate(ids, **asked)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert found.stats.drafted > 0
+        share = found.stats.draft_bytes / wanted.stats.draft_bytes
+        # Of 64 bits a number; there are scales, norms and a cache besides. Without kernels of its own few layers of
+        # this size can have 4 bits.
+        assert share < (0.45 if name == "int8" else 1)
+    if kind != "medusa":
+        (exact, *_), (close, *_) = whole_head.made(model), low.made(model)
+        inputs = exact.fusion.inputs(*torch.randn(2, 1, 5, 32, dtype=torch.float64))
+        bases = (each.layers.get_submodule(each.adapter.base(each.layers)) for each in (exact, close))
+        one, other = (base(inputs_embeds=inputs).last_hidden_state for base in bases)
+        assert 0 < (one - other).norm() < 0.3 * one.norm()
+
+
+def test_fewer_bits_are_refused_where_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft = published_heads.with_head("eagle3", tmp_path)
+    monkeypatch.setattr("selfspec.draft.heads.head.KERNEL_DEVICES", ("cuda",))
+    with pytest.raises(DraftConfigError, match=r"no kernels for a draft head in 8 bits on cpu; leave int8\+ out"):
+        selfspec.wrap(model, f"int8+{draft}")
 
 
 @families
@@ -103,7 +171,7 @@ def test_a_head_has_the_dtype_of_its_model(tmp_path: Path, kind: str, dtype: tor
 
 
 @families
-@pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+{}", "union:suffix+recycle+{}"])
+@pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+int8+{}", "union:suffix+recycle+{}"])
 def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     for control in (3, selfspec.FixedLength(3, nodes=8), None):
@@ -125,7 +193,7 @@ def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: st
 @families
 def test_a_head_and_another_draft_that_runs_a_model_are_refused(tmp_path: Path, kind: str) -> None:
     _, draft = published_heads.with_head(kind, tmp_path)
-    for joined in (f"{draft}+int8", f"int8+{draft}", f"union:{draft}+exit:2"):
+    for joined in (f"{draft}+int8", f"int8+exit:2+{draft}", f"union:{draft}+exit:2"):
         with pytest.raises(DraftConfigError, match="name one of these alone"):
             parse_draft(joined)
 
@@ -142,9 +210,10 @@ def test_processors_judge_what_a_head_drafts(tmp_path: Path, kind: str, control:
 
 
 @families
-def test_a_saved_model_drafts_with_its_head(tmp_path: Path, kind: str) -> None:
+@in_bits
+def test_a_saved_model_drafts_with_its_head(tmp_path: Path, kind: str, bits: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path / "head")
-    selfspec.wrap(model, draft, draft_length=3).save_pretrained(tmp_path / "saved")
+    selfspec.wrap(model, bits + draft, draft_length=3).save_pretrained(tmp_path / "saved")
     loaded = eager(
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64, trust_remote_code=True)
     )
@@ -236,7 +305,8 @@ def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind:
 @pytest.mark.kernels
 @pytest.mark.parametrize("nodes", [1, 2], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "peagle", "hydra"])
-def test_native_programs_run_the_steps_of_a_head(tmp_path: Path, kind: str, nodes: int) -> None:
+@in_bits
+def test_native_programs_run_the_steps_of_a_head(tmp_path: Path, kind: str, nodes: int, bits: str) -> None:
     if kind == "mtp":
         # MiMo's: in most others are experts, and which of them a token goes to no program reads.
         model, draft = published_heads.mtp(tmp_path, "qwen2").model, "mtp"
@@ -245,17 +315,19 @@ def test_native_programs_run_the_steps_of_a_head(tmp_path: Path, kind: str, node
     model.float()
     control = selfspec.FixedLength(3, nodes=3 * nodes)
     stock, native = (
-        selfspec.wrap(model, draft, draft_length=control, runtime=each)
+        selfspec.wrap(model, bits + draft, draft_length=control, runtime=each)
         for each in (selfspec.runtime.Eager(), selfspec.runtime.Native(after=0))
     )
     native.programs = GraphCache(native.runtime, ticking())
     for prompt in PROMPTS[1:]:
-        for options in ({}, {"do_sample": True, "seed": 3}):
+        # In fewer bits a sum that differs in its last digit may round an input of the next product to the level beside
+        # it, and then another token is drafted.
+        for options in ({}, *([] if bits else [{"do_sample": True, "seed": 3}])):
             asked = {**OPTIONS, "max_new_tokens": 24, **options}
             found, wanted = (spec.generate(prompt, **asked) for spec in (native, stock))
             assert torch.equal(found.sequences, wanted.sequences)
-            assert found.stats.accepted_per_depth == wanted.stats.accepted_per_depth
-            assert found.stats.drafted == wanted.stats.drafted
+            assert bits or found.stats.accepted_per_depth == wanted.stats.accepted_per_depth
+            assert bits or found.stats.drafted == wanted.stats.drafted
     own = next(each for each in native._memories.values() if isinstance(each, GraphCache))
     assert not own.refusals
     assert own.proved
