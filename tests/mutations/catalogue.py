@@ -628,7 +628,7 @@ CATALOGUE = (
     Mutation("a head counts the weights of its target as its own", "own_bytes",
         "key not in its", "True", ("test_a_head_takes_its_weights_and_its_cache_and_nothing_else",)),
     Mutation("a head in fewer bits keeps its weights as they were", "HeadDrafter.made",
-        "head.rounded(self.weight_bits)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
+        "head.rounded(self.weight_bits, substitutes)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
     Mutation("a masked slot of P-EAGLE takes the place of the token before it", "PairState._after_committed",
         "inputs[rows, places[:, 1:]] = self.head.masked", "inputs[rows, places[:, :-1]] = self.head.masked",
         ("test_peagle.py",)),
