@@ -36,6 +36,7 @@ class SharedLayer(CacheLayerMixin):
         super().__init__()
         self._cursors = cursors
         self._stored: tuple[Tensor, ...] | None = None
+        self._shown: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +48,7 @@ class SharedLayer(CacheLayerMixin):
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """All that lies in slots, `[batch, heads, capacity, ...]` each; nothing before the first tokens."""
-        return () if self._stored is None else tuple(getattr(self, name) for name in self._names)
+        return self._shown
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots like keys and values of a pass."""
@@ -62,8 +63,9 @@ class SharedLayer(CacheLayerMixin):
         """Let passes see the rows there are."""
         if self._stored is not None:
             rows = len(self._cursors.seq_lens)
-            for name, slots in zip(self._names, self._stored, strict=True):
-                setattr(self, name, slots[:rows])
+            self._shown = tuple(slots[:rows] for slots in self._stored)
+            for name, slots in zip(self._names, self._shown, strict=True):
+                setattr(self, name, slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
@@ -81,13 +83,13 @@ class SharedLayer(CacheLayerMixin):
         """All slots, of keys and of values, as many as there are to be."""
         if self.keys.shape[2] < self._cursors.capacity:
             self.hold()
-        return self.parts
+        return self._shown
 
     def hold(self) -> None:
         """Store as many rows and slots as there are to be, with what lies in them."""
         if self._stored is not None:
             parts = list(self._stored)
-            self._stored = None
+            self._stored, self._shown = None, ()
             for name in self._names:
                 delattr(self, name)
             # One after the other, so that the old one is free before the next new one is made.

@@ -191,6 +191,8 @@ class Batch:
             node: number of the first of these nodes, -1 for the last committed token.
             place: of the first draw: the number of tokens that were drawn for this draft before.
         """
+        if self.greedy:
+            return DrawnToken(scores.argmax(-1), None)
         q = proper(self.sampling.probabilities(scores))
         decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)

@@ -19,10 +19,13 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A child of each of some nodes, `[rows, nodes]`, and the q that it is scored with, `[rows, nodes, vocab]`."""
+    """A child of each of some nodes, `[rows, nodes]`, and the q that it is scored with, `[rows, nodes, vocab]`.
+
+    Greedily there is none: it is scored by being the target's own choice.
+    """
 
     token: Tensor
-    q: Tensor
+    q: Tensor | None
 
 
 class DraftController(Protocol):

@@ -40,13 +40,14 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
                 left = left[:, :nodes].scatter(-1, tokens[-1][:, :nodes, None], -torch.inf)
             drawn = rows.draw_draft(left, level.first, sum(each.shape[1] for each in tokens))
             tokens.append(drawn.token)
-            probs.append(drawn.q)
+            if drawn.q is not None:
+                probs.append(drawn.q)
         steps += 1
         if steps < len(growth.levels) and not rows.controller.goes_on(scores[:, :1]):
             tree = upper_levels(tree, steps)
             growth = growth_of(tree, rows.last_tokens.device)
             break
-    drawn_from = None if rows.greedy else _picked([torch.cat(probs, 1)], growth.draws)
+    drawn_from = _picked([torch.cat(probs, 1)], growth.draws) if probs else None
     return Draft(_picked([torch.cat(tokens, 1)], growth.draws), tree, drawn_from, steps=steps)
 
 
