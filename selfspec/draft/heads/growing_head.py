@@ -21,6 +21,7 @@ from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
+from selfspec.model.early_head import plain_head
 from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read
@@ -68,7 +69,7 @@ class HeadDrafter(Drafter):
         heads = self.heads(model)
         if self.weight_bits is None:
             return heads
-        substitutes = Substitutes()
+        substitutes = Substitutes(f"layers.{plain_head(heads[0].layers)}")
         return [head.rounded(self.weight_bits, substitutes) for head in heads]
 
     def features(self, depth: int) -> tuple[Point, ...]:
