@@ -25,8 +25,9 @@ def ticking() -> Callable[[], float]:
 
     def now() -> float:
         # Threads beside each other must not take each other's time.
-        ticks.passed = getattr(ticks, "passed", 0) + 1
-        return 1.0 - 1.0 / ticks.passed
+        passed: int = getattr(ticks, "passed", 0) + 1
+        ticks.passed = passed
+        return 1.0 - 1.0 / passed
 
     return now
 
