@@ -180,6 +180,13 @@ class Terminal:
         """Send what Ctrl-C sends."""
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_until(self, words: bytes) -> None:
+        """Send it until words are there, many times at most."""
+        for _ in range(50):
+            self.interrupt()
+            if self.sees(words):
+                break
+
     def close(self) -> None:
         """End it."""
         self.process.kill()
@@ -207,10 +214,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) ->
     terminal.wait_for(b"ended here")
     terminal.wait_for(b"> ")
     # One that comes just before the line is read waits for the next key, so it is sent until it is seen.
-    for _ in range(50):
-        terminal.interrupt()
-        if terminal.sees(b"/quit leaves"):
-            break
+    terminal.interrupt_until(b"/quit leaves")
     terminal.type(b"/reset\n")
     terminal.wait_for(b"forgotten")
     terminal.wait_for(b"> ")
@@ -223,11 +227,10 @@ def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
     terminal.wait_for(b"> ")
     terminal.type(b"\x1b[200~One day\nLily\nslept.\x1b[201~\r")
     terminal.wait_for(b"slept.")
-    # One that comes before the answer is begun ends nothing.
-    for _ in range(50):
-        terminal.interrupt()
-        if terminal.sees(b"ended"):
-            break
+    # Some of the answer is there: interrupted before it is read, the message would be dropped.
+    terminal.wait_for(b"\x1b[?2004l")
+    terminal.wait_for(b" ")
+    terminal.interrupt_until(b"ended")
     terminal.wait_for(b"> ")
     terminal.type(b"/save " + os.fsencode(terminal.file) + b"\r")
     terminal.wait_for(b"saved 2 messages")
