@@ -47,7 +47,6 @@ from selfspec.errors import (
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
-from selfspec.model.early_head import plain_head
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
@@ -216,7 +215,7 @@ class SelfSpeculative:
         self.runtime = _default_runtime(model) if runtime is None else runtime
         self.programs = GraphCache(self.runtime)
         placement = placement_of(model)
-        own = Substitutes(plain_head(model)) if placement is None else placement.substitutes
+        own = Substitutes.of(model) if placement is None else placement.substitutes
         self.substitutes = own if substitutes is None else substitutes
         self.limits = None if placement is None else Limits(placement.context, TOKENS_AT_ONCE, placement.cache)
         self._memories: dict[Hashable, object] = {}

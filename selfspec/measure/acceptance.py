@@ -17,7 +17,7 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.readout import Readout
-from selfspec.model.early_head import DraftHead, plain_head
+from selfspec.model.early_head import DraftHead
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.runner import ModelRunner
 
@@ -151,7 +151,7 @@ def forced_logits(
     texts = [_as_text(sequence) for sequence in sequences]
     if not texts:
         raise PromptError("no text to measure acceptance on: give at least one sequence")
-    readout, substitutes = Readout(model, adapter), Substitutes(plain_head(model))
+    readout, substitutes = Readout(model, adapter), Substitutes.of(model)
     for drafter in drafters.values():
         drafter.check(readout.depth)
         drafter.check_model(model, adapter)

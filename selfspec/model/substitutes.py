@@ -136,6 +136,11 @@ class Substitutes:
         self._lock = threading.Lock()
         self._pages = LargePages()
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Substitutes:
+        """Make those of a model, none of which is made yet."""
+        return cls(plain_head(model))
+
     def __reduce__(self) -> tuple[type[Substitutes], tuple[str | None]]:
         # A copy makes its own: these belong to the weights in this memory.
         return Substitutes, (self._head,)

@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.kernels.rounded import Precision
-from selfspec.model.early_head import plain_head
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement
 from selfspec.placement.plan import GROUP_SIZE, Plan
@@ -38,7 +37,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
             weight = made.deferred[names[0]].values().to(surveyed.source.device)
             set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
     _move_what_is_there(made.model, surveyed.source.device)
-    substitutes = Substitutes(plain_head(made.model))
+    substitutes = Substitutes.of(made.model)
     stream = _stream(surveyed, streamed, plan.bits, substitutes) if streamed else None
     depth = len(surveyed.layers) - 1
     head = bool(surveyed.layers[depth]) and plan.resident <= depth

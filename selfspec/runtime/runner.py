@@ -99,7 +99,7 @@ class ModelRunner:
         self._adapter = adapter
         self._base = adapter.base(model)
         self._cache = cache
-        self.substitutes = substitutes or Substitutes(plain_head(model))
+        self.substitutes = substitutes or Substitutes.of(model)
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._takes_positions = takes(model, "position_ids")

@@ -17,7 +17,7 @@ from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
+from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, check_for_head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
@@ -142,18 +142,14 @@ class DFlash(FromFolder, HeadDrafter):
             )
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        read = {"lm_head.weight": model.get_output_embeddings().weight.shape, **self._shapes}
-        read = {name: shape for name, shape in read.items() if name not in ("embed_tokens.weight", "t2d", "d2t")}
-        size = weight_bytes(read, model.dtype.itemsize, self.weight_bits)
+        without = ("embed_tokens.weight", "t2d", "d2t")
+        read = {name: shape for name, shape in self._shapes.items() if name not in without}
         # One pass drafts all of them.
-        return share_of(size, model, adapter) / (self._config.size - 1)
+        return share_of(bytes_read(read, model, self.weight_bits), model, adapter) / (self._config.size - 1)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")}
-        if self.weight_bits is not None:
-            # The model's own head has a copy.
-            kept.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
-        size = weight_bytes(kept, model.dtype.itemsize, self.weight_bits)
+        size = bytes_kept(kept, model, self.weight_bits)
         token = cache_summary(self._layers_config(), model.dtype).bytes_per_token
         return OwnBytes(size, token, token * self._config.size)
 

@@ -18,7 +18,7 @@ from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of
-from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
+from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, check_for_head
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
@@ -153,17 +153,13 @@ class Eagle(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} drafts {head} tokens, and this model knows {size}: it is for another one")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        read = {"lm_head.weight": model.get_output_embeddings().weight.shape, **self._shapes}
-        read = {name: shape for name, shape in read.items() if name not in ("embed_tokens.weight", "t2d")}
-        return share_of(weight_bytes(read, model.dtype.itemsize, self.weight_bits), model, adapter)
+        read = {name: shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")}
+        return share_of(bytes_read(read, model, self.weight_bits), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         # Embeddings are kept where they differ from the model's, which their weights alone say.
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")}
-        if self.weight_bits is not None:
-            # The model's own head has a copy.
-            kept.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
-        size = weight_bytes(kept, model.dtype.itemsize, self.weight_bits)
+        size = bytes_kept(kept, model, self.weight_bits)
         return OwnBytes(size, cache_summary(self._layers_config(), model.dtype).bytes_per_token)
 
     def _layers_config(self) -> PreTrainedConfig:

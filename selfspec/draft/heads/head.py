@@ -145,6 +145,17 @@ def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, bits: int |
     return sum(_bytes_of(name, shape, itemsize, bits) for name, shape in shapes.items())
 
 
+def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
+    """Count bytes that a step reads: of weights, as `weight_bytes`, and the model's own head where they have none."""
+    output = model.get_output_embeddings().weight.shape
+    return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, bits)
+
+
+def bytes_kept(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
+    """Count bytes that are kept: of weights, as `weight_bytes`; in fewer bits the model's own head has a copy."""
+    return weight_bytes(shapes, model.dtype.itemsize, None) if bits is None else bytes_read(shapes, model, bits)
+
+
 def _bytes_of(name: str, shape: Sequence[int], itemsize: int, bits: int | None) -> int:
     is_linear = len(shape) == 2 and not name.endswith("embed_tokens.weight")
     if bits is None or not is_linear or (bits == 4 and shape[-1] % _GROUP_SIZE):

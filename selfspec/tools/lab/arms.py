@@ -20,7 +20,6 @@ from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
-from selfspec.model.early_head import plain_head
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.lab.cell import Cell, Prompts
@@ -170,7 +169,7 @@ class StockArm:
     def _prepared_assistant(self) -> PreTrainedModel:
         draft = parse_draft(self.spec.draft or "")
         assert isinstance(draft, Assistant)
-        draft.prepare(self._model, Substitutes(plain_head(self._model)))
+        draft.prepare(self._model, Substitutes.of(self._model))
         return draft.model
 
     def _help(self) -> dict[str, Any]:
