@@ -25,7 +25,8 @@ class Group:
     Attributes:
         sequences: prompts and committed tokens.
         sampling: how their logits become probabilities; processors may hold a memory of the texts.
-        stopping: where rows end.
+        stopping: where rows end, or are to be read again by other rotary tables.
+        whole: where they end, if they may be read again; None: as `stopping`.
         noise: of the rows; while they run, the batch's noise has moved on.
         records: what is kept of committed tokens for the caller.
         kind: equal for groups whose processors look at scores alone and do the same.
@@ -41,6 +42,7 @@ class Group:
     records: ScoreRecords = field(default_factory=ScoreRecords)
     kind: Hashable = None
     isolated: bool = False
+    whole: Stopping | None = None
     error: Exception | None = None
     failed: list[int] = field(default_factory=list)
 

@@ -61,12 +61,14 @@ class Prefill:
         batch: before its first round.
         tokens: ids `[rows, tokens]` or embeddings `[rows, tokens, hidden]`, from the left.
         counts: how many of them each row has.
+        at_once: whether one pass reads all of them, and whatever tokens come behind.
     """
 
-    def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int], at_once: bool = False) -> None:
         self.batch = batch
         self.tokens = tokens.to(batch.last_tokens.device)
         self._counts = counts
+        self._at_once = at_once
         self._read = 0
 
     @property
@@ -80,14 +82,16 @@ class Prefill:
         if not self.left:
             return 0
         batch, start = self.batch, self._read
-        width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
+        width = self.tokens.shape[1]
+        if not self._at_once:
+            width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
         counts = [min(max(count - start, 0), width) for count in self._counts]
         batch.features = batch.runner.prefill(self.tokens[:, start : start + width], counts, batch.taps)
         for proposer in batch.proposers.values():
             proposer.read_prompt(batch, counts)
         batch.cache.commit(counts)
-        self._read += width
-        return width
+        self._read += max(counts)
+        return max(counts)
 
 
 def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.decode.target import Target
 from selfspec.draft import Drafter
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.rope import boundaries, check_rotary
+from selfspec.model.rope import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
@@ -77,7 +77,7 @@ class RowDecoder:
 
     Attributes:
         stats: counts of all rounds.
-        ends_early: whether rows end before the model's context does, where its rotary tables change.
+        context: the most tokens of a row, prompt included.
     """
 
     def __init__(
@@ -99,10 +99,7 @@ class RowDecoder:
         self._rule = rule
         self._check = check
         self._config = target.model.config.get_text_config(decoder=True)
-        context = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
-        # Not even scrap behind the end of a row may lie where tables change, for they would change for all rows.
-        self._limit: int = min([context, *boundaries(self._config)])
-        self.ends_early = self._limit < context
+        self.context: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         self._slack = max(each.controller.most.nodes for each in drafting.values())
         self._runner: ModelRunner | None = None
         self.limits = limits
@@ -110,11 +107,6 @@ class RowDecoder:
         # Of the host: events of a device would pile up as long as the engine runs.
         self._clock = PhaseClock(torch.device("cpu"))
         self.plain_rounds = 0
-
-    @property
-    def context(self) -> int:
-        """The most tokens of a row, prompt included."""
-        return self._limit
 
     def row(
         self, input_ids: tuple[int, ...], options: Mapping[str, Any], seed: int | None, kind: Hashable, top: int | None
@@ -142,8 +134,6 @@ class RowDecoder:
             {"pad_token_id": 0, **options},
             text_alone=True,
         )
-        # Rows of different lengths run side by side, so none may have other rotary tables than the others.
-        check_rotary(self._config, (1,), request.lengths[0] + request.stopping.max_new_tokens - 1)
         couples = seed is not None or (self._rule is not None and self._rule.couples)
         noise = Noise(int(torch.randint(2**62, ()).item()) if seed is None else seed, [0], self._device)
         return Group(
@@ -154,7 +144,21 @@ class RowDecoder:
             records=ScoreRecords(logprobs=None if top is None else LogprobRecord(top)),
             kind=kind,
             isolated=True,
+            whole=request.stopping,
         )
+
+    def tables(self, length: int) -> int:
+        """Number the rotary tables by which a text of this length is read: rows of one batch need the same."""
+        return tables_of(self._config, length)
+
+    def goes_on(self, row: Group) -> bool:
+        """Whether a row that has ended is to be begun again, by other rotary tables: then it is made ready for that."""
+        tokens = row.committed[0]
+        assert row.whole is not None
+        if row.error or row.failed or row.remaining(0) or row.whole.ends(len(tokens), tokens[-1]):
+            return False
+        row.unfinished.add(0)
+        return True
 
     @property
     def resumes(self) -> bool:
@@ -165,7 +169,7 @@ class RowDecoder:
 
     def kept(self, batch: Batch, row: int) -> SharedCache:
         """Copy what the cache holds of a row that is about to leave."""
-        cache = self._cache()
+        cache = self._cache(batch.cache.limit)
         cache.hold(1, batch.cache.seq_lens[row])
         cache.take(batch.cache, row, batch.cache.seq_lens[row])
         return cache
@@ -179,7 +183,13 @@ class RowDecoder:
             known: tokens that are taken from it.
         """
         self._check()
-        cache = self._cache()
+        # As `model.generate` does, a row is read again where its tables change. Not even scrap behind its end may lie
+        # beyond that place, for they would change for all rows.
+        limit = next((each for each in boundaries(self._config) if row.length <= each), self.context)
+        assert row.whole is not None
+        part = min(row.whole.max_new_tokens, limit + 1 - row.sequences.width)
+        row.stopping = row.whole if limit == self.context else replace(row.whole, max_new_tokens=part)
+        cache = self._cache(limit)
         if self._runner is None:
             self._runner = self._target.runner(cache)
         text = row.sequences.tokens_from(0, 0)
@@ -199,8 +209,10 @@ class RowDecoder:
         batch.hold(1, row.length)
         if past is not None:
             cache.take(past, 0, known)
-        tokens = torch.tensor([text[known:-1]], dtype=torch.long)
-        return Prefill(batch, tokens, [len(text) - 1 - known])
+        # By other tables than the shortest texts all is read at once, and the last token is there, which tells them.
+        at_once = self.tables(len(text)) > 0
+        tokens = torch.tensor([text[known:] if at_once else text[known:-1]], dtype=torch.long)
+        return Prefill(batch, tokens, [len(text) - 1 - known], at_once)
 
     def rest(self) -> None:
         """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""
@@ -224,7 +236,7 @@ class RowDecoder:
     @torch.no_grad()
     def measured(self) -> CacheSizes:
         """Measure what a token and a row take in the cache, by a pass over one token; a drafter's own is counted."""
-        cache = self._cache()
+        cache = self._cache(self.context)
         runner = runner_for(self._target.model, self._target.adapter, cache, None, self._target.substitutes)
         cache.hold(1, 1)
         runner.prefill(torch.zeros(1, 1, dtype=torch.long, device=self._device), [1])
@@ -240,5 +252,5 @@ class RowDecoder:
     def _device(self) -> torch.device:
         return self._target.device or torch.device("cpu")
 
-    def _cache(self) -> SharedCache:
-        return self._target.cache(1, self._limit, self._slack, self._device)
+    def _cache(self, limit: int) -> SharedCache:
+        return self._target.cache(1, limit, self._slack, self._device)

@@ -54,6 +54,11 @@ def check_rotary(
             )
 
 
+def tables_of(config: PreTrainedConfig, length: int) -> int:
+    """Number the tables by which a pass over a text of this length rotates: 0 those of the shortest."""
+    return sum(boundary < length for boundary in boundaries(config))
+
+
 def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequence[int]) -> bool:
     """Whether the `known` tokens of each prompt in a cache were rotated by other tables than later passes use."""
     return tables_change(config, min(known), max(prompts) - 1)
@@ -61,7 +66,7 @@ def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequenc
 
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
     """Whether a pass over the `first` tokens of a text of `total` would rotate otherwise than one over the whole."""
-    return any(first <= boundary < total for boundary in boundaries(config))
+    return tables_of(config, first) != tables_of(config, total)
 
 
 def _tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -188,9 +188,6 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
     if asked is not None and most is not None and asked > most:
         raise ApiError(400, f"max_tokens: {asked} is more than {most}, the most that this server writes", "max_tokens")
     room = context - len(prompt)
-    if asked is not None and served.engine.ends_early and 0 < room < asked:
-        # The model could go on, so the answer is not refused: it ends there, and says `length`.
-        asked = room
     if room < (asked or 1):
         found = f"{where} has {len(prompt)} tokens" + (f" and max_tokens is {asked}" if asked else "")
         raise ApiError(

@@ -192,11 +192,6 @@ class Engine:
         return min(self._decoder.context, self._budget.longest)
 
     @property
-    def ends_early(self) -> bool:
-        """Whether `longest` is where the model's rotary tables change, within its context."""
-        return self._decoder.ends_early and self.longest == self._decoder.context
-
-    @property
     def running(self) -> bool:
         """Whether requests are taken."""
         return self._thread is not None and not self._stopping and self._broken is None

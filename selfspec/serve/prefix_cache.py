@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.cache.shared_cache import SharedCache
@@ -47,10 +47,13 @@ class PrefixCache:
             self._kept[tokens] = cache
         self.shrink(self.bound)
 
-    def find(self, text: Sequence[int]) -> Known | None:
-        """The cache that holds most of what a text begins with, less its last token; None: none holds enough."""
+    def find(self, text: Sequence[int], fits: Callable[[int], bool]) -> Known | None:
+        """The cache that holds most of what a text begins with, less its last token; None: none holds enough.
+
+        Of so many tokens it `fits`, or was read otherwise than the text would be.
+        """
         tokens = tuple(text[:-1])
-        found = {each: shared(each, tokens) for each in self._kept}
+        found = {each: shared(each, tokens) for each in self._kept if fits(len(each))}
         # States are those after all tokens.
         whole = {each: n for each, n in found.items() if self._kept[each].rolls_back_by_cursor or n == len(each)}
         best = max(whole, key=lambda each: whole[each], default=None)

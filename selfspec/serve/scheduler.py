@@ -175,6 +175,8 @@ class Scheduler:
             return None
         entry = self._waiting[0]
         longest = max((each.row.length for each in self._running), default=0)
+        if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
+            return None
         if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0)):
             return None
         del self._waiting[0]
@@ -191,7 +193,8 @@ class Scheduler:
     def _begun(self, entry: Entry) -> Prefill:
         """Begin a row with what a kept cache holds of its text."""
         text = entry.row.sequences.text_from(0, 0)
-        known = self._kept.find(text) if self._kept.bound else None
+        tables = self._decoder.tables
+        known = self._kept.find(text, lambda tokens: tables(tokens) == tables(len(text))) if self._kept.bound else None
         # It is in use until it is copied; the others make room for the copy.
         self._kept.shrink(self._budget.bound - self._batch_bytes - self._budget.sizes.of(1, len(text)))
         self._asked_tokens += len(text)
@@ -209,10 +212,10 @@ class Scheduler:
             return
         index = self._running.index(entry)
         length = batch.cache.seq_lens[index]
-        needed = self._budget.sizes.of(1, length)
+        needed, tables = self._budget.sizes.of(1, length), self._decoder.tables
         room = self._budget.bound - self._batch_bytes
         room -= 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
-        if length < FEWEST or needed > min(room, self._kept.bound):
+        if length < FEWEST or needed > min(room, self._kept.bound) or tables(length) != tables(entry.row.length):
             return
         self._kept.shrink(min(room, self._kept.bound) - needed)
         self._kept.keep(tuple(entry.row.sequences.text_from(0, 0)[:length]), self._decoder.kept(batch, index))
@@ -260,11 +263,16 @@ class Scheduler:
         if self._reading is not None and last is self._reading.entry:
             self._reading = None
         else:
-            assert self._batch is not None
-            index = self._running.index(last)
-            last.row.noise = self._batch.noise.narrowed([index])
-            self._remove({index})
+            self._take_out([last])
         self.add(last)
+
+    def _take_out(self, entries: Sequence[Entry]) -> None:
+        """Take rows out of the running batch that are read again later."""
+        assert self._batch is not None
+        places = {self._running.index(entry): entry for entry in entries}
+        for index, entry in places.items():
+            entry.row.noise = self._batch.noise.narrowed([index])
+        self._remove(set(places))
 
     # Rounds.
 
@@ -280,6 +288,7 @@ class Scheduler:
         batch, running = self._batch, list(self._running)
         assert batch is not None
         ended: list[tuple[Entry, Reason, SelfSpecError | None]] = []
+        again: list[Entry] = []
         for index, (entry, row) in enumerate(zip(running, committed.rows, strict=True)):
             entry.drafted += len(row.draft)
             entry.accepted += row.accepted
@@ -287,9 +296,15 @@ class Scheduler:
             logprobs = None if record is None else record.take(row.tokens)
             if row.tokens:
                 self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached))
-            if index not in batch.unfinished:
+            if index not in batch.unfinished and self._decoder.goes_on(entry.row):
+                again.append(entry)
+            elif index not in batch.unfinished:
                 ended.append((entry, *_end_of(entry.row)))
         self._leave(ended)
+        if again:
+            self._take_out(again)
+        for entry in again:
+            self.add(entry)
 
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
         """Free what rows hold that have ended, and then tell their callers."""

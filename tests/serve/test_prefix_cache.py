@@ -131,11 +131,11 @@ def test_the_least_used_goes_first() -> None:
     kept = PrefixCache(2 * cache_of(20).nbytes)
     kept.keep(one, cache_of(20))
     kept.keep(two, cache_of(20))
-    assert kept.find((*one, 1)) is not None
+    assert kept.find((*one, 1), bool) is not None
     kept.keep(three, cache_of(20))
     assert kept.nbytes <= kept.bound
-    assert kept.find((*two, 1)) is None
-    found = kept.find((*one[:18], 25, 3))
+    assert kept.find((*two, 1), bool) is None
+    found = kept.find((*one[:18], 25, 3), bool)
     assert found is not None
     assert found.tokens == 18
     kept.shrink(0)
@@ -150,7 +150,7 @@ def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
     assert kept.nbytes == cache_of(30).nbytes
     kept.keep(text[:25], cache_of(25))
     assert kept.nbytes == cache_of(30).nbytes
-    assert kept.find(text_of(30, 2)) is None
+    assert kept.find(text_of(30, 2), bool) is None
 
 
 def test_shared() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import selfspec
-from helpers import tiny
 from helpers.serving import Alternating, Stepped, small
 from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed
@@ -72,19 +71,3 @@ def test_what_cannot_be_served_is_refused_when_the_engine_is_made() -> None:
     spec.unwrap()
     with pytest.raises(selfspec.errors.ClosedError):
         Engine(spec)
-
-
-def test_rows_that_would_cross_a_change_of_rotary_tables_are_refused() -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "factor": 2.0,
-    }
-    engine = Stepped(selfspec.wrap(tiny.llama(rope_parameters=rope)))
-    engine.submit(RowRequest((1, 2), 62))
-    for prompt, new in ((2, 63), (70, 3)):
-        with pytest.raises(selfspec.errors.UnsupportedOptionError, match="longrope"):
-            engine.submit(RowRequest(tuple([1] * prompt), new))
