@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from selfspec.serve.schemas import (
 )
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
-from selfspec.serve.tool_calls import CallableTools, CallFormat, CallGrammar, ToolCall
+from selfspec.serve.tool_calls import CallableTools, CallDelta, CallFormat, CallGrammar, ToolCall
 
 
 async def chat(served: Served, http: Request, request: ChatCompletionRequest) -> Response:
@@ -52,15 +51,10 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
         return None if work.logprobs is None else _logprobs(served.texts, scored)
 
-    # Calls of each answer that were sent.
-    sent: Counter[int] = Counter()
-
     def chunk(new: NewPiece) -> Body:
         said: Body = {"content": new.piece.text} if new.piece.text else {}
         if new.piece.calls:
-            first = sent[new.index]
-            said["tool_calls"] = [{"index": first + at, **_call(call)} for at, call in enumerate(new.piece.calls)]
-            sent[new.index] += len(new.piece.calls)
+            said["tool_calls"] = list(map(_delta, new.piece.calls))
         return _chunk(new.index, said, logprobs(new.piece.scored), new.piece.finish_reason)
 
     def one(index: int, choice: Choice) -> Body:
@@ -103,7 +97,8 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     grammar = _call_grammar(request, form, wanted)
     tools = None
     if form is not None:
-        tools = CallableTools(form, frozenset(tool.function.name for tool in request.tools), template.call_tokens)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
+        tools = CallableTools(form, schemas, template.call_tokens)
     return Work([prompt], asked, "messages", top, grammar or wanted, tools)
 
 
@@ -118,7 +113,9 @@ def _call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wante
         return None
     if form is None:
         raise ApiError(
-            400, "tool_choice: how this model writes calls is not known; say 'auto' or 'none'", "tool_choice"
+            400,
+            "tool_choice: how this model writes calls is not known to grammars; say 'auto' or 'none'",
+            "tool_choice",
         )
     if isinstance(request.tool_choice, NamedTool):
         named = request.tool_choice.function.name
@@ -191,6 +188,14 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> Body:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(new: CallDelta) -> Body:
+    """What is new of a call: its id and name come first and once."""
+    if not new.begins:
+        return {"index": new.index, "function": {"arguments": new.arguments}}
+    called = _call(new.call)
+    return {"index": new.index, **called, "function": {**called["function"], "arguments": new.arguments}}
 
 
 def _chunk(index: int, delta: Body, logprobs: Body | None = None, reason: str | None = None) -> Body:

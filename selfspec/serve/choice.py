@@ -13,7 +13,7 @@ from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings
-from selfspec.serve.tool_calls import CallReader, Said, ToolCall
+from selfspec.serve.tool_calls import CallDelta, CallReader, Said, ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -39,13 +39,13 @@ class Piece:
         text: that is certain, and before any stop string.
         scored: tokens whose text is now among it, where log-probabilities are asked for.
         finish_reason: set in the last piece.
-        calls: of tools, that are whole now.
+        calls: what is new of calls of tools.
     """
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,9 @@ class Choice:
                 replace(each, text=each.text[: max(length - each.offset, 0)], offset=min(each.offset, length))
                 for each in scored
             ]
-        said = Said(text, ()) if self._reader is None else self._reader.push(text)
-        text = said.text + (self._reader.finish() if reason and self._reader is not None else "")
-        self.text += text
-        self.calls += said.calls
+        said = Said(text, ()) if self._reader is None else self._reader.push(text, ended=reason is not None)
+        self.text += said.text
+        self.calls += [each.call for each in said.calls if each.begins]
         self.scored += scored
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
-        return Piece(text, tuple(scored), self.finish_reason, said.calls)
+        return Piece(said.text, tuple(scored), self.finish_reason, said.calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
@@ -88,11 +88,15 @@ class Grammars:
                         json.dumps(wanted.json_schema.json_schema), any_whitespace=_ANY_WHITESPACE
                     )
                 case CallGrammar():
-                    found = compiler.compile_structural_tag(json.dumps(wanted.structural_tag()))
+                    found = compiler.compile_structural_tag(
+                        json.dumps(wanted.structural_tag(style_of(wanted, compiler)))
+                    )
                 case RegexFormat():
                     found = compiler.compile_regex(wanted.pattern)
                 case _:
                     found = compiler.compile_json_schema('{"type": "object"}', any_whitespace=_ANY_WHITESPACE)
+        except UnsupportedOptionError:
+            raise
         # What the compiler raises is its own and RuntimeError.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
@@ -111,3 +115,26 @@ class Grammars:
             self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
         return xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=256 * 2**20)
+
+
+def style_of(wanted: CallGrammar, compiler: Any) -> str:
+    """Name how arguments are written, in xgrammar's terms: which of its styles takes such a text.
+
+    Raises:
+        UnsupportedOptionError: none does.
+    """
+    from xgrammar import GrammarMatcher
+    from xgrammar.structural_tag import JSONSchemaFormat
+
+    tags = wanted.form.tags
+    if tags is None:
+        return "json"
+    trial = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
+    for style in get_args(JSONSchemaFormat.model_fields["style"].annotation):
+        content = {"type": "json_schema", "json_schema": trial, "style": style}
+        found = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
+        if GrammarMatcher(found).accept_string(f"{tags.before}key{tags.between}value{tags.after}"):
+            return str(style)
+    raise UnsupportedOptionError(
+        "tool_choice: how this model writes calls is not known to grammars; say 'auto' or 'none'"
+    )

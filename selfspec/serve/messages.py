@@ -10,11 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoint import Body, Form, Work, event
-from selfspec.serve.other_chats import answer_as, called, new_id, read_chat, text_of
+from selfspec.serve.endpoint import Body, Work, event
+from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, read_chat, text_of
 from selfspec.serve.schemas import Strict
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
@@ -168,20 +167,21 @@ def _messages(message: AnthropicMessage) -> list[Body]:
     return [*found, said] if text or calls or not found else list(found)
 
 
-class MessageForm(Form):
+class MessageForm(ItemsForm):
     """A message: blocks in order, one for text and one for each call."""
 
     def __init__(self, served: Served, work: Work) -> None:
+        super().__init__()
         self._prompt_tokens = work.prompt_tokens
         self._head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": served.name}
-        # Of the block that is written, and whether it is open.
-        self._index, self._is_open = -1, False
+        # Of the block that is written.
+        self._index = -1
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
         """The message."""
         choice = choices[0]
         said = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
-        content = [*said, *({**_use(call), "input": json.loads(call.arguments)} for call in choice.calls)]
+        content = [*said, *({**_use(call), "input": _input(call)} for call in choice.calls)]
         return {**self._head, "content": content, **_ending(choice), "usage": self._usage(counts)}
 
     def begin(self) -> Iterable[str]:
@@ -189,21 +189,9 @@ class MessageForm(Form):
         begun: Body = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**begun, "usage": self._usage(Counts())})]
 
-    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
-        """Write what is new, and the blocks that begin and end with it."""
-        if new.piece.text:
-            if not self._is_open:
-                yield self._opened({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": new.piece.text})
-        for call in new.piece.calls:
-            yield from self._closed()
-            yield self._opened(_use(call))
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            yield from self._closed()
-
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
         """Write why it ended, and what it took."""
-        yield from self._closed()
+        yield from self.closed()
         yield _event("message_delta", delta=_ending(choices[0]), usage=self._usage(counts))
         yield _event("message_stop")
 
@@ -211,17 +199,18 @@ class MessageForm(Form):
         """Write the error."""
         yield _event("error", **error.body)
 
-    def _opened(self, block: Body) -> str:
-        self._index, self._is_open = self._index + 1, True
-        return _event("content_block_start", index=self._index, content_block=block)
+    def opened(self, call: ToolCall | None) -> Iterable[str]:
+        self._index += 1
+        block: Body = {"type": "text", "text": ""} if call is None else {**_use(call), "input": {}}
+        yield _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, delta: Body) -> str:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
+        delta = {"type": "text_delta", "text": new}
+        delta = delta if call is None else {"type": "input_json_delta", "partial_json": new}
+        yield _event("content_block_delta", index=self._index, delta=delta)
 
-    def _closed(self) -> Iterable[str]:
-        if self._is_open:
-            self._is_open = False
-            yield _event("content_block_stop", index=self._index)
+    def finished(self, call: ToolCall | None) -> Iterable[str]:
+        yield _event("content_block_stop", index=self._index)
 
     def _usage(self, counts: Counts) -> Body:
         return {
@@ -237,7 +226,16 @@ def _event(kind: str, /, **fields: Any) -> str:
 
 
 def _use(call: ToolCall) -> Body:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _input(call: ToolCall) -> Body:
+    """The arguments as an object; what is none, as Anthropic's clients are told to write it."""
+    try:
+        found = json.loads(call.arguments)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": call.arguments}
 
 
 def _ending(choice: Choice) -> Body:

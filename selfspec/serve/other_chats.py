@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, validation_error
 from selfspec.serve.chat_completions import chat_work
+from selfspec.serve.choice import Counts
 from selfspec.serve.endpoint import Body, Form, Work, answer, row_requests
 from selfspec.serve.schemas import ChatCompletionRequest
 from selfspec.serve.served import Served
+from selfspec.serve.tool_calls import ToolCall
 
 
 async def answer_as(
@@ -53,6 +57,50 @@ async def read_chat(served: Served, http: Request, fields: Mapping[str, Any]) ->
     except ValidationError as error:
         raise validation_error(error.errors()) from error
     return request, await chat_work(served, http, request)
+
+
+class ItemsForm(Form):
+    """The form of an answer that is written as items in order: one for text, and one for each call."""
+
+    def __init__(self) -> None:
+        # Of the item that is written; None: none is.
+        self._open: ToolCall | Literal["text"] | None = None
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write what is new, and the items that begin and end with it."""
+        if new.piece.text:
+            if self._open != "text":
+                yield from self.closed()
+                self._open = "text"
+                yield from self.opened(None)
+            yield from self.grown(new.piece.text, None)
+        for each in new.piece.calls:
+            if each.begins:
+                yield from self.closed()
+                self._open = each.call
+                yield from self.opened(each.call)
+            if each.arguments:
+                yield from self.grown(each.arguments, each.call)
+            if each.ends:
+                yield from self.closed()
+
+    def closed(self) -> Iterable[str]:
+        """Write the end of the item that is open."""
+        now, self._open = self._open, None
+        if now is not None:
+            yield from self.finished(None if now == "text" else now)
+
+    @abstractmethod
+    def opened(self, call: ToolCall | None) -> Iterable[str]:
+        """Write the beginning of a call, or of a text."""
+
+    @abstractmethod
+    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
+        """Write what is new of a call's arguments, or of a text."""
+
+    @abstractmethod
+    def finished(self, call: ToolCall | None) -> Iterable[str]:
+        """Write the end of a call, or of a text."""
 
 
 def text_of(content: Any) -> str:

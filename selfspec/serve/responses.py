@@ -10,11 +10,10 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoint import Body, Form, Work, event
-from selfspec.serve.other_chats import answer_as, called, new_id, text_of
+from selfspec.serve.endpoint import Body, Work, event
+from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, text_of
 from selfspec.serve.schemas import Strict
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
@@ -193,10 +192,11 @@ def _messages(request: ResponsesRequest) -> list[Body]:
     return messages
 
 
-class ResponseForm(Form):
+class ResponseForm(ItemsForm):
     """A response: items in order, a message for text and one for each call."""
 
     def __init__(self, served: Served, request: ResponsesRequest, work: Work) -> None:
+        super().__init__()
         self._prompt_tokens = work.prompt_tokens
         asked = request.model_dump(by_alias=True, exclude={"input"})
         kept = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "previous_response_id")
@@ -230,28 +230,9 @@ class ResponseForm(Form):
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
-    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
-        """Write what is new, and the items that begin and end with it."""
-        if new.piece.text:
-            if not self._is_open:
-                self._output.append({**_message(""), "status": "in_progress"})
-                yield self._item("response.output_item.added", content=[])
-                yield self._part("response.content_part.added", part=self._output[-1]["content"][0])
-            self._output[-1]["content"][0]["text"] += new.piece.text
-            yield self._part("response.output_text.delta", delta=new.piece.text, logprobs=[])
-        for call in new.piece.calls:
-            yield from self._closed()
-            self._output.append(_called(call))
-            where = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-            yield self._item("response.output_item.added", status="in_progress", arguments="")
-            yield self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
-            done = {**where, "name": call.name, "arguments": call.arguments}
-            yield self._event("response.function_call_arguments.done", **done)
-            yield self._item("response.output_item.done")
-
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
         """Write the whole of it."""
-        yield from self._closed()
+        yield from self.closed()
         whole = self._response(self._output, choices[0], counts)
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -262,25 +243,42 @@ class ResponseForm(Form):
         broken = {**self._head, "status": "failed", "output": self._output, "error": said, "usage": None}
         yield self._event("response.failed", response=broken)
 
-    @property
-    def _is_open(self) -> bool:
-        return bool(self._output) and self._output[-1]["status"] == "in_progress"
+    def opened(self, call: ToolCall | None) -> Iterable[str]:
+        item = _message("") if call is None else _called(ToolCall(call.name, "", call.id))
+        self._output.append({**item, "status": "in_progress"})
+        yield self._item("response.output_item.added", **({} if call else {"content": []}))
+        if call is None:
+            yield self._part("response.content_part.added", part=item["content"][0])
 
-    def _closed(self) -> Iterable[str]:
-        """End the message that is open."""
-        if self._is_open:
-            part = self._output[-1]["content"][0]
+    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
+        if call is None:
+            self._output[-1]["content"][0]["text"] += new
+            yield self._part("response.output_text.delta", delta=new, logprobs=[])
+        else:
+            yield self._event("response.function_call_arguments.delta", **self._where, delta=new)
+
+    def finished(self, call: ToolCall | None) -> Iterable[str]:
+        item = self._output[-1]
+        item["status"] = "completed"
+        if call is None:
+            part = item["content"][0]
             yield self._part("response.output_text.done", text=part["text"], logprobs=[])
             yield self._part("response.content_part.done", part=part)
-            self._output[-1]["status"] = "completed"
-            yield self._item("response.output_item.done")
+        else:
+            item["arguments"] = call.arguments
+            done = {"name": call.name, "arguments": call.arguments}
+            yield self._event("response.function_call_arguments.done", **self._where, **done)
+        yield self._item("response.output_item.done")
+
+    @property
+    def _where(self) -> Body:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _item(self, name: str, **changed: Any) -> str:
         return self._event(name, output_index=len(self._output) - 1, item={**self._output[-1], **changed})
 
     def _part(self, name: str, **fields: Any) -> str:
-        where = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
-        return self._event(name, **where, **fields)
+        return self._event(name, **self._where, content_index=0, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> str:
         self._sent += 1

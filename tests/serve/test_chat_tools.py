@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.chat_templates import BARE
+from helpers.chat_templates import BARE, QWEN_CODER
 from helpers.http_server import Running, running
 
 pytest.importorskip("xgrammar")
@@ -43,6 +43,10 @@ def text_of(server: Running, messages: list[dict[str, Any]], tools: list[dict[st
     return str(server.tokenizer.decode(server.served.template.prompt(messages, tools)))
 
 
+def _arguments(deltas: list[dict[str, Any]]) -> str:
+    return "".join(each["function"]["arguments"] for each in deltas)
+
+
 def check_call(call: dict[str, Any]) -> None:
     assert call["type"] == "function"
     assert call["function"]["name"] == "weather"
@@ -69,10 +73,19 @@ def test_calls_in_a_stream(bare: Running) -> None:
     body = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 140, "temperature": 0, "stream": True}
     deltas = [each["choices"][0] for each in bare.chat(**body).events]
     calls = [call for each in deltas for call in each["delta"].get("tool_calls", ())]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    check_call(calls[0])
+    # Its name once, its arguments while they are written.
+    assert len(calls) > 3
+    assert {call["index"] for call in calls} == {0}
+    assert not any({"id", "type"} & call.keys() for call in calls[1:])
+    check_call({**calls[0], "function": {"name": calls[0]["function"]["name"], "arguments": _arguments(calls)}})
     assert not any(each["delta"].get("content") for each in deltas)
     assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_whose_arguments_stand_between_tags() -> None:
+    with running(template=QWEN_CODER) as server:
+        body = {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 140, "temperature": 0}
+        check_call(server.chat(**body).body["choices"][0]["message"]["tool_calls"][0])
 
 
 def test_several_calls(bare: Running) -> None:

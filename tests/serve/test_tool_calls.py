@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from selfspec.serve.tool_calls import HERMES, CallFormat, CallGrammar, CallReader, ToolCall, read_format
+from helpers.chat_templates import QWEN_CODER
+from selfspec.errors import UnsupportedOptionError
+from selfspec.serve.grammar import style_of
+from selfspec.serve.tool_calls import HERMES, CallFormat, CallGrammar, CallReader, read_format
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
 HERMES_LIKE = (
@@ -54,8 +57,22 @@ FUNCTIONARY = (
 XML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function>{% endfor %}{% endfor %}"
+    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>{% endfor %}</function>"
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+GENERATION = "{% if add_generation_prompt %}[assistant]{% endif %}"
+GLM = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "\n<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}{% endfor %}"
+    + GENERATION
+)
+PYTHONIC = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}, {% endfor %}){% endfor %}{% endfor %}" + GENERATION
+)
+TAGGED = {"xml": XML, "qwen-coder": QWEN_CODER, "glm": GLM}
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}it:{% endif %}"
 CALLING = {
     "hermes": HERMES_LIKE,
@@ -66,10 +83,14 @@ CALLING = {
     "functionary": FUNCTIONARY,
     "bare": BARE,
 }
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "time": {},
+}
 ARGUMENTS = {"city": "Zürich </tool_call> } ]", "days": [1, {"a": None}]}
 
 
-def format_of(source: str) -> CallFormat | None:
+def rendered(source: str, messages: list[dict[str, Any]], prompt: bool) -> str:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
@@ -77,42 +98,58 @@ def format_of(source: str) -> CallFormat | None:
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     template = environment.from_string(source)
-    return read_format(lambda messages, prompt: template.render(messages=messages, add_generation_prompt=prompt))
+    return template.render(messages=messages, add_generation_prompt=prompt)
 
 
-def read(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, Any]]]:
-    reader, said, calls = CallReader(form, frozenset({"weather", "time"})), "", list[ToolCall]()
+def format_of(source: str) -> CallFormat | None:
+    return read_format(lambda messages, prompt: rendered(source, messages, prompt))
+
+
+def read(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+    """Read a text in pieces: what is text of it, and each call as its deltas tell it."""
+    reader, said, names, arguments = CallReader(form, SCHEMAS), "", list[str](), list[str]()
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     for start, end in pairwise(places):
-        new = reader.push(text[start:end])
+        new = reader.push(text[start:end], ended=start == places[-2] and end == len(text))
         said += new.text
-        calls += new.calls
-    return said + reader.finish(), [(call.name, json.loads(call.arguments)) for call in calls]
+        for each in new.calls:
+            assert each.begins == (each.index == len(names))
+            if each.begins:
+                names.append(each.call.name)
+                arguments.append("")
+            arguments[each.index] += each.arguments
+            assert arguments[each.index] == each.call.arguments or not each.ends
+    return said + reader.push("", ended=True).text, list(zip(names, arguments, strict=True))
+
+
+def read_whole(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, Any]]]:
+    said, calls = read(form, text, cuts)
+    return said, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 260), max_size=40))
 def test_calls_are_read_as_the_template_writes_them(name: str, cuts: list[int]) -> None:
     form = format_of(CALLING[name])
     assert form is not None
     wanted = [("weather", ARGUMENTS), ("time", {})][: 1 if form.separator is None else 2]
     text = form.text([(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in wanted])
-    assert read(form, text, cuts) == ("", wanted)
+    assert read_whole(form, text, cuts) == ("", wanted)
     if form.marker:
-        assert read(form, "Let me see. " + text, cuts)[1] == wanted
-        assert read(form, "Let me see. " + text, cuts)[0].strip() == "Let me see."
+        said, calls = read_whole(form, "Let me see. " + text, cuts)
+        assert (said.strip(), calls) == ("Let me see.", wanted)
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 120), max_size=20))
 @pytest.mark.parametrize(
     "text",
     [
         "Hello, it is {5} o'clock [now].",
         '{"name": "nobody", "arguments": {}} is no call',
-        '{"name": "weather", "arguments": {"city',
+        '{"name": "weather", "argume',
         "<tool_call>\n{'name': 'weather'}\n</tool_call>",
         "[1, 2] and more",
         "",
@@ -124,9 +161,64 @@ def test_what_is_no_call_is_text(name: str, text: str, cuts: list[int]) -> None:
     assert read(form, text, cuts) == (text, [])
 
 
+@pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(0, 260), max_size=40))
+def test_arguments_between_tags(name: str, cuts: list[int]) -> None:
+    form = format_of(TAGGED[name])
+    assert form is not None
+    arguments = {"city": "Zürich\n } 5", "days": [1, {"a": None}], "more": 3}
+    calls = [{"function": {"name": "weather", "arguments": arguments}}, {"function": {"name": "time", "arguments": {}}}]
+    text = rendered(TAGGED[name], [{"role": "assistant", "content": "So: ", "tool_calls": calls}], False)
+    text = text.removeprefix("[assistant]").removesuffix("<end>\n")
+    said, found = read_whole(form, text, cuts)
+    assert (said.strip(), found) == ("So:", [("weather", arguments), ("time", {})])
+    assert read(form, text[: text.index('"a"')], cuts)[1] == [("weather", '{"city": "Zürich\\n } 5"')]
+    no_call = "<tool_call>nobody\n<function=nobody><arg_key>a"
+    assert read(form, no_call, cuts) == (no_call, [])
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_grammar_takes_arguments_between_tags(name: str) -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    form = format_of(TAGGED[name])
+    assert form is not None
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    schema |= {"required": ["city", "days"]}
+    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
+    wanted = CallGrammar(form, {"weather": schema}, needed=True)
+    tag = wanted.structural_tag(style_of(wanted, compiler))
+    for days, right in ((3, True), ("three", False)):
+        calls = [{"function": {"name": "weather", "arguments": {"city": "Bern", "days": days}}}]
+        text = rendered(TAGGED[name], [{"role": "assistant", "content": "", "tool_calls": calls}], False)
+        text = text.removeprefix("[assistant]").removesuffix("<end>\n")
+        assert accepts(Grammar.from_structural_tag(json.dumps(tag)), text) is right
+
+
+def test_tags_that_no_grammar_has() -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar import GrammarCompiler, TokenizerInfo
+
+    form = format_of(XML.replace("<parameter=", "<qx:").replace("</parameter>", "</qx>"))
+    assert form is not None
+    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
+    with pytest.raises(UnsupportedOptionError, match="tool_choice"):
+        style_of(CallGrammar(form, {"weather": {}}, needed=True), compiler)
+
+
+def test_a_call_that_is_cut_off_is_what_was_written_of_it() -> None:
+    begun = '{"name": "weather", "arguments": {"city": "Zü'
+    llama = format_of(LLAMA)
+    assert llama is not None
+    assert read(llama, begun, [3, 30]) == ("", [("weather", '{"city": "Zü')])
+
+
 def test_formats() -> None:
     assert format_of(BARE) == HERMES
-    assert format_of(XML) is None
+    assert format_of(PYTHONIC) is None
     llama = format_of(LLAMA)
     assert llama is not None
     assert (llama.separator, llama.marker) == (None, "")
