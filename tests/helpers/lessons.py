@@ -15,8 +15,8 @@ def learnt(lesson: HeadLesson, text: Blocks, steps: int) -> list[float]:
     """Let a head learn the same text again and again; return the loss of each step."""
     optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
     losses = []
-    for _ in range(steps):
-        loss = lesson.loss(lesson.model, text, 0, 1)
+    for step in range(steps):
+        loss = lesson.loss(lesson.model, text, step, steps)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

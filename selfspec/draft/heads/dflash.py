@@ -180,7 +180,7 @@ class DFlash(FromFolder, HeadDrafter):
         else:
             layers.lm_head = model.get_output_embeddings()
         layers.set_input_embeddings(embed)
-        tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
+        tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), self.source)
         return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device))
 
     def proposer(self, state: PairState) -> LevelProposer:

@@ -37,6 +37,7 @@ class EagleConfig:
         layers: the configuration of its layers, as `transformers` takes it.
         points: whose inputs it reads, by number of layer; empty: the usual three.
         target: width of the target; None: its own.
+        drafted: how many tokens it drafts; None: it does not say.
         normed_residual: see `Eagle3Layer`.
         norm: over the states that it reads: each by itself, or all together; None: none.
         recycled: which state it goes on from.
@@ -46,6 +47,7 @@ class EagleConfig:
     layers: Mapping[str, Any]
     points: tuple[int, ...]
     target: int | None
+    drafted: int | None
     normed_residual: bool
     norm: Literal["each", "all"] | None
     recycled: Literal["last", "normed"]
@@ -73,6 +75,7 @@ class EagleConfig:
             layers,
             tuple(points),
             config.get("target_hidden_size"),
+            config.get("draft_vocab_size"),
             bool(merged.get("norm_before_residual")),
             norm,
             "normed" if merged.get("norm_output") else "last",
@@ -139,18 +142,25 @@ class Eagle(FromFolder, HeadDrafter):
         count = len(self.points(len(adapter.decoder_layers(model))))
         own, read = self._shapes["fc.weight"]
         wanted = count * hidden if self._is_third else 2 * hidden
-        if read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
+        foreign = self._config.target not in (None, hidden)
+        if foreign or read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
             named = f", {self._config.base}" if self._config.base else ""
-            raise HeadError(
-                f"{self.source} was trained for another model{named}: its fc reads {read} numbers, and this model of "
-                f"width {hidden} gives {wanted}"
-            )
+            differs = f"its fc reads {read} numbers, and this model of width {hidden} gives {wanted}"
+            if foreign:
+                differs = f"one of width {self._config.target}, and this one has {hidden}"
+            raise HeadError(f"{self.source} was trained for another model{named}: {differs}")
         size = vocabulary_size(model)
         head = self._shapes.get("lm_head.weight", (size,))[0]
         if "d2t" in self._shapes and self._shapes["d2t"] != (head,):
             raise HeadError(f"{self.source} maps {self._shapes['d2t'][0]} tokens, and its head has {head}")
-        if "d2t" not in self._shapes and head > size:
-            raise HeadError(f"{self.source} drafts {head} tokens, and this model knows {size}: it is for another one")
+        known = self._shapes.get("t2d", (size,))[0]
+        if known != size or ("d2t" not in self._shapes and head > size):
+            of = f"of {known} " if known != size else ""
+            raise HeadError(
+                f"{self.source} drafts {head} {of}tokens, and this model knows {size}: it is for another one"
+            )
+        if "d2t" not in self._shapes and head < size and self._config.drafted == head:
+            raise HeadError(f"{self.source} drafts {head} of {size} tokens, and lacks d2t, which says which")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         read = {name: shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")}
@@ -195,7 +205,7 @@ class Eagle(FromFolder, HeadDrafter):
         for module in modules[: None if embed is not model.get_input_embeddings() else -1]:
             module.to(device=model.device, dtype=model.dtype)
         layers.set_input_embeddings(embed)
-        tokens = drafted_tokens(weights.get("d2t"), vocabulary_size(model), self.source)
+        tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), self.source)
         return Head(
             fusion,
             layers,

@@ -178,7 +178,8 @@ def bits_spelled(bits: int | None) -> str:
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """Return the draft that takes a head of this config.json; None: it does not say."""
-    named = str(config.get("speculators_model_type") or "")
+    own = str(config.get("model_type"))
+    named = str(config.get("speculators_model_type") or (own if own.endswith("_assistant") else ""))
     if named:
         return "eagle" if named == "eagle3" else named
     for field, kind in _FIELDS.items():
@@ -190,11 +191,17 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return "eagle" if "Eagle" in names or "eagle_config" in config else None
 
 
-def drafted_tokens(differences: Tensor | None, vocabulary: int, source: str) -> Tensor | None:
-    """Return the ids of the target that a head drafts: its own ids, each and its difference (`d2t`); None: all.
+def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabulary: int, source: str) -> Tensor | None:
+    """Return the ids of the target that a head drafts; None: all.
+
+    Args:
+        differences: between each of these and the head's own id (`d2t`); None: it drafts all.
+        drafted: whether it drafts each token of the target (`t2d`); None: the folder does not say.
+        vocabulary: number of tokens of the target.
+        source: the folder, for messages.
 
     Raises:
-        HeadError: two are the same, or one is none of the target's.
+        HeadError: two are the same, one is none of the target's, or they are others than those that it drafts.
     """
     if differences is None:
         return None
@@ -202,6 +209,8 @@ def drafted_tokens(differences: Tensor | None, vocabulary: int, source: str) -> 
     low, high = tokens.aminmax()
     if len(tokens.unique()) < len(tokens) or low < 0 or high >= vocabulary:
         raise HeadError(f"d2t of {source} maps two tokens to one, or a token to none of this model")
+    if drafted is not None and not torch.equal(tokens.sort().values, drafted.cpu().nonzero()[:, 0]):
+        raise HeadError(f"d2t and t2d of {source} name different tokens; copy the head from the original again")
     return tokens
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import selfspec
@@ -148,11 +148,34 @@ def test_what_does_not_fit_is_refused(model: PreTrainedModel, tmp_path: Path) ->
     far = published_heads.eagle3(tmp_path / "b", model, eagle_aux_hidden_state_layer_ids=[2, 4, 30])
     with pytest.raises(HeadError, match="reads layer 30"):
         selfspec.wrap(model, f"eagle:{far}")
+    wide = published_heads.eagle3(tmp_path / "c", model, target_hidden_size=48)
+    with pytest.raises(HeadError, match="one of width 48, and this one has 32"):
+        selfspec.wrap(model, f"eagle:{wide}")
     smaller = tiny.llama(num_hidden_layers=8, vocab_size=21)
-    with pytest.raises(HeadError, match="to none of this model"):
-        selfspec.wrap(smaller, f"eagle:{folder}").generate(PROMPTS[0].clamp(max=20), max_new_tokens=8)
+    with pytest.raises(HeadError, match="of 50 tokens, and this model knows 21"):
+        selfspec.wrap(smaller, f"eagle:{folder}")
+    assistant = published_heads.eagle3(tmp_path / "d", model, model_type="gemma4_assistant")
+    with pytest.raises(HeadError, match="'gemma4_assistant' are not read"):
+        selfspec.wrap(model, f"eagle:{assistant}")
     with pytest.raises(HeadError, match="there is no folder"):
         selfspec.wrap(model, f"eagle:{tmp_path / 'nowhere'}")
+
+
+def test_a_vocabulary_that_is_mapped_wrongly_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    folder = published_heads.eagle3(tmp_path, model)
+    file = Path(folder) / "model.safetensors"
+    weights = load_file(file)
+    tokens = weights["t2d"].nonzero()[:, 0]
+    others = weights["t2d"].roll(1)
+    # Ids in the place of differences, a token of no model, and those of another head.
+    changes = [{"d2t": tokens}, {"d2t": weights["d2t"].roll(1)}, {"d2t": weights["d2t"] + 1000}, {"t2d": others}]
+    for change in changes:
+        save_file({**weights, **change}, file)
+        with pytest.raises(HeadError, match=r"to none of this model|name different tokens"):
+            selfspec.wrap(model, f"eagle:{folder}").generate(PROMPTS[0], max_new_tokens=8)
+    save_file({name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}, file)
+    with pytest.raises(HeadError, match="lacks d2t, which says which"):
+        selfspec.wrap(model, f"eagle:{folder}")
 
 
 def test_damaged_folders_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:

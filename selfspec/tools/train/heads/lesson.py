@@ -62,6 +62,10 @@ class DraftHeadModule(nn.Module):
             Of each step the logits at the pairs that it has reached, `[pairs, ids that can be drafted]`.
         """
 
+    def taught(self, step: int, depth: int) -> int:
+        """Return how many of `depth` tokens in a row an optimiser step teaches; here all."""
+        return depth
+
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The weights by the names that they are published under."""
@@ -109,7 +113,7 @@ class HeadLesson(Lesson):
         p = self._kept(wanted.float().softmax(-1))
         places = seen.learnt.nonzero()[:, 1]
         loss, weights = torch.zeros((), device=p.device), 0.0
-        for number, logits in enumerate(model(seen, self._recipe.depth)):
+        for number, logits in enumerate(model(seen, self.model.taught(step, self._recipe.depth))):
             q, weight = logits.float().log_softmax(-1), _WEIGHT**number
             loss = loss - weight * (p[places >= number] * q).sum() / max(len(q), 1)
             weights += weight

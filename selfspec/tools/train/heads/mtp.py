@@ -28,7 +28,13 @@ class MtpModule(UnrolledModule):
 
     def __init__(self, base: PreTrainedModel) -> None:
         drafter = MultiTokenPrediction()
-        head = drafter.head(base)
+        head, *others = drafter.heads(base)
+        if others:
+            raise TrainingError(
+                f"this checkpoint has {1 + len(others)} modules, of which each reads what those before it make; one "
+                "that learns by itself would spoil the others, and they are not trained together yet; train --kind "
+                "eagle3"
+            )
         output = base.get_output_embeddings()
 
         def logits(normed: Tensor) -> Tensor:

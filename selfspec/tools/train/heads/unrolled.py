@@ -40,6 +40,10 @@ class UnrolledModule(DraftHeadModule):
         self._output = (output,)
         self._recycled: Literal["last", "normed"] = recycled
 
+    def taught(self, step: int, depth: int) -> int:
+        # One after another: each takes as long as the first, and is worth nothing where one before it is wrong.
+        return 1 + step % depth
+
     def forward(self, seen: Seen, steps: int) -> list[Tensor]:
         adapter = find_adapter(self.layers)
         base = adapter.base(self.layers)

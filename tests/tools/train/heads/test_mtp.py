@@ -67,4 +67,6 @@ def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadError, match="no module"):
         MtpLesson.check(tiny.llama())
     with pytest.raises(TrainingError, match="experts"):
-        MtpLesson.check(published_heads.mtp(tmp_path, "glm4_moe").model)
+        MtpLesson.check(published_heads.mtp(tmp_path / "experts", "glm4_moe").model)
+    with pytest.raises(TrainingError, match="has 2 modules"):
+        MtpLesson.check(published_heads.mtp(tmp_path / "several", "qwen3_5_text", modules=2).model)
