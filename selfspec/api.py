@@ -31,6 +31,7 @@ from selfspec.decode.generation import Generation
 from selfspec.decode.limits import Limits
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
+from selfspec.decode.pieces import generate_in_pieces, has_own_generate
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.row_decoder import Drafting, RowDecoder
 from selfspec.decode.target import Target
@@ -47,7 +48,7 @@ from selfspec.errors import (
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
-from selfspec.model.registry import check_causal, find_adapter
+from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
@@ -73,6 +74,7 @@ _OF_THE_MODEL = frozenset(
         "generation_config",
         "hf_device_map",
         "input_modalities",
+        "main_input_name",
         "output_modalities",
     }
 )
@@ -279,7 +281,8 @@ class SelfSpeculative:
         """Generate. Every argument of `model.generate` means what it means there.
 
         Args:
-            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ.
+            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ; or what an encoder reads,
+                padded on either side, or by a name of its own among the options, such as `input_features`.
             attention_mask: 1 for tokens, 0 for padding, of the same shape; None: padding is where `transformers` finds
                 the padding token, if that is not an end token as well.
             generation_config: as in `model.generate`.
@@ -290,12 +293,25 @@ class SelfSpeculative:
             **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
 
         Returns:
-            Sequences, their lengths, and statistics.
+            Sequences, their lengths, and statistics. A `Transcript` where the model has a `generate` of its own, which
+            may read its input in pieces: what that returns, with the same.
 
         Raises:
-            PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass.
+            PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass, but for an encoder's.
             NonFiniteLogitsError: the target's logits became NaN or infinite; carries what was generated.
         """
+        if has_own_generate(self.model) and options.get("decoder_input_ids") is None:
+            self._check_open()
+            inputs = options.pop("inputs", None)
+            given = {"attention_mask": attention_mask, "generation_config": generation_config}
+            options |= {name: value for name, value in given.items() if value is not None}
+
+            def begin(request: Request, seed: int | None) -> Generation:
+                return self._begin(request, seed, draft_length, accept)
+
+            return generate_in_pieces(
+                self.model, self.adapter, begin, seed, inputs if input_ids is None else input_ids, options
+            )
         run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept)
         return run.finish()
 
@@ -314,7 +330,15 @@ class SelfSpeculative:
 
         Errors in the arguments are raised by the call itself, not by the first step of the iteration. Do not change the
         model during the iteration: how much of the change the remaining rounds see is undefined.
+
+        A model with a `generate` of its own streams one piece of its input, whose text begins with
+        `decoder_input_ids`.
         """
+        if has_own_generate(self.model) and options.get("decoder_input_ids") is None:
+            raise UnsupportedOptionError(
+                f"stream: the generate of {type(self.model).__name__} may read its input in pieces; call generate, or "
+                "pass decoder_input_ids to stream the text of one piece"
+            )
         return self._begin(
             self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
         )
@@ -326,6 +350,7 @@ class SelfSpeculative:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         seed: int | None = None,
         draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
@@ -347,6 +372,7 @@ class SelfSpeculative:
             logits_processor,
             stopping_criteria,
             generation_config,
+            inputs_tensor=inputs_tensor,
             text_alone=self.limits is not None,
             **model_kwargs,
         )
@@ -417,6 +443,10 @@ class SelfSpeculative:
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
+        if has_encoder(self.model):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has an encoder, and rows that come and go have none; call generate"
+            )
         check_decodable(self.model)
         self._follow_device()
         self._follow_vocabulary()

@@ -38,7 +38,8 @@ class Adapter:
         layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it means the
             model's own `base_model_prefix`.
         attention: attribute, or attributes, of a decoder layer that hold its attention, or whatever else lets tokens
-            see those before them. A layer may lack some of several.
+            see those before them, or what an encoder has read. A layer may lack some of several. An attribute here and
+            in `mlp` may be a path of several, as in "layer.0.SelfAttention".
         recurrent: those of `attention` that keep a state in place of keys and values.
         mlp: attribute, or attributes, of a decoder layer that hold its MLP. A layer may lack some of several.
         layer_returns: number of values a decoder layer returns, the hidden states first; 1: the bare tensor.
@@ -50,6 +51,12 @@ class Adapter:
         without_mlp: the same of an MLP.
         publishes: attribute of an attention that is true where later layers read its keys and values. Such an
             attention runs though it is left out, and only its output is dropped. None: layers share nothing.
+        lends: attributes of the first layer's first attention that later layers have the use of, since it hands on what
+            it makes of them. Views of their attentions have them too, so that each can make it where no layer before
+            it runs.
+        positions: attribute path, from what holds the layers, to a module that embeds positions and is told nothing of
+            them but the length of the cache. Views of it are told where each row is. None: the model takes position
+            ids, or needs none.
         ragged: how rows of different lengths are kept apart. "mask": the model takes a 4-D mask and position ids.
             "padding": it makes both of a padding mask, and reads keys and values aligned on the right. "none": it
             cannot, so that only one row at a time is exact.
@@ -67,6 +74,8 @@ class Adapter:
     without_attention: Literal["zeros", "input", "residual"] = "zeros"
     without_mlp: Literal["zeros", "input", "residual"] = "zeros"
     publishes: str | None = None
+    lends: tuple[str, ...] = ()
+    positions: str | None = None
     ragged: Literal["mask", "padding", "none"] = "mask"
     requires: tuple[tuple[str, object], ...] = ()
 
@@ -118,7 +127,7 @@ class Adapter:
 
     def modules_of(self, layer: nn.Module, part: Part) -> tuple[str, ...]:
         """Those of `modules` that a layer has."""
-        return tuple(name for name in self.modules(part) if isinstance(getattr(layer, name, None), nn.Module))
+        return tuple(name for name in self.modules(part) if _holds(layer, name))
 
     def returns(self, attention: str) -> int:
         """Number of values that one of the attentions returns."""
@@ -169,7 +178,7 @@ class Adapter:
         Raises:
             UnsupportedModelError: it takes no position ids, or no mask for each token.
         """
-        placed = self.ragged == "mask" and takes(model, "position_ids")
+        placed = self.ragged == "mask" and (self.positions is not None or takes_positions(model))
         # States know neither positions nor masks.
         if not placed and set(self.modules(Part.ATTENTION)) != set(self.recurrent):
             raise UnsupportedModelError(
@@ -288,6 +297,19 @@ class MtpLayout:
     @staticmethod
     def _at(place: str, depth: int, module: int) -> str:
         return place.format(i=module, n=depth + module)
+
+
+def _holds(layer: nn.Module, path: str) -> bool:
+    try:
+        layer.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a model's `forward` takes position ids of its text, which is its decoder's where it has an encoder."""
+    return takes(model, "position_ids") or takes(model, "decoder_position_ids")
 
 
 def takes(model: nn.Module, name: str) -> bool:

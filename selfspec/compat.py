@@ -22,6 +22,9 @@ NEWEST_TESTED = {"torch": "2.15", "transformers": "5.24"}
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that arguments of stock models have for the cache."""
 
+CACHE_LENGTH_NAMES = ("cache_length", "past_key_values_length")
+"""Names that arguments of modules which embed positions have for the length of the cache."""
+
 
 def cache_name(names: Iterable[str]) -> str | None:
     """Return the name of the cache among names of arguments; None: there is none."""

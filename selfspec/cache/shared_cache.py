@@ -25,6 +25,7 @@ from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_layer import RoundedLayer
 from selfspec.cache.shared_layer import CacheKind, SharedLayer
+from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
 
 _STEPS = 16
@@ -70,6 +71,9 @@ class SharedCache(Cache):
         bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
             many slots, so that many passes have one shape. What lies past a row's end there is masked.
         kept: how keys and values are kept; those of layers that have states as well are exact.
+
+    Attributes:
+        source: what cross-attention reads of the rows' inputs; None: the model has no encoder.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class SharedCache(Cache):
         self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
         self._kept = kept
+        self.source: Source | None = None
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
@@ -116,8 +121,9 @@ class SharedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values, and the most that states of recurrent layers have taken."""
-        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes
+        """Bytes of keys and values, an encoder's output among them, and the most that recurrent states have taken."""
+        source = 0 if self.source is None else self.source.nbytes
+        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes + source
 
     @property
     def state_bytes(self) -> int:
@@ -344,6 +350,8 @@ class SharedCache(Cache):
         self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
         self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         self._cursors.held = len(rows)
+        if self.source is not None:
+            self.source.narrow(rows)
         for layer in self._slotted:
             layer.narrow_slots(rows)
         for stateful in self._recurrent:
@@ -385,6 +393,11 @@ class SharedCache(Cache):
         learned positions has no more.
         """
         return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
+
+    @property
+    def for_model(self) -> Cache:
+        """What a stock model takes as its cache."""
+        return self if self.source is None else self.source.beside(self)
 
     def _positions(self, slots: Tensor, block: OpenBlock | None) -> Tensor:
         return (slots if block is None else block.positions(slots)).clamp(max=self._cursors.limit - 1)

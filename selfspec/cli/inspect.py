@@ -95,6 +95,8 @@ def _overview(name: str, summary: ModelSummary) -> dict[str, str]:
 def _parts(summary: ModelSummary) -> Iterator[tuple[str, Weights]]:
     """Yield what each part weighs; runs of equal layers are one, named by their numbers: deep models have few kinds."""
     yield "embedding", summary.embedding
+    if summary.encoder.parameters:
+        yield "encoder", summary.encoder
     for layer, run in groupby(enumerate(summary.layers), key=lambda numbered: numbered[1]):
         numbers = [number for number, _ in run]
         named = f"layer {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"

@@ -120,6 +120,11 @@ class Batch:
         group, own = self._rows[row]
         return group.sequences.text_from(own, start)
 
+    def source(self, row: int) -> list[int]:
+        """Return the tokens that an encoder has read for a running row, if they are of the text's own vocabulary."""
+        source = self.cache.source
+        return [] if source is None or source.text is None else source.text[self.running.index(row)]
+
     def text_length(self, row: int) -> int:
         """Count these tokens."""
         group, own = self._rows[row]

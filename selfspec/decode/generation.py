@@ -58,6 +58,7 @@ class Generation(Iterator[Round]):
         # No draft is deeper than what remains to be generated, whatever the controller allows.
         slack = control.most.within(request.stopping.max_new_tokens).nodes
         cache = target.cache(rows, longest, slack, device)
+        cache.source = request.source
         if request.offsets is not None:
             cache.shift(request.offsets)
         if seed is None:
@@ -165,8 +166,13 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if records.scores is None else records.scores.padded(lengths),
             logits=None if records.logits is None else records.logits.padded(lengths),
-            **{OUTPUT_CACHE: self._past if self._past and not self._group.unfinished else None},
+            **{OUTPUT_CACHE: self._handed_out() if self._past and not self._group.unfinished else None},
         )
+
+    def _handed_out(self) -> Cache | None:
+        """Return the cache as `transformers` does: beside that of an encoder's output, where there is one."""
+        source = self._request.source
+        return self._past if source is None or self._past is None else source.beside(self._past)
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:

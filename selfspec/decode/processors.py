@@ -229,6 +229,8 @@ _STATELESS = _WARPERS | {
     generation.SequenceBiasLogitsProcessor,
     generation.SuppressTokensAtBeginLogitsProcessor,
     generation.WatermarkLogitsProcessor,
+    # Of models that write down speech, named after them.
+    *(getattr(generation, name) for name in dir(generation) if name.endswith("TimeStampLogitsProcessor")),
 }
 
 

@@ -15,14 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import check_callables, check_kind, check_methods
+from selfspec.cache.source import Source
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
 from selfspec.decode.beside_text import beside_text, change_nothing, read_by_stock
+from selfspec.decode.encoder_inputs import decoder_inputs, first_of, read_source
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import check_keywords, check_model_inputs, check_options
 from selfspec.decode.processors import read_processing
@@ -30,6 +39,7 @@ from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.registry import has_encoder
 from selfspec.model.rope import is_outgrown
 
 
@@ -56,6 +66,7 @@ class Request:
             where the stock model has read the prompts with images or the like; None: it has not.
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
         anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
+        source: what the encoder has read; None: the model has none.
     """
 
     input_ids: Tensor
@@ -73,6 +84,7 @@ class Request:
     offsets: tuple[int, ...] | None = None
     prefill_width: int | None = None
     anew: bool = False
+    source: Source | None = None
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -119,17 +131,26 @@ def read_request(
         UnsupportedOptionError: an option that cannot be honoured, by name.
     """
     check_kind("generation_config", generation_config, GenerationConfig, "write GenerationConfig(max_new_tokens=64)")
+    encodes = has_encoder(model)
     embeddings = options.get("inputs_embeds")
-    input_ids = None if inputs is None else checked_ids(model, inputs)
-    read = input_ids if embeddings is None else checked_embeddings(model, embeddings)
+    # What an encoder reads may be no text.
+    other = encodes and isinstance(inputs, Tensor) and inputs.is_floating_point()
+    input_ids = inputs if inputs is None or other else checked_ids(model, inputs)
+    read = input_ids if embeddings is None or encodes else checked_embeddings(model, embeddings)
+    options = dict(options)
+    if encodes and read is None:
+        read = first_of(options, (model.main_input_name, "inputs_embeds", "encoder_outputs"))
     if read is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
-    options = dict(options)
     past = _taken_cache(options)
     if past is not None:
         check_past(past)
         options[cache_argument(model)] = past
-    masks = {} if attention_mask is None else {"attention_mask": checked_mask(attention_mask, read, past)}
+    masks = {}
+    if attention_mask is not None and encodes:
+        options["attention_mask"] = attention_mask
+    elif attention_mask is not None:
+        masks["attention_mask"] = checked_mask(attention_mask, read, past)
     # transformers does not pass these two to a callable.
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
     # Read where code of a folder is to generate, and here none is.
@@ -143,20 +164,29 @@ def read_request(
     heals = bool(value_of("token_healing"))
     if heals:
         _check_tokenizer("token_healing", tokenizer)
-        if input_ids is None or value_of("encoder_repetition_penalty") or value_of("encoder_no_repeat_ngram_size"):
+        if (
+            encodes
+            or input_ids is None
+            or value_of("encoder_repetition_penalty")
+            or value_of("encoder_no_repeat_ngram_size")
+        ):
             raise UnsupportedOptionError(
-                "token_healing is for prompts of token ids, and without penalties that read them as they were; drop it"
+                "token_healing is for prompts of token ids that are continued, and without penalties that read them as "
+                "they were; drop it"
             )
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     call = call.without("token_healing") if heals else call
     prepared: dict[str, Any] = {}
 
-    def receive(_model: PreTrainedModel, input_ids: Tensor, **others: Any) -> None:
-        prepared.update(others, input_ids=input_ids)
+    # transformers hands on what the encoder reads where a parameter has this name.
+    def receive(_model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor, **others: Any) -> None:
+        prepared.update(others, input_ids=input_ids, inputs_tensor=inputs_tensor)
 
+    # The class's `generate`: a model that was loaded with one from its folder has another on the instance. That of a
+    # class with an encoder may call the common one several times, and this is one of the calls.
+    generate = GenerationMixin.generate if encodes else type(model).generate
     try:
-        # The class's `generate`: a model that was loaded with one from its folder has another on the instance.
-        type(model).generate(
+        generate(
             call.model,
             input_ids,
             generation_config=call.generation_config,
@@ -278,15 +308,26 @@ def prepared_request(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
+    inputs_tensor: Tensor | None = None,
     text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text."""
+    """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text.
+
+    `inputs_tensor` is what an encoder has read, before rows were repeated.
+    """
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
     check_options(model, generation_config)
-    inputs = first_inputs(model, input_ids, model_kwargs)
+    inputs, source = first_inputs(model, input_ids, model_kwargs), None
+    if has_encoder(model):
+        if text_alone:
+            raise UnsupportedOptionError(
+                f"{type(model).__name__} has an encoder, and models loaded within a budget read text alone; load it "
+                "whole"
+            )
+        source, inputs = read_source(model, adapter, inputs, inputs_tensor), decoder_inputs(inputs)
     embeddings = inputs.get("inputs_embeds")
     if embeddings is None or input_ids.numel():
         input_ids = checked_ids(model, input_ids)
@@ -354,6 +395,7 @@ def prepared_request(
         offsets=None if reading is None else reading.offsets,
         prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
+        source=source,
     )
 
 
@@ -373,4 +415,4 @@ def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConf
 
 
 def _scope(model: PreTrainedModel, read: Tensor) -> Scope:
-    return Scope(model.get_input_embeddings().weight.shape[0], read.shape[0])
+    return Scope(model.get_input_embeddings().weight.shape[0], len(read))

@@ -23,14 +23,16 @@ from selfspec.model.layer_path import LayerPath
 def begin_round(batch: Batch) -> Budget:
     """Give a round fresh noise and room in the cache, and say how much may be drafted.
 
-    There is no draft in the round that reads the last embedding of a prompt, nor while the logits of some row are not
-    finite.
+    There is no draft in the round that reads the last embedding of a prompt, nor before a pass of the whole network has
+    made the keys and values of a source, nor while the logits of some row are not finite.
     """
     batch.noise.begin_round()
     batch.cache.reserve(batch.longest)
     # What draft tokens left in the cache of rows that are tried once more.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
-    if batch.nonfinite_rows or batch.first_embeddings is not None:
+    source = batch.cache.source
+    unread = source is not None and not source.read
+    if batch.nonfinite_rows or batch.first_embeddings is not None or unread:
         return Budget.chain(0)
     wanted = max(map(batch.remaining, batch.unfinished))
     return batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])

@@ -20,7 +20,7 @@ from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
-from selfspec.model.registry import check_causal, find_adapter
+from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.summary import cache_summary
 from selfspec.model.unwrap import stock_model
@@ -80,6 +80,11 @@ class Assistant(Drafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_decodable(self.model)
+        if has_encoder(model) or has_encoder(self.model):
+            raise DraftConfigError(
+                "an assistant is a model without an encoder, for one without; draft for an encoder-decoder with an "
+                "exit, skipped layers, fewer bits, look-ups or recycling"
+            )
         own = {id(weight) for weight in self.model.parameters()}
         if own.issuperset(map(id, model.parameters())):
             raise DraftConfigError(

@@ -42,7 +42,7 @@ class PromptLookup(Drafter):
             )
 
     def begin(self, rows: RowsView) -> LookUpProposer:
-        return LookUpProposer(self.shortest, self.longest, rows.size)
+        return LookUpProposer(self.shortest, self.longest, [rows.source(row) for row in range(rows.size)])
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
@@ -50,11 +50,11 @@ class PromptLookup(Drafter):
 
 
 class LookUpProposer(FreeProposer):
-    """Copies from each row's own text; the lengths of matches are those of `PromptLookup`."""
+    """Copies from each row's own text, and from its source; the lengths of matches are those of `PromptLookup`."""
 
-    def __init__(self, shortest: int, longest: int, rows: int) -> None:
+    def __init__(self, shortest: int, longest: int, sources: Sequence[Sequence[int]]) -> None:
         self._shortest, self._longest = shortest, longest
-        self._texts = [OwnText() for _ in range(rows)]
+        self._texts = [OwnText(source) for source in sources]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""

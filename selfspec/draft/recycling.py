@@ -117,7 +117,7 @@ class RecyclingProposer(FreeProposer):
         self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
         self._rates = [chances.rates() for chances in memory.chances]
         for row in range(rows.size):
-            self._table(row).learn_text(rows.text(row))
+            self._table(row).learn_text([*rows.source(row), *rows.text(row)])
 
     @property
     def nbytes(self) -> int:

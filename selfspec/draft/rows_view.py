@@ -112,6 +112,10 @@ class RowsView(Protocol):
         """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
         ...
 
+    def source(self, row: int) -> list[int]:
+        """Return the tokens that an encoder has read for a row, if it has the text's own vocabulary; else none."""
+        ...
+
     def text_length(self, row: int) -> int:
         """Count these tokens."""
         ...

@@ -94,7 +94,7 @@ class SuffixProposer(MergingProposer):
         super().__init__(rows)
         self._memory = memory
         self._corpus = corpus
-        self._texts = [OwnText() for _ in range(rows.size)]
+        self._texts = [OwnText(rows.source(row)) for row in range(rows.size)]
         self._at_first = memory.tokens
 
     @property

@@ -69,22 +69,33 @@ def following(tokens: Tokens, match: Match, length: int) -> list[int]:
 
 
 class OwnText:
-    """The text of a row, which grows."""
+    """The text of a row, which grows, behind what it is made of.
 
-    def __init__(self) -> None:
+    Args:
+        source: tokens before the text: what an encoder has read.
+
+    Attributes:
+        length: of the text so far, which the source is no part of.
+    """
+
+    def __init__(self, source: Sequence[int] = ()) -> None:
         self._tokens: Tokens = np.empty(256, dtype=np.int32)
         self.length = 0
+        self._before = 0
+        self.extend(source)
+        self._before, self.length = len(source), 0
 
     @property
     def tokens(self) -> Tokens:
-        """So far."""
-        return self._tokens[: self.length]
+        """So far, those of the source first."""
+        return self._tokens[: self._before + self.length]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in what comes next."""
-        if self.length + len(tokens) > len(self._tokens):
+        start = self._before + self.length
+        if start + len(tokens) > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
-        self._tokens[self.length : self.length + len(tokens)] = tokens
+        self._tokens[start : start + len(tokens)] = tokens
         self.length += len(tokens)
 
 

@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from selfspec.kernels import native
 from selfspec.kernels.rounded import RoundedWeight
@@ -73,7 +75,14 @@ class LowBitsLinear(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The rounded weight, `[out, in]`, made anew for modules that look at it besides calling the layer."""
+        """The rounded weight, `[out, in]`, for modules that look at it besides calling the layer.
+
+        It is made anew whenever its values are asked for, and not for its dtype or shape.
+        """
+        return _MadeWhenRead(self)
+
+    def dequantised(self) -> Tensor:
+        """Make the rounded weight, `[out, in]`."""
         device = next(self.parameters()).device
         return self._product(torch.eye(self.in_features, dtype=self._dtype, device=device)).t().to(self._dtype)
 
@@ -96,6 +105,26 @@ class LowBitsLinear(nn.Module, ABC):
     @abstractmethod
     def _product(self, states: Tensor) -> Tensor:
         """Multiply states, `[..., in]` to `[..., out]`, in the dtype of the kernel."""
+
+
+class _MadeWhenRead(Tensor):
+    """The weight of a layer in fewer bits, which has values while an operation reads them."""
+
+    layer: LowBitsLinear
+
+    @staticmethod
+    def __new__(cls, layer: LowBitsLinear) -> _MadeWhenRead:
+        shape, device = (layer.out_features, layer.in_features), next(layer.parameters()).device
+        made: _MadeWhenRead = Tensor._make_wrapper_subclass(cls, shape, dtype=layer._dtype, device=device)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def read(value: Any) -> Any:
+            return value.layer.dequantised() if isinstance(value, _MadeWhenRead) else value
+
+        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
 
 class EightBitsLinear(LowBitsLinear):

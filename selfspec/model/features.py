@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from selfspec.architecture import Adapter
-from selfspec.model.view import hidden_states, replaced, view_with, view_with_layers
+from selfspec.model.view import hidden_states, replaced, view_with_layers, view_with_parts
 
 Point = int | Literal["last", "normed"]
 """Where states are kept: at the input of a layer, by number; after the last layer; after the model's final norm."""
@@ -44,7 +44,7 @@ class FeatureTap:
         if "normed" in points:
             whole = self.module.get_submodule(base)
             kept = replaced(whole, partial(_output_kept, self._kept, "normed", whole))
-            self.module = _with_submodule(self.module, base.split("."), kept)
+            self.module = view_with_parts(self.module, {base: kept})
 
     def take(self) -> Features:
         """Take what the last pass left."""
@@ -63,8 +63,3 @@ def _output_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., 
     # A layer gives a tensor or a tuple of them, a model what has its states as the first field.
     kept[point] = output if isinstance(output, Tensor) else output[0]
     return output
-
-
-def _with_submodule(module: nn.Module, names: Sequence[str], other: nn.Module) -> nn.Module:
-    inside = other if len(names) == 1 else _with_submodule(module.get_submodule(names[0]), names[1:], other)
-    return view_with(module, {names[0]: inside})

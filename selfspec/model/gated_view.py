@@ -23,7 +23,7 @@ from selfspec.kernels.rounded import Precision
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
-from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers
+from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class GatedModel:
     ) -> None:
         # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
         self._boundary = Boundary()
-        layers: Sequence[nn.Module] = adapter.decoder_layers(model)
+        layers = _with_lent(adapter.decoder_layers(model), adapter)
         if path.precision is not None and path.substituted:
             layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
@@ -125,6 +125,22 @@ class GatedModel:
         return states
 
 
+def _with_lent(layers: Sequence[nn.Module], adapter: Adapter) -> Sequence[nn.Module]:
+    """The layers, each with what the first one's attention would hand on to it."""
+    if not adapter.lends:
+        return layers
+    name = adapter.modules(Part.ATTENTION)[0]
+    lender = layers[0].get_submodule(name)
+    parts = {lent: part for lent, part in lender.named_children() if lent in adapter.lends}
+    values = {lent: getattr(lender, lent) for lent in adapter.lends if lent not in parts}
+    lent_to = [layers[0]]
+    for layer in layers[1:]:
+        attention = view_with(layer.get_submodule(name), parts)
+        attention.__dict__.update(values)
+        lent_to.append(view_with_parts(layer, {name: attention}))
+    return lent_to
+
+
 def _in_precision(
     precision: Precision,
     layers: Sequence[nn.Module],
@@ -142,7 +158,7 @@ def _in_precision(
             module = layer.get_submodule(name)
             other = substitutes.within(module, f"{prefix}.{sublayer.layer}.{name}", precision)
             if other is not module:
-                changed[sublayer.layer] = layer = view_with(layer, {name: other})
+                changed[sublayer.layer] = layer = view_with_parts(layer, {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
         raise no_substitutes(model, precision)
     return changed
@@ -188,7 +204,8 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
             forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
     if not forwards:
         return layer
-    return view_with(layer, {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()})
+    parts = {name: replaced(layer.get_submodule(name), forward) for name, forward in forwards.items()}
+    return view_with_parts(layer, parts)
 
 
 def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +259,7 @@ def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: Laye
         for name, module in modules
         if _is_read_later(module, index, adapter, path)
     }
-    return view_with(layer, publishing) if publishing else None
+    return view_with_parts(layer, publishing) if publishing else None
 
 
 def _reading(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:

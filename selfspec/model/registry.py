@@ -9,14 +9,18 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from selfspec.adapters import ADAPTERS, LAYOUTS, REFUSED
-from selfspec.architecture import Adapter, MtpLayout
+from selfspec.architecture import Adapter, MtpLayout, takes
 from selfspec.errors import UnsupportedModelError
 
 
@@ -27,7 +31,7 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
     the place where the model keeps it.
 
     Raises:
-        UnsupportedModelError: there is none, or the model is not a decoder-only causal LM.
+        UnsupportedModelError: there is none, or the model writes no text token by token.
     """
     check_causal(model)
     adapter = adapter_for(model.config)
@@ -46,23 +50,36 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
 def auto_class(config: PreTrainedConfig) -> type[Any]:
     """The class of `transformers` that makes the causal LM of a configuration, or the model of text and more."""
     made: type[Any] = AutoModelForMultimodalLM
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        made = AutoModelForSeq2SeqLM
+    elif config.is_encoder_decoder and type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+        made = AutoModelForSpeechSeq2Seq
+    elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         made = AutoModelForCausalLM
     return made
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse what is no decoder-only causal LM of `transformers`."""
+    """Refuse what is no causal LM of `transformers`, with an encoder or without one."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
         )
-    if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
-        raise UnsupportedModelError(f"{type(model).__name__} is not decoder-only; selfspec decodes causal LMs alone")
+    if has_encoder(model) != model.config.is_encoder_decoder or (
+        getattr(model.config, "add_cross_attention", False) and not has_encoder(model)
+    ):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends to what it has no encoder for; wrap the encoder-decoder that it is part of"
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
         )
+
+
+def has_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model has an encoder that reads the input, beside the decoder that writes."""
+    return takes(model, "encoder_outputs") and takes(model, "decoder_input_ids")
 
 
 def check_type(model_type: str) -> None:

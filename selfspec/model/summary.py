@@ -17,7 +17,7 @@ from selfspec.kernels.rounded import Precision
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import bytes_of_substitutes
-from selfspec.model.weights_read import weights_outside
+from selfspec.model.weights_read import encoders, weights_outside
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class ModelSummary:
         context: the most positions it was made for; None: unlimited.
         embedding: token and position embeddings. A step looks up single rows of them, which counts as reading nothing.
         layers: decoder layers, first to last.
+        encoder: what reads the input before the first step; of 0 parameters where there is none.
         final_norm: all else between the layers and the head.
         head: the language-model head, which every step reads, draft steps too.
         tied: whether the head's weights are those of the embedding; `total` counts them once.
@@ -146,6 +147,7 @@ class ModelSummary:
     context: int | None
     embedding: Weights
     layers: tuple[LayerSummary, ...]
+    encoder: Weights
     final_norm: Weights
     head: Weights
     tied: bool
@@ -166,7 +168,10 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     total = Weights.of(model.parameters())
     layers = tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True))
-    final_norm = Weights.of(weights_outside(model, [*embeddings, *modules, head]))
+    encoder = encoders(model)
+    final_norm = Weights.of(weights_outside(model, [*embeddings, *modules, *encoder, head]))
+    # Its embeddings are counted with the others.
+    read_before = {id(weight) for part in encoder for weight in weights_outside(part, embeddings)}
     # What a step reads from each number of layers on, from the head and the final norm alone to all of them.
     ends = Weights.of(head.parameters()).bytes + final_norm.bytes
     reads = list(accumulate((layer.weights.bytes for layer in layers), initial=ends))
@@ -180,6 +185,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         context=getattr(config, "max_position_embeddings", None),
         embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
         layers=layers,
+        encoder=Weights.of(weight for weight in model.parameters() if id(weight) in read_before),
         final_norm=final_norm,
         head=Weights.of(head.parameters()),
         tied=head.weight is embedding.weight,

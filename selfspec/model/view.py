@@ -62,6 +62,21 @@ def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
     return view
 
 
+def view_with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module:
+    """A view of `module` whose parts at some attribute paths, none within another, are replaced."""
+    children: dict[str, dict[str, nn.Module]] = {}
+    for path, part in parts.items():
+        name, _, rest = path.partition(".")
+        children.setdefault(name, {})[rest] = part
+    return view_with(
+        module,
+        {
+            name: inside[""] if "" in inside else view_with_parts(module.get_submodule(name), inside)
+            for name, inside in children.items()
+        },
+    )
+
+
 def view_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A view of `module` that runs `forward` instead; its own hooks and the process's still see it run."""
     view = copied(module)

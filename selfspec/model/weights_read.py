@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import substituted_weights
 
 
@@ -51,10 +52,15 @@ def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tens
     return [weight for weight in model.parameters() if id(weight) not in held]
 
 
+def encoders(model: PreTrainedModel) -> list[nn.Module]:
+    """The encoder of a model, which no step runs; none where it has none."""
+    return [model.get_encoder()] if has_encoder(model) else []
+
+
 def _read_by_a_step(model: PreTrainedModel, adapter: Adapter) -> Iterable[Tensor]:
     layers, output = adapter.decoder_layers(model), model.get_output_embeddings()
     looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    yield from weights_outside(model, [*layers, *looked_up, output])
+    yield from weights_outside(model, [*layers, *looked_up, *encoders(model), output])
     yield from output.parameters()
     for layer in layers:
         yield from layer.parameters()

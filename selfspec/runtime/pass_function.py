@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from selfspec.architecture import takes
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.shared_cache import Slots
+from selfspec.cache.source import Source
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Features, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
@@ -166,16 +169,42 @@ def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[st
     }
 
 
-def run_view(view: GatedModel, base: str | None, entering: ExactStates | None, inputs: dict[str, Any]) -> PassResult:
+def beside_source(module: nn.Module, inputs: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """What a stock model with an encoder is called with, or its decoder, so that it reads a source and no input anew.
+
+    Args:
+        module: the model, or the part of it that runs.
+        inputs: of its decoder, as `model_inputs` names them.
+        source: what the encoder has read.
+    """
+    if takes(module, "encoder_outputs"):
+        names = {name: f"decoder_{name}" for name in _OF_DECODER}
+        beside: dict[str, Any] = {"encoder_outputs": source.outputs, "attention_mask": source.mask}
+    else:
+        names, beside = {}, {"encoder_hidden_states": source.states, "encoder_attention_mask": source.mask}
+    return {names.get(name, name): value for name, value in inputs.items()} | beside
+
+
+_OF_DECODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+
+
+def run_view(
+    view: GatedModel,
+    base: str | None,
+    entering: ExactStates | None,
+    inputs: Mapping[str, Any],
+    source: Source | None = None,
+) -> PassResult:
     """Run a view of a model.
 
     Args:
         view: runs some path.
         base: attribute of the view that holds all but the head, and is all that runs; None: the head runs too.
         entering: what enters at the start of the path.
-        inputs: of the model.
+        inputs: of the model, those of its text.
+        source: what its encoder has read; None: it has none.
     """
     view.enter(entering)
     module: nn.Module = view.module if base is None else view.module.get_submodule(base)
-    output = module(**inputs)
+    output = module(**(inputs if source is None else beside_source(module, inputs, source)))
     return PassResult(output.logits if base is None else None, view.leave(), view.features())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter, takes
+from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import cache_argument
 from selfspec.model.compared_view import compared_view
@@ -23,13 +23,14 @@ from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
-from selfspec.runtime.pass_function import PassResult, model_inputs, run_view
+from selfspec.runtime.pass_function import PassResult, beside_source, model_inputs, run_view
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -96,13 +97,17 @@ class ModelRunner:
         self.device = cache.device
         self._stock_model = model
         self._model = with_kernels(model)
+        self._placed = None
+        if adapter.positions is not None:
+            self._placed = RowPositions(self._model, adapter)
+            self._model = self._placed.module
         self._adapter = adapter
         self._base = adapter.base(model)
         self._cache = cache
         self.substitutes = substitutes or Substitutes.of(model)
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self._takes_positions = takes(model, "position_ids")
+        self._takes_positions = takes_positions(model)
         self._cache_name = cache_argument(model)
         self._gated: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], GatedModel] = {}
 
@@ -168,7 +173,7 @@ class ModelRunner:
         view = compared_view(self._model, self._adapter, exit_layer, head)
         kept = {"logits_to_keep": min(most, tokens.shape[1])} if self.keeps_last_logits else {}
         with for_new_lengths(self.device):
-            target, draft = view(**self._inputs(tokens), **kept).logits[:, -most:].chunk(2)
+            target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
         return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int], taps: tuple[Point, ...] = ()) -> Features:
@@ -188,7 +193,8 @@ class ModelRunner:
                 return self._run_stock(call).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
             tap = FeatureTap(self._model, self._adapter, self._base, taps)
-            tap.module.get_submodule(self._base)(**self._inputs(tokens))
+            base = tap.module.get_submodule(self._base)
+            base(**self._called_with(base, tokens))
         self._cache.record(tokens.shape[1])
         return tap.take()
 
@@ -211,7 +217,8 @@ class ModelRunner:
     def _run_stock(self, call: PassCall) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
-        return run_view(view, call.base, call.entering, self._inputs(call.tokens, call.first))
+        inputs = self._inputs(call.tokens, call.first)
+        return run_view(view, call.base, call.entering, inputs, self._cache.source)
 
     # What another runner replaces.
     _run_in_block = _run_stock
@@ -241,7 +248,14 @@ class ModelRunner:
         width = tokens.shape[1]
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first)
-        return {self._cache_name: self._cache, **model_inputs(tokens, positions, mask)}
+        if self._placed is not None:
+            self._placed.place(self._cache, width, first)
+        return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
+
+    def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:
+        """What the model, or the part of it that runs, is called with to read the first tokens of prompts."""
+        inputs, source = self._inputs(tokens), self._cache.source
+        return inputs if source is None else beside_source(module, inputs, source)
 
 
 def with_kernels(module: _Module) -> _Module:

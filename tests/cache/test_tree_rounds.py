@@ -131,7 +131,7 @@ def test_a_tree_that_an_early_exit_drafts_level_by_level_is_verified_from_its_st
         assert found[: len(wanted)] == wanted[: len(found)]
 
 
-@pytest.mark.parametrize("architecture", ["bart", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("architecture", ["bloom", "gpt_neo", "roformer"])
 def test_a_model_that_reads_chains_alone_is_refused_a_tree(architecture: str) -> None:
     model, adapter = shrunken(architecture), ADAPTERS[architecture]
     cache = SharedCache(tiny.DEPTH, 1, 64, len(TREE), torch.device("cpu"))

@@ -352,9 +352,18 @@ def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision)
     assert isinstance(weight, torch.Tensor)
     assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
     assert not torch.equal(weight, layer.weight)
-    torch.testing.assert_close(weight, layer.weight, rtol=0, atol=0.02)
+    torch.testing.assert_close(weight.clone(), layer.weight, rtol=0, atol=0.02)
     sizes: Any = (substitute.in_features, substitute.out_features)
     assert sizes == (64, 96)
+
+
+def test_a_module_that_asks_for_a_dtype_has_no_weight_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's MLP compares the dtype of its states with that of a weight at every call."""
+    substitute = Substitutes().within(nn.Linear(64, 96), "asked", EIGHT)
+    monkeypatch.setattr(type(substitute), "dequantised", lambda _: pytest.fail("the weight was made"))
+    weight = substitute.weight
+    assert isinstance(weight, torch.Tensor)
+    assert weight.dtype == torch.float32
 
 
 EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}

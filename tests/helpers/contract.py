@@ -23,6 +23,7 @@ from helpers.snapshot import Snapshot
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.decode.output import GenerateOutput
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
@@ -32,6 +33,8 @@ PAST = 9  # longer than the sliding windows
 BLOCK = 4
 BATCH = 2
 NEW = 10
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""How far logits may be apart by dtype; in fp64 too, many models make scores, rotary tables or norms in fp32."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,29 @@ class Subject:
     def batch(self) -> int:
         """Rows that are run at once."""
         return 1 if self.adapter.ragged == "none" else BATCH
+
+    @property
+    def pads(self) -> bool:
+        """Whether `generate` takes rows of different lengths."""
+        return self.batch > 1
+
+    def cache(self, rows: int) -> SharedCache:
+        """An empty cache for a prefix and a block of some rows."""
+        return self.adapter.shared_cache(self.model, rows, limit=PAST + BLOCK + 1, slack=BLOCK)
+
+    def generated(self, spec: selfspec.SelfSpeculative, prompts: Tensor, mask: Tensor | None) -> GenerateOutput:
+        """Greedy text of a wrapper, `NEW` tokens of each row."""
+        return spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
+
+    def plain(self, prompts: Tensor, lengths: Iterable[int]) -> list[list[int]]:
+        """Greedy text of the model, of each row alone: the last tokens of its prompt, and `NEW` more.
+
+        Eager attention makes NaN of padded rows in `transformers` itself.
+        """
+        return [
+            self.model.generate(row[None, -length:], max_new_tokens=NEW, do_sample=False)[0].tolist()
+            for row, length in zip(prompts, lengths, strict=True)
+        ]
 
     def tokens(self, length: int, batch: int, seed: int = 0) -> Tensor:
         """Random text, `[batch, length]`."""
@@ -101,8 +127,11 @@ class Subject:
         return logits
 
     @torch.no_grad()
-    def stock_logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the stock model, without a cache and with the position ids that its `generate` gives it."""
+    def stock_logits(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """Logits of the stock model, without a cache and with the position ids that its `generate` gives it.
+
+        Where rows have more than their text, that of the first is number `first`.
+        """
         named = inspect.signature(type(self.model).forward).parameters
         positions = {"position_ids": torch.arange(tokens.shape[1])[None]} if "position_ids" in named else {}
         logits: Tensor = self.model(tokens, use_cache=False, **positions).logits
@@ -123,18 +152,14 @@ def _replace(module: nn.Module, by: str) -> Any:
         # Some models flatten the tokens of all rows before their MLP; others have several streams, before the batch.
         blocks = kept if kept.ndim > 2 else kept.view(-1, PAST + BLOCK, kept.shape[-1])
         blocks[..., PAST:, :] = 0 if by == "zeros" else stream[..., PAST:, :]
-        return (kept, *[None] * (len(values) - 1)) if isinstance(output, tuple) else kept
+        return (kept, *values[1:]) if isinstance(output, tuple) else kept
 
     return module.register_forward_hook(hook, with_kwargs=True)
 
 
-def _cache(subject: Subject) -> SharedCache:
-    return subject.adapter.shared_cache(subject.model, subject.batch, limit=PAST + BLOCK + 1, slack=BLOCK)
-
-
 def bench_of(subject: Subject) -> Bench:
     """Its cache with the prefix in it."""
-    return Bench(subject.model, subject.adapter, _cache(subject), subject.text, PAST)
+    return Bench(subject.model, subject.adapter, subject.cache(subject.batch), subject.text, PAST)
 
 
 def block(subject: Subject) -> None:
@@ -233,7 +258,7 @@ def ragged(subject: Subject) -> None:
     """Rows of different lengths, prefilled together: each gives what it gives alone."""
     lengths = (PAST, PAST - 4)
     rows = subject.tokens(PAST + BLOCK, 2)
-    bench = _cache(subject)
+    bench = subject.cache(2)
     passes = ModelRunner(subject.model, subject.adapter, bench)
     full = LayerPath.full(subject.depth)
     with torch.no_grad():
@@ -244,7 +269,7 @@ def ragged(subject: Subject) -> None:
         tokens = enumerate(blocks.split(1, 1))
         stepped = [passes.logits(full, token, first=column - 1).logits for column, token in tokens]
         for row, length in enumerate(lengths):
-            alone = subject.stock_logits(rows[row : row + 1, : length + BLOCK])[:, length:]
+            alone = subject.stock_logits(rows[row : row + 1, : length + BLOCK], row)[:, length:]
             subject.equal(found[row : row + 1], alone)
             subject.equal(torch.cat(stepped, 1)[row : row + 1], alone)
 
@@ -272,7 +297,7 @@ def tree(subject: Subject) -> None:
 def greedy(subject: Subject) -> None:
     """Greedy text is the stock model's own, for several drafts and prompts, and nothing of the model changes."""
     # Some models exchange modules of theirs in their first pass over a short text, or keep what positions begin with.
-    subject.model.generate(subject.tokens(PAST, 1, 0), max_new_tokens=1)
+    subject.plain(subject.tokens(PAST, 1, 0), [PAST])
     before = Snapshot(subject.model)
     last = subject.depth - 1
     has_mlp = bool(subject.adapter.modules_of(subject.adapter.decoder_layers(subject.model)[last], Part.MLP))
@@ -286,21 +311,14 @@ def greedy(subject: Subject) -> None:
     chains = [(draft, selfspec.FixedLength(3)) for draft in drafts]
     trees = [(drafts[place], selfspec.FixedLength(3, nodes=7)) for place in (1, -1)] if _reads_trees(subject) else []
     mask = torch.ones(subject.batch, PAST, dtype=torch.long)
-    if subject.batch > 1:
+    if subject.pads:
         mask[1, :4] = 0
     asked = [subject.tokens(PAST, subject.batch, seed) for seed in range(2)]
-    # Each row alone: eager attention makes NaN of padded rows in transformers itself.
-    texts = [
-        [
-            subject.model.generate(row[None, -used:], max_new_tokens=NEW, do_sample=False)[0].tolist()
-            for row, used in zip(prompts, mask.sum(1).tolist(), strict=True)
-        ]
-        for prompts in asked
-    ]
+    texts = [subject.plain(prompts, mask.sum(1).tolist()) for prompts in asked]
     for number, (draft, length) in enumerate([*chains, *trees]):
         prompts, wanted = asked[number % 2], texts[number % 2]
         spec = selfspec.wrap(subject.model, draft, draft_length=length, adapter=subject.adapter)
-        out = spec.generate(prompts, mask, max_new_tokens=NEW, do_sample=False)
+        out = subject.generated(spec, prompts, mask)
         for row, text in enumerate(wanted):
             assert out.sequences[row, -len(text) :].tolist() == text, f"{draft}, {length}, row {row}"
         assert spec.unwrap() is subject.model
@@ -338,12 +356,10 @@ def fewer_bits(subject: Subject) -> None:
     for draft in drafts:
         _in_fewer_bits(subject, draft.path(subject.depth))
     prompts = subject.tokens(PAST, subject.batch)
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-    # Each row alone, as in `greedy`.
-    wanted = [subject.model.generate(row, **options)[0].tolist() for row in prompts.split(1)]
+    wanted = subject.plain(prompts, [PAST] * subject.batch)
     for drafter in (*drafts, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), drafts[0])):
         spec = selfspec.wrap(subject.model, drafter, draft_length=3, adapter=subject.adapter)
-        out = spec.generate(prompts, **options)
+        out = subject.generated(spec, prompts, None)
         assert out.stats.drafted, drafter
         assert out.sequences.tolist() == wanted, drafter
 

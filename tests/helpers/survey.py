@@ -16,7 +16,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from helpers.contract import CHECKS, Subject
+from helpers.contract import CHECKS, TOLERANCE, Subject
+from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
 from helpers.pages import run_types
 from helpers.shrunken import DEPTH, shrunken, shrunken_config
 from selfspec.adapters import ADAPTERS, REFUSED
@@ -26,9 +27,6 @@ from selfspec.model.registry import adapter_for, find_adapter
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every causal-LM type of the installed `transformers`."""
-
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""How far logits may be apart by dtype; in fp64 too, many models make scores, rotary tables or norms in fp32."""
 
 _SINGLE = {"xglm": torch.float32}  # Its masks have no fp64.
 
@@ -88,11 +86,10 @@ def checks(model_type: str) -> list[str]:
     return [name for name in CHECKS if not (one_row and name == "ragged batch")]
 
 
-def failures(model_type: str) -> list[str]:
-    """The checks that a type does not hold to, each with the first line of why."""
+def failures(tested: Subject, names: Iterable[str]) -> list[str]:
+    """The checks that a subject does not hold to, each with the first line of why."""
     found = []
-    tested = subject(model_type)
-    for name in checks(model_type):
+    for name in names:
         try:
             CHECKS[name](tested)
         except Exception as error:
@@ -107,11 +104,18 @@ def rows() -> list[Row]:
     ]
 
 
-def table(lines: Iterable[Row]) -> str:
-    """The table as Markdown."""
-    listed = list(lines)
+def encoder_decoder_rows() -> list[Row]:
+    """The same of encoder-decoders."""
+    return [Row(name, made, verdict(name) or "not classified") for name, made in ENCODER_DECODERS.items()]
+
+
+def table(lines: Iterable[Row], with_encoders: Iterable[Row]) -> str:
+    """The tables as Markdown."""
+    listed, others = list(lines), list(with_encoders)
     working = sum(line.verdict.startswith("works") for line in listed)
     body = "\n".join(map(str, listed))
+    more = "\n".join(map(str, others))
+    with_encoder = sum(line.verdict == "works" for line in others)
     return f"""# Architectures
 
 Causal language models of `transformers` {transformers.__version__}, each built tiny from its own config class with
@@ -124,19 +128,32 @@ every sublayer and whole layers left out, resuming, ragged batches, trees, greed
 | type | model | |
 |---|---|---|
 {body}
+
+## Encoder-decoders
+
+The encoder reads its input once; what is gated, drafted, verified and rolled back is the decoder. {with_encoder} of the
+{len(others)} that write text work.
+
+| type | model | |
+|---|---|---|
+{more}
 """
 
 
 def _run(name: str) -> tuple[str, bool]:
-    verdict = declared(name) or "not classified"
+    said = [declared(name)] if name in MODEL_TYPES else []
+    said += [verdict(name)] if name in ENCODER_DECODERS else []
     found = []
-    if verdict.startswith("works"):
-        try:
-            found = failures(name)
-        except Exception as error:
-            found = [f"cannot be built: {' '.join(str(error).split())[:200]}"]
-    return f"{name}: {'; '.join(found) or verdict}", not found and verdict != "not classified"
+    try:
+        if name in MODEL_TYPES and (declared(name) or "").startswith("works"):
+            found += failures(subject(name), checks(name))
+        if name in ENCODER_DECODERS and verdict(name) == "works":
+            found += failures(encoder_decoder_subject(name), CHECKS)
+    except Exception as error:
+        found.append(f"cannot be built: {' '.join(str(error).split())[:200]}")
+    return f"{name}: {'; '.join(found) or '; '.join(map(str, said))}", not found and None not in said
 
 
 if __name__ == "__main__":
-    sys.exit(run_types(__doc__, MODEL_TYPES, _run, lambda _: table(rows())))
+    every = sorted({*MODEL_TYPES, *ENCODER_DECODERS})
+    sys.exit(run_types(__doc__, every, _run, lambda _: table(rows(), encoder_decoder_rows())))

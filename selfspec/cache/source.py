@@ -1,0 +1,77 @@
+"""What the decoder of an encoder-decoder reads of each row's input: the encoder's output, and keys and values of it.
+
+Cross-attention makes its keys and values once, in the first pass of the whole network. They belong to their row, do not
+depend on its text, and are never rolled back; draft and target read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+
+class Source:
+    """The inputs of some rows, as the encoder has read them.
+
+    Args:
+        outputs: of the encoder, in one pass over all rows.
+        mask: which places hold input, as the model's `forward` takes it; None: all.
+
+    Attributes:
+        outputs: of the encoder, its tensors alone, `[rows, places, ...]` each.
+        mask: as given.
+        text: the tokens that the encoder has read of each row, where they are those that the decoder writes, too.
+        cross: keys and values of cross-attention, of the layers that have made them.
+    """
+
+    def __init__(self, outputs: ModelOutput, mask: Tensor | None) -> None:
+        self.outputs = outputs
+        self.mask = mask
+        self.text: list[list[int]] | None = None
+        self.cross = DynamicCache()
+
+    @property
+    def states(self) -> Tensor:
+        """The encoder's last states, `[rows, places, hidden]`."""
+        states: Tensor = self.outputs.last_hidden_state
+        return states
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        kept = [tensor for layer in self.cross.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return sum(tensor.nbytes for tensor in [*kept, *_tensors(self.outputs).values()])
+
+    @property
+    def read(self) -> bool:
+        """Whether cross-attention has made its keys and values."""
+        return bool(self.cross.layers)
+
+    def beside(self, cache: Cache) -> EncoderDecoderCache:
+        """Return what a stock model takes as its cache: keys and values of the text, and these."""
+        return EncoderDecoderCache(cache, self.cross)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given."""
+        index = torch.tensor(rows, device=self.states.device)
+        self.outputs = type(self.outputs)(**{name: each[index] for name, each in _tensors(self.outputs).items()})
+        self.mask = None if self.mask is None else self.mask[index.to(self.mask.device)]
+        self.text = None if self.text is None else [self.text[row] for row in rows]
+        self.cross.batch_select_indices(index)
+
+
+def _tensors(outputs: ModelOutput) -> dict[str, Any]:
+    return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+
+
+def source_of(outputs: Any, mask: Tensor | None) -> Source:
+    """Make a source of an encoder's output as `generate` of `transformers` hands it on, which may be a tuple."""
+    if not isinstance(outputs, ModelOutput):
+        outputs = BaseModelOutput(last_hidden_state=outputs[0])
+    return Source(type(outputs)(**_tensors(outputs)), mask)

@@ -1,0 +1,84 @@
+"""What `generate` of `transformers` hands on for an encoder-decoder: the source, and the inputs of the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from selfspec.architecture import Adapter, takes_positions
+from selfspec.cache.source import Source, source_of
+from selfspec.cache.transfer import is_callers
+from selfspec.decode.options import unsupported
+from selfspec.errors import UnsupportedOptionError
+
+# By the names of decoder-only models.
+_OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
+
+
+def first_of(options: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
+    """Return the first tensor that a call names, or the first of an output of an encoder; None: there is none."""
+    given = next((options[name] for name in names if options.get(name) is not None), None)
+    return given if given is None or isinstance(given, Tensor) else given[0]
+
+
+def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a decoder alone, by the names that decoder-only models have for them."""
+    return {
+        _OF_DECODER.get(name, name): value
+        for name, value in inputs.items()
+        # The cache is an empty one, which `generate` makes.
+        if name not in ("encoder_outputs", "attention_mask") and not isinstance(value, Cache)
+    }
+
+
+def read_source(
+    model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], read: Tensor | None = None
+) -> Source:
+    """Read what the encoder has made of the inputs of a call.
+
+    Args:
+        model: an encoder-decoder.
+        adapter: where its layers are.
+        inputs: of its first pass, as `generate` has prepared them.
+        read: what the encoder has read, before rows were repeated; None: it is not known.
+
+    Raises:
+        UnsupportedOptionError: the caller passes a cache, or pads texts of the decoder where the model counts padding.
+    """
+    if any(isinstance(value, Cache) and is_callers(value) for value in inputs.values()):
+        raise UnsupportedOptionError(
+            "a cache beside an encoder is not supported; pass what it holds as decoder_input_ids, without a cache"
+        )
+    mask = inputs.get("decoder_attention_mask")
+    counted = adapter.positions is not None and not takes_positions(model)
+    if counted and isinstance(mask, Tensor) and not bool((mask != 0).all()):
+        raise UnsupportedOptionError(
+            f"decoder_attention_mask: {type(model).__name__} counts padding as text; pass texts of one length, or one "
+            "row at a time"
+        )
+    for name in ("decoder_inputs_embeds", "labels"):
+        if inputs.get(name) is not None:
+            raise unsupported(name)
+    source = source_of(inputs["encoder_outputs"], inputs.get("attention_mask"))
+    if read is not None and read.ndim == 2 and not read.is_floating_point() and _shares_vocabulary(model):
+        source.text = _text(read, source)
+    return source
+
+
+def _shares_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether the ids that the encoder reads are those that the decoder writes: they have the same embeddings."""
+    shared = model.get_encoder().get_input_embeddings().weight
+    own = model.get_decoder().get_input_embeddings().weight
+    return shared is own or bool(shared.data_ptr() == own.data_ptr())
+
+
+def _text(read: Tensor, source: Source) -> list[list[int]]:
+    """The ids of each row of a source, without padding."""
+    rows = len(source.states)
+    mask = torch.ones_like(read) if source.mask is None else source.mask[:: rows // len(read)]
+    texts = [ids[kept.bool().to(ids.device)].tolist() for ids, kept in zip(read, mask, strict=True)]
+    return [text for text in texts for _ in range(rows // len(read))]

@@ -1,0 +1,115 @@
+"""Models whose own `generate` calls the common one: once, or for each piece of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import currentframe
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from selfspec.architecture import Adapter
+from selfspec.decode.generation import Generation
+from selfspec.decode.options import check_not_dropped
+from selfspec.decode.output import GenerateOutput
+from selfspec.decode.request import Request, prepared_request
+from selfspec.decode.stats import Stats
+from selfspec.model.registry import has_encoder
+
+# Seeds of pieces differ by multiples of it, so that no neighbouring seeds give two pieces the same noise.
+_APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
+
+
+@dataclass
+class Transcript(GenerateOutput):
+    """What a model's own `generate` makes of the pieces that it has read.
+
+    Attributes:
+        sequences: token ids, `[batch, length]`, as that `generate` returns them: of speech the text alone.
+        lengths: tokens of each row without the padding at its end.
+        segments: of each row, where that `generate` returns them: see its documentation.
+        stats: counts and times of all calls together, those that a fallback repeats among them.
+    """
+
+    segments: list[list[dict[str, Any]]] | None = None
+
+
+def has_own_generate(model: PreTrainedModel) -> bool:
+    """Whether a model with an encoder has a `generate` that means more than the common one."""
+    return has_encoder(model) and type(model).generate is not GenerationMixin.generate
+
+
+def generate_in_pieces(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    begin: Callable[[Request, int | None], Generation],
+    seed: int | None,
+    inputs: Tensor | None,
+    options: Mapping[str, Any],
+) -> GenerateOutput:
+    """Let a model's own `generate` run, with this library's decoding in each of its calls of the common one.
+
+    Args:
+        model: with a `generate` of its own.
+        adapter: where its layers are.
+        begin: begins a call, with its seed.
+        seed: of the first call; those of others follow from it. None: each call draws one.
+        inputs: what the encoder reads; None: it is among the options.
+        options: of the model's `generate`.
+
+    Raises:
+        UnsupportedOptionError: by name, an option that cannot be honoured.
+        ValueError, TypeError: as the model's `generate` raises them.
+    """
+    parts: list[GenerateOutput] = []
+
+    def decode(
+        _model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | Tensor:
+        check_not_dropped(currentframe())
+        request = prepared_request(
+            model,
+            adapter,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor=inputs_tensor,
+            **model_kwargs,
+        )
+        run = begin(request, None if seed is None else _seed(seed, len(parts)))
+        parts.append(run.finish())
+        return parts[-1] if request.whole else parts[-1].sequences
+
+    given = () if inputs is None else (inputs,)
+    return _together(model, type(model).generate(model, *given, **options, custom_generate=decode), parts)
+
+
+def _seed(seed: int, piece: int) -> int:
+    mixed = (seed + piece * _APART) % _SEEDS
+    return mixed - _SEEDS if mixed >= _SEEDS // 2 else mixed
+
+
+def _together(model: PreTrainedModel, result: Any, parts: list[GenerateOutput]) -> GenerateOutput:
+    """Add to what the model's `generate` has returned what is known of its calls of the common one."""
+    if isinstance(result, GenerateOutput):
+        found = result
+    else:
+        found = Transcript(**({"sequences": result} if isinstance(result, Tensor) else dict(result)))
+    config = model.generation_config
+    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    filling = torch.isin(found.sequences, torch.tensor([] if pad is None else pad, device=found.sequences.device))
+    # As many as before the padding at the end.
+    found.lengths = tuple((~filling).flip(1).cumsum(1).gt(0).sum(1).tolist())
+    found.stats = Stats.together([part.stats for part in parts]) if parts else Stats()
+    found.lossless = all(part.lossless for part in parts)
+    return found

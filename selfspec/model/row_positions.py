@@ -1,0 +1,82 @@
+"""Positions for models that count them by the length of the cache: a view that is told where each row of a pass is."""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.architecture import Adapter
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.compat import CACHE_LENGTH_NAMES
+from selfspec.model.view import replaced, view_with_parts
+
+
+class RowPositions:
+    """A view of a model, which is neither changed nor copied, whose passes find each row at its own place in the text.
+
+    Args:
+        model: a causal LM, or a view of one.
+        adapter: where it keeps what embeds positions.
+
+    Attributes:
+        module: the view; called like the model.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+        assert adapter.positions is not None
+        path = ".".join([*adapter.path(model)[:-1], adapter.positions])
+        stock = model.get_submodule(path)
+        # The view refers to what is kept and not to this object, so that nothing here is a reference cycle.
+        self._positions: list[Tensor] = []
+        named = signature(type(stock).forward).parameters
+        embed = _by_ids if isinstance(stock, nn.Embedding) and "position_ids" in named else _by_length
+        self.module = view_with_parts(model, {path: replaced(stock, partial(embed, stock, self._positions))})
+
+    def place(self, cache: SharedCache, width: int, first: int) -> None:
+        """Say where the next pass is; arguments as in `SharedCache.positions`."""
+        self._positions[:] = [cache.positions(width, first)]
+
+
+def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    form = signature(type(module).forward)
+    return {name: value for name, value in form.bind(module, *args, **kwargs).arguments.items() if name != "self"}
+
+
+def _by_ids(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Embed the positions of a pass, `[rows or 1, width, hidden]`."""
+    positions = places[0]
+    embedded: Tensor = module(**{**_given(module, args, kwargs), "position_ids": positions.flatten()})
+    return embedded.reshape(*positions.shape, -1)
+
+
+def _by_length(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Embed the positions of a pass, `[rows, width, hidden]`, where a module counts on from the length of the cache.
+
+    It may leave out padding tokens as it counts. So each token is given to it alone, as a step of plain decoding would.
+    """
+    given = _given(module, args, kwargs)
+    length = next(name for name in CACHE_LENGTH_NAMES if name in signature(type(module).forward).parameters)
+    given.pop("position_ids", None)
+    # Of the tokens some take no more than the shape.
+    tokens = {name: value for name, value in given.items() if isinstance(value, Tensor | tuple)}
+    rows = next(len(value) if isinstance(value, Tensor) else value[0] for value in tokens.values())
+    lines = places[0].expand(rows, -1).tolist()
+    # Rows at one place are embedded together.
+    groups = [[row for row in range(rows) if tuple(lines[row]) == line] for line in dict.fromkeys(map(tuple, lines))]
+
+    def of_token(group: list[int], column: int, place: int) -> Tensor:
+        alone = {
+            name: value[group, column, None] if isinstance(value, Tensor) else torch.Size((len(group), 1))
+            for name, value in tokens.items()
+        }
+        made: Tensor = module(**{**given, **alone, length: place})
+        return made.expand(len(group), 1, -1)
+
+    embedded = [[of_token(group, *at) for at in enumerate(lines[group[0]])] for group in groups]
+    joined = torch.cat([torch.cat(columns, 1) for columns in embedded])
+    return joined[torch.tensor([row for group in groups for row in group]).argsort()]

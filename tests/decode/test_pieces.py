@@ -1,0 +1,133 @@
+"""Whisper through its own `generate`: segments, timestamps and fallbacks are those of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+import selfspec
+from helpers.encoder_decoders import START, encoder_decoder
+from selfspec.decode.pieces import Transcript
+from selfspec.errors import UnsupportedOptionError
+
+FRAMES, MELS, EOS, NO_TIMESTAMPS = 20, 8, 2, 35
+DRAFTS = [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.Recycling()]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    made = encoder_decoder("whisper", torch.float32)
+    made.config.eos_token_id = EOS
+    made.generation_config = GenerationConfig(
+        decoder_start_token_id=START,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        max_length=16,
+        suppress_tokens=[5, 6],
+        begin_suppress_tokens=[7, EOS],
+        no_timestamps_token_id=NO_TIMESTAMPS,
+        prev_sot_token_id=4,
+        is_multilingual=False,
+        return_timestamps=False,
+        alignment_heads=[[1, 0]],
+    )
+    return made
+
+
+def features(rows: int, frames: int = FRAMES) -> Tensor:
+    return torch.randn(rows, MELS, frames, generator=torch.Generator().manual_seed(rows))
+
+
+SHORT: dict[str, Any] = {"input_features": features(3)}
+LONG: dict[str, Any] = {
+    "input_features": features(2, 3 * FRAMES),
+    "attention_mask": torch.tensor([[1] * 3 * FRAMES, [1] * (2 * FRAMES + 7) + [0] * (FRAMES - 7)]),
+    "return_timestamps": True,
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: type(draft).__name__)
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        SHORT,
+        {**SHORT, "return_timestamps": True},
+        LONG,
+        {**LONG, "condition_on_prev_tokens": True},
+        {**LONG, "prompt_ids": torch.tensor([4, 9, 10])},
+        {
+            **LONG,
+            "temperature": 0.0,
+            "logprob_threshold": -2.0,
+            "no_speech_threshold": 0.3,
+            "compression_ratio_threshold": 1.35,
+        },
+    ],
+    ids=["short", "timestamps", "long", "condition", "prompt", "thresholds"],
+)
+def test_text_is_the_models(model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, inputs: Any) -> None:
+    wanted = model.generate(**inputs)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    found = spec.generate(**inputs)
+    assert torch.equal(found.sequences, wanted)
+    assert torch.equal(model.generate(**inputs, custom_generate=spec), wanted)
+    assert found.lossless
+    assert found.stats.new_tokens >= sum(found.lengths) > 0
+
+
+def test_segments_are_the_models(model: PreTrainedModel) -> None:
+    wanted = model.generate(**LONG, return_segments=True)
+    found = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3).generate(**LONG, return_segments=True)
+    assert isinstance(found, Transcript)
+    assert found.segments is not None
+    for ours, theirs in zip(found.segments, wanted["segments"], strict=True):
+        assert [(part["start"], part["end"]) for part in ours] == [(part["start"], part["end"]) for part in theirs]
+        assert [part["tokens"].tolist() for part in ours] == [part["tokens"].tolist() for part in theirs]
+
+
+def test_the_whole_output_has_its_items(model: PreTrainedModel) -> None:
+    options: dict[str, Any] = {**SHORT, "return_dict_in_generate": True, "output_scores": True}
+    wanted = model.generate(**options)
+    found = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3).generate(**options)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert found.scores is not None
+    for ours, theirs in zip(found.scores, wanted.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fallback_draws_by_the_seed(model: PreTrainedModel) -> None:
+    """Every segment fails the threshold, so that each is drawn again, with noise of its own."""
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    options: dict[str, Any] = {**LONG, "temperature": (0.0, 0.8), "logprob_threshold": 10.0}
+    texts = [spec.generate(**options, seed=seed).sequences.tolist() for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_what_needs_attentions_is_refused_by_name(model: PreTrainedModel) -> None:
+    kernel = model.config._attn_implementation
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
+    try:
+        with pytest.raises(UnsupportedOptionError, match="output_attentions"):
+            spec.generate(**SHORT, return_timestamps=True, return_token_timestamps=True)
+    finally:
+        # transformers sets it, and leaves it so.
+        model.config._attn_implementation = kernel
+
+
+def test_a_piece_is_streamed(model: PreTrainedModel) -> None:
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    with pytest.raises(UnsupportedOptionError, match=r"stream.*decoder_input_ids"):
+        spec.stream(features(1))
+    text = model.generate(features(1)[:, :, :FRAMES], max_new_tokens=8)[0].tolist()
+    start = torch.tensor([[START, NO_TIMESTAMPS]])
+    rounds = spec.stream(features(1), decoder_input_ids=start, max_new_tokens=8, begin_suppress_tokens=[7, EOS])
+    streamed = [token for chunk in rounds for token in chunk.tokens]
+    assert len(streamed) == 8
+    assert text[:8] == streamed
+    with pytest.raises(UnsupportedOptionError, match="streamer"):
+        spec.generate(features(1), streamer=Mock())
