@@ -1,8 +1,9 @@
-"""Put a server under load on the loopback: many clients, some that leave, some that ask badly; a kill; a SIGTERM.
+"""Put a server under load: many clients, a fifth of which leave, a tenth of which are hostile; a kill; a SIGTERM.
 
-    python benchmarks/serving_load.py MODEL --prompts humaneval.jsonl --threads 2 --to load.json
+    python benchmarks/serving_load.py MODEL --prompts humaneval.jsonl --threads 1 --to load.json
 
-Every whole answer is compared with `spec.generate` of the same row, greedy and seeded.
+Every whole answer is compared with `spec.generate` of the same row, greedy and seeded. First tokens are
+timed at an idle server, while each hostile request runs there, and under load with and without the hostile ones.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,37 @@ _PATH = "/v1/completions"
 # Letters of a prompt.
 _CONTEXT = 200
 _LENGTHS = (8, 16, 24, 48)
-_BAD: tuple[dict[str, Any] | bytes, ...] = (
-    b"{",
-    b"[" * 5000,
-    {"model": "none", "prompt": "a"},
-    {"model": "m", "prompt": "a", "temperature": "hot"},
-    {"model": "m", "prompt": "a", "surprise": 1},
-    {"model": "m", "prompt": "a " * 5000, "max_tokens": 8},
-)
+_IDLE_CONNECTIONS, _TURNS = 450, 8
+
+
+def _fitting(schema: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"model": "m", "prompt": "a", "max_tokens": 8, "response_format": form}
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+_BAD: dict[str, dict[str, Any] | bytes] = {
+    "no JSON": b"{",
+    "brackets": b"[" * 100_000,
+    "another model": {"model": "none", "prompt": "a"},
+    "no number": {"model": "m", "prompt": "a", "temperature": "hot"},
+    "an unknown field": {"model": "m", "prompt": "a", "surprise": 1},
+    "3.8 MB of text": {"model": "m", "prompt": "word and " * 430_000},
+    "20,000 values": _fitting({"enum": [f"value{index}" for index in range(20_000)]}),
+    "400 levels": _fitting(_deep(400)),
+    "a schema of itself": _fitting({"$ref": "#"}),
+    "a keyword that no grammar holds": _fitting({"type": "array", "uniqueItems": True}),
+    "ids outside the vocabulary": {"model": "m", "prompt": [10**9]},
+}
+"""Requests that are to be refused."""
+# About as much as is compiled at all; it is answered, and keeps a thread busy for seconds.
+_HEAVY = _fitting({"type": "string", "pattern": "([a-z]{1,60}[0-9]{1,60}){1,40}"})
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,9 @@ class Job:
     @property
     def kind(self) -> str:
         """What kind of client sends it."""
-        return "bad" if self.expected is None else "whole" if self.leave_after is None else "leaves"
+        if self.expected is None:
+            return "heavy" if self.body is _HEAVY else "bad"
+        return "whole" if self.leave_after is None else "leaves"
 
 
 def jobs(prompts: Sequence[str], texts: dict[tuple[int, int, int | None], str], count: int) -> list[Job]:
@@ -67,16 +94,20 @@ def jobs(prompts: Sequence[str], texts: dict[tuple[int, int, int | None], str], 
     made = []
     for _ in range(count):
         draw = chance.random()
-        if draw < 0.02:
-            made.append(Job(chance.choice(_BAD)))
+        if draw < 0.1:
+            made.append(Job(chance.choice([*_BAD.values(), _HEAVY])))
             continue
         prompt, length, seed = chance.choice(list(texts))
         body: dict[str, Any] = {"model": "m", "prompt": prompts[prompt], "max_tokens": length}
         body |= {"temperature": 0} if seed is None else {"temperature": 0.8, "seed": seed}
         body["stream"] = chance.random() < 0.5
-        leaves = draw < 0.07
+        leaves = draw < 0.3
         made.append(
-            Job({**body, "stream": True} if leaves else body, texts[prompt, length, seed], 1 if leaves else None)
+            Job(
+                {**body, "stream": True} if leaves else body,
+                texts[prompt, length, seed],
+                chance.randint(1, 4) if leaves else None,
+            )
         )
     return made
 
@@ -114,17 +145,34 @@ class Tally:
     refused_rightly: int = 0
     refused_wrongly: int = 0
     left: int = 0
+    heavy: int = 0
     again: int = 0
     turned_away: int = 0
+    first_tokens: list[float] = field(default_factory=list)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The counts, and when first tokens came."""
+        found = {name: value for name, value in vars(self).items() if name != "first_tokens"}
+        if len(self.first_tokens) > 1:
+            cuts = statistics.quantiles(self.first_tokens, n=20)
+            found["first_token_ms"] = {"median": _ms(cuts[9]), "95th of 100": _ms(cuts[18])}
+        return found
 
     def count(self, job: Job, answer: Answer, stopping: bool = False) -> None:
         """Count one answer; a server that is stopping may turn requests away."""
+        if answer.times and job.kind != "heavy":
+            self.first_tokens.append(answer.times[0] - answer.begun)
         if job.kind == "bad":
+            # The body of a refusal may be cut off by the connection's end while the request is still sent.
             good = 400 <= answer.status < 500 and bool(answer.error)
             self.refused_rightly += good
             self.refused_wrongly += not good
         elif answer.left:
             self.left += 1
+        elif job.kind == "heavy":
+            self.heavy += answer.status == 200
+            self.lost += answer.status != 200
         elif stopping and answer.status in (0, 503):
             self.turned_away += 1
         elif answer.status != 200 or answer.finish_reason is None:
@@ -162,7 +210,7 @@ async def run_all(
 
 
 async def watched(server: ServerProcess, work: Sequence[Job], clients: int, tally: Tally) -> list[int]:
-    """Run the load, and read the server's memory meanwhile."""
+    """Run the load beside connections that say nothing, and read the server's memory meanwhile."""
     sizes: list[int] = []
 
     async def watch() -> None:
@@ -170,10 +218,39 @@ async def watched(server: ServerProcess, work: Sequence[Job], clients: int, tall
             sizes.append(server.resident())
             await asyncio.sleep(0.25)
 
+    idle = [(await asyncio.open_connection("127.0.0.1", server.port))[1] for _ in range(_IDLE_CONNECTIONS)]
     watching = asyncio.create_task(watch())
     await run_all(server.port, work, clients, tally, retry=False)
     watching.cancel()
+    for connection in idle:
+        connection.close()
     return sizes
+
+
+async def first_token(port: int) -> float:
+    """Seconds until the first token of a short answer."""
+    answer = await ask(
+        port, _PATH, {"model": "m", "prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
+    )
+    return answer.times[0] - answer.begun
+
+
+async def beside_each(port: int) -> dict[str, Any]:
+    """First tokens of one client at an idle server, and while each hostile request runs there, in milliseconds."""
+    idle = sorted([await first_token(port) for _ in range(40)][10:])
+    found = {"idle": {"median": _ms(statistics.median(idle)), "most": _ms(idle[-1])}}
+    for name, body in {**_BAD, "a grammar that takes long": _HEAVY}.items():
+        hostile = asyncio.create_task(ask(port, _PATH, body))
+        await asyncio.sleep(0)
+        seconds = [await first_token(port)]
+        while not hostile.done() or len(seconds) < 5:
+            seconds.append(await first_token(port))
+        found[name] = {"median": _ms(statistics.median(seconds)), "most": _ms(max(seconds)), "asked": len(seconds)}
+    return found
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
 
 
 def main() -> None:
@@ -182,7 +259,8 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--draft", default="lookup+int8")
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--keep", default="4MiB", help="bound of the kept caches")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--to", type=Path)
     given = parser.parse_args()
@@ -193,6 +271,7 @@ def main() -> None:
     port = free_port()
     command = [sys.executable, "-m", "selfspec", "serve", given.model, "--name", "m", "--port", str(port)]
     command += ["--draft", given.draft, "--dtype", "float32", "--threads", str(given.threads), "--max-rows", "32"]
+    command += ["--keep", given.keep]
     work = jobs(prompts, texts, given.requests)
     settings = {**vars(given), "model": Path(given.model).name, "prompts": given.prompts.name, "to": None}
     found: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu"))}
@@ -205,19 +284,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
 
-        tally, begun = Tally(), time.perf_counter()
         with serving(command, port, given.threads, log) as server:
-            sizes = asyncio.run(watched(server, work, given.clients, tally))
+            found["beside"] = asyncio.run(beside_each(port))
+            tell("beside")
+            tally, calm, sizes, begun = Tally(), Tally(), list[int](), time.perf_counter()
+            # By turns, since the machine may have other work.
+            for start in range(0, len(work), len(work) // _TURNS):
+                part = work[start : start + len(work) // _TURNS]
+                without = [job for job in part if job.expected is not None]
+                asyncio.run(watched(server, without, given.clients, calm))
+                sizes += asyncio.run(watched(server, part, given.clients, tally))
             time.sleep(0.5)
             metrics = server.metrics()
         half = sizes[len(sizes) // 2 :]
         third, last = half[: len(half) // 2], half[len(half) // 2 :]
+        found["without_hostile"] = calm.told
+        tell("without_hostile")
         found["load"] = {
-            **vars(tally),
+            **tally.told,
             "kinds": dict(Counter(job.kind for job in work)),
             "seconds": round(time.perf_counter() - begun, 1),
             "rows_left": metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"],
             "cache_bytes_left": metrics["selfspec:cache_bytes"],
+            "kept_bytes": metrics["selfspec:kept_cache_bytes"],
+            "prefix_hits": metrics["vllm:prefix_cache_hits_total"],
             "preemptions": metrics["vllm:num_preemptions_total"],
             "memory_mib": {
                 "third quarter": round(sum(third) / len(third) / 2**20, 1),
@@ -248,7 +338,7 @@ async def killed(
 
         async with _beside(serving(command, port, threads, log)):
             await running
-    return vars(tally)
+    return tally.told
 
 
 @asynccontextmanager
@@ -283,7 +373,7 @@ async def terminated(
     begun = int(in_the_middle["vllm:num_requests_running"] + in_the_middle["vllm:num_requests_waiting"])
     lines = [json.loads(line) for line in log.read_bytes()[logged:].splitlines() if line.startswith(b"{")]
     answered = sum(line.get("path") == _PATH and line["status"] == 200 for line in lines)
-    return {**vars(tally), "running_at_the_signal": begun, "answers_in_its_log": answered, "exit_status": status}
+    return {**tally.told, "running_at_the_signal": begun, "answers_in_its_log": answered, "exit_status": status}
 
 
 if __name__ == "__main__":

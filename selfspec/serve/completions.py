@@ -13,12 +13,11 @@ from starlette.responses import JSONResponse, Response
 
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.choice import Choice, Counts, ScoredToken
-from selfspec.serve.echo import prompt_text
 from selfspec.serve.endpoint import Body, ChoicesForm, Work, answer, note_prompts, row_requests, usage
 from selfspec.serve.request_log import request_id
 from selfspec.serve.schemas import CompletionRequest, TextFormat
 from selfspec.serve.served import Served
-from selfspec.serve.token_texts import TokenTexts
+from selfspec.serve.token_texts import TokenTexts, prompt_text
 
 DEFAULT_TOKENS = 16
 

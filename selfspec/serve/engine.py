@@ -14,10 +14,8 @@ from selfspec.api import SelfSpeculative
 from selfspec.arguments import check_callables, check_kind, shown
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
-from selfspec.serve.engine_stats import EngineStats
-from selfspec.serve.events import Event
-from selfspec.serve.read_request import read_row
-from selfspec.serve.row_request import RowRequest
+from selfspec.serve.events import EngineStats, Event
+from selfspec.serve.row_request import RowRequest, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
 from selfspec.values import is_finite

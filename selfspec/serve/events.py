@@ -1,4 +1,4 @@
-"""What the engine reports of a row: what each round committed, and once how it ended."""
+"""What the engine reports: of a row what each round committed, and once how it ended; of itself its counts."""
 
 from __future__ import annotations
 
@@ -44,3 +44,44 @@ class Finished:
 
 
 Event = Committed | Finished
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts of an engine, for metrics, at one moment.
+
+    Attributes:
+        running: rows in the running batch.
+        prefilling: rows whose prompt is being read.
+        waiting: requests that wait for room.
+        cache_bytes: allocated for keys, values and states of rows that run or are read.
+        kept_bytes: of those of rows that have ended.
+        asked_tokens: tokens of texts that were to be read.
+        cached_tokens: those of them that kept caches held.
+        cache_bound: the most that may be.
+        rounds: rounds of the running batch so far.
+        plain_rounds: those of them without a draft.
+        prompt_tokens: tokens of prompts that were read, those read again after a preemption included.
+        committed: tokens committed.
+        drafted: draft tokens that were proposed.
+        accepted: how many of them were committed.
+        preemptions: how often a row gave its cache back and was read again.
+        finished: rows that ended, by `Finished.reason`.
+    """
+
+    running: int
+    prefilling: int
+    waiting: int
+    cache_bytes: int
+    kept_bytes: int
+    asked_tokens: int
+    cached_tokens: int
+    cache_bound: int
+    rounds: int
+    plain_rounds: int
+    prompt_tokens: int
+    committed: int
+    drafted: int
+    accepted: int
+    preemptions: int
+    finished: dict[str, int]

@@ -114,7 +114,8 @@ class Grammars:
         info = xgrammar.TokenizerInfo.from_huggingface(
             self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
-        return xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=256 * 2**20)
+        # In the thread that asks, which gives way to the engine's.
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 * 2**20)
 
 
 def style_of(wanted: CallGrammar, compiler: Any) -> str:

@@ -1,12 +1,21 @@
-"""A request to the engine: a text to continue, how its tokens are chosen, and where it ends."""
+"""A request to the engine: a text to continue, how its tokens are chosen, and where it ends; and its row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import MappingProxyType
+from typing import Any
 
 from transformers import LogitsProcessor
+
+from selfspec.arguments import check_callables, shown
+from selfspec.decode.group import Group
+from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
+from selfspec.decode.row_decoder import RowDecoder
+from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.values import is_finite
 
 
 @dataclass(frozen=True)
@@ -61,3 +70,116 @@ class RowRequest:
     eos: frozenset[int] | None = None
     logprobs: int | None = None
     min_new_tokens: int = 0
+
+
+def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group:
+    """Check a request and make its row.
+
+    Raises:
+        PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
+        UnsupportedOptionError: an option cannot be honoured, by name.
+    """
+    if not isinstance(request, RowRequest):
+        raise UnsupportedOptionError(
+            f"a request is a RowRequest, got {shown(request)}; write RowRequest(input_ids=(1, 2), max_new_tokens=16)"
+        )
+    if not isinstance(request.sampling, SamplingParams):
+        raise UnsupportedOptionError(
+            f"sampling must be a SamplingParams, got {shown(request.sampling)}; write SamplingParams(temperature=0.7)"
+        )
+    _check(request, vocabulary)
+    sampling = request.sampling
+    return decoder.row(
+        tuple(map(int, request.input_ids)), _options(request), sampling.seed, _kind(request), request.logprobs
+    )
+
+
+def _options(request: RowRequest) -> dict[str, Any]:
+    """The keywords of `generate` that mean the same."""
+    sampling = request.sampling
+    options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "max_length": None}
+    greedy = sampling.temperature is not None and sampling.temperature == 0
+    given = {
+        "temperature": None if greedy else sampling.temperature,
+        "top_k": None if greedy else sampling.top_k,
+        "top_p": None if greedy else sampling.top_p,
+        "min_p": None if greedy else sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    options |= {name: value for name, value in given.items() if value is not None}
+    if sampling.temperature is not None:
+        options["do_sample"] = not greedy
+    if isinstance(options.get("temperature"), Integral):
+        options["temperature"] = float(options["temperature"])
+    if request.min_new_tokens:
+        options["min_new_tokens"] = request.min_new_tokens
+    if request.eos is not None:
+        options["eos_token_id"] = sorted(request.eos) or None
+    processors: list[LogitsProcessor] = []
+    if sampling.logit_bias:
+        processors.append(LogitBias(sampling.logit_bias))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        penalty = OccurrencePenalty(len(request.input_ids), sampling.presence_penalty, sampling.frequency_penalty)
+        processors.append(penalty)
+    processors += sampling.processors
+    if processors:
+        options["logits_processor"] = processors
+    return options
+
+
+def _kind(request: RowRequest) -> tuple[object, ...]:
+    """Equal for requests whose processors are alike."""
+    sampling = request.sampling
+    filters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+    # What keeps an end away knows the length of its prompt.
+    least = (len(request.input_ids), request.min_new_tokens, request.eos) if request.min_new_tokens else ()
+    return (*filters, *least, tuple(sorted(sampling.logit_bias.items())), tuple(map(id, sampling.processors)))
+
+
+def _check(request: RowRequest, vocabulary: int) -> None:
+    """Refuse what `generate` would not be shown."""
+    if not isinstance(request.input_ids, tuple) or not all(_is_whole(token) for token in request.input_ids):
+        raise PromptError(f"input_ids must be a tuple of token ids, got {shown(request.input_ids)}")
+    if not all(_is_word(token) for token in request.input_ids):
+        raise PromptError(f"input_ids hold a number of more than 64 bits: {shown(request.input_ids)}")
+    if not _is_whole(request.max_new_tokens) or request.max_new_tokens < 1:
+        raise UnsupportedOptionError(
+            f"max_new_tokens must be an integer of at least 1, got {shown(request.max_new_tokens)}"
+        )
+    least = request.min_new_tokens
+    if not _is_whole(least) or not 0 <= least <= request.max_new_tokens:
+        raise UnsupportedOptionError(f"min_new_tokens must be an integer in 0..max_new_tokens, got {shown(least)}")
+    eos = request.eos
+    if eos is not None and not (
+        isinstance(eos, frozenset) and all(_is_whole(token) and 0 <= token < vocabulary for token in eos)
+    ):
+        raise UnsupportedOptionError(f"eos must be a frozenset of token ids below {vocabulary}, got {shown(eos)}")
+    logprobs = request.logprobs
+    if logprobs is not None and not (_is_whole(logprobs) and 0 <= logprobs <= vocabulary):
+        raise UnsupportedOptionError(f"logprobs must be an integer in 0..{vocabulary}, got {shown(logprobs)}")
+    sampling = request.sampling
+    if sampling.seed is not None and not _is_word(sampling.seed):
+        raise UnsupportedOptionError(f"seed={shown(sampling.seed)} is no integer of 64 bits; pass e.g. seed=0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not is_finite(getattr(sampling, name)):
+            raise UnsupportedOptionError(f"{name} must be a finite number, got {shown(getattr(sampling, name))}")
+    bias = sampling.logit_bias
+    if not isinstance(bias, Mapping) or not all(
+        _is_whole(token) and 0 <= token < vocabulary and is_finite(value) for token, value in bias.items()
+    ):
+        raise UnsupportedOptionError(
+            f"logit_bias must map token ids below {vocabulary} to finite numbers, got {shown(bias)}"
+        )
+    if sampling.temperature is not None and not (is_finite(sampling.temperature) and sampling.temperature >= 0):
+        raise UnsupportedOptionError(
+            f"temperature must be a finite number of at least 0, got {shown(sampling.temperature)}; 0 is greedy"
+        )
+    check_callables("processors", sampling.processors)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_word(value: Any) -> bool:
+    return _is_whole(value) and -(2**63) <= value < 2**63

@@ -15,8 +15,7 @@ from selfspec.decode.prefill import Prefill
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import CacheBudget, Storage
-from selfspec.serve.engine_stats import EngineStats
-from selfspec.serve.events import Committed, Event, Finished, Reason
+from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason
 from selfspec.serve.prefix_cache import FEWEST, PrefixCache
 from selfspec.serve.ticket import Ticket
 

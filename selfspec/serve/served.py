@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +19,10 @@ from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
-from selfspec.serve.echo import prompt_logprobs
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.metrics import Metrics
-from selfspec.serve.token_texts import TokenTexts
+from selfspec.serve.token_texts import TokenTexts, prompt_logprobs
 
 _Found = TypeVar("_Found")
 
@@ -73,7 +75,7 @@ class Served:
         # Whoever brings much to read or to compile keeps nobody waiting but those who bring much, too. Tokenizers in
         # Python are not made for several threads.
         self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
-        self._compilers = {fast: ThreadPoolExecutor(1 + fast, "selfspec-grammars") for fast in (True, False)}
+        self._compilers = {fast: ThreadPoolExecutor(1 + fast, "selfspec-grammars", _give_way) for fast in (True, False)}
         self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
@@ -145,3 +147,9 @@ class Served:
         """End the threads that read."""
         for threads in (self._readers, *self._compilers.values(), self._submitter, self._scorer):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_way() -> None:
+    """Let other threads have the processors first, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

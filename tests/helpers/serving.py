@@ -19,8 +19,7 @@ from selfspec.decode.group import Group
 from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished
-from selfspec.serve.read_request import read_row
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.shrunken import shrunken
-from selfspec.serve.echo import prompt_logprobs
+from selfspec.serve.token_texts import prompt_logprobs
 
 
 def _longrope() -> PreTrainedModel:

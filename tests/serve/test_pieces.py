@@ -13,10 +13,9 @@ from helpers.tokenizers import KINDS
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.echo import prompt_text
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings
-from selfspec.serve.token_texts import TokenTexts
+from selfspec.serve.token_texts import TokenTexts, prompt_text
 
 LETTERS = st.text("ab", max_size=30)
 

@@ -14,8 +14,7 @@ from helpers.serving import Asked, Seen, Stepped, alone, small
 from selfspec.decode.row_decoder import CacheSizes
 from selfspec.serve.cache_budget import CacheBudget, Storage
 from selfspec.serve.events import Committed
-from selfspec.serve.read_request import read_row
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import kept_rows
 
 GREEDY = SamplingParams(temperature=0.0)
