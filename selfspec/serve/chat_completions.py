@@ -166,7 +166,9 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
         raise ApiError(400, "messages: the template of this model reads no name; say it in the content", "messages")
     try:
         messages = [_plain(message) for message in request.messages]
-        return tuple(template.prompt(messages, tools, variables, bool(request.continue_final_message)))
+        goes_on = bool(request.continue_final_message)
+        begins = not goes_on if request.add_generation_prompt is None else request.add_generation_prompt
+        return tuple(template.prompt(messages, tools, variables, goes_on, begins))
     except PromptError as error:
         raise api_error(error, "messages") from error
 

@@ -61,6 +61,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
         goes_on: bool = False,
+        begins: bool = True,
     ) -> list[int]:
         """Write the tokens of a conversation, up to where the model's answer begins.
 
@@ -70,6 +71,7 @@ class ChatTemplate:
                 describes them; where it writes no calls and results, they are written as text.
             variables: of the template, by name.
             goes_on: whether the answer continues the last message, in place of one that follows.
+            begins: whether an answer's beginning is written behind the messages.
 
         Raises:
             PromptError: the template refuses these messages.
@@ -78,7 +80,9 @@ class ChatTemplate:
         if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) or tools:
             messages = self._with_tools([dict(message) for message in messages], tools)
             tools = tools if self.reads_tools else ()
-        return [int(token) for token in self._written(messages, tools, variables, not goes_on, True, goes_on)]
+        return [
+            int(token) for token in self._written(messages, tools, variables, begins and not goes_on, True, goes_on)
+        ]
 
     @cached_property
     def variables(self) -> frozenset[str]:

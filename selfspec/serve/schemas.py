@@ -280,6 +280,7 @@ class ChatCompletionRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     # They change nothing here.
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -302,6 +303,8 @@ class ChatCompletionRequest(GenerationFields):
             raise ValueError("tool_choice is 'required' and there are no tools; give some, or drop it")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message needs a last message of the role assistant")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt begins an answer of its own; drop continue_final_message, or this")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self

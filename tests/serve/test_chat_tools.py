@@ -168,6 +168,15 @@ def test_calls_and_results_are_fed_back(bare: Running) -> None:
         ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "it reads kind"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "reads none"),
         ({"continue_final_message": True}, "continue_final_message", "assistant"),
+        (
+            {
+                "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "add_generation_prompt",
+            "drop",
+        ),
         ({"min_tokens": 600}, "min_tokens", "room"),
         (
             {"tools": [WEATHER], "response_format": {"type": "regex", "pattern": "a"}},
@@ -198,7 +207,9 @@ def test_variables_of_the_template(bare: Running) -> None:
 
 def test_an_answer_that_goes_on(bare: Running) -> None:
     messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "Once upon a"}]
-    found = bare.chat(messages=messages, continue_final_message=True, temperature=0, max_tokens=6)
+    # As vLLM's clients must say it.
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    found = bare.chat(messages=messages, **asked, temperature=0, max_tokens=6)
     whole = bare.complete(prompt="user: Tell me.\nassistant: Once upon a", temperature=0, max_tokens=6)
     assert found.body["choices"][0]["message"]["content"] == whole.body["choices"][0]["text"]
 
