@@ -150,7 +150,6 @@ _FEATURES: dict[str, Callable[[Server], bool]] = {
     "`echo` with `logprobs`": lambda s: (
         s.complete(echo=True, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"][0] is None
     ),
-    "`min_tokens`": lambda s: s.chat(min_tokens=24)["usage"]["completion_tokens"] == 24,
     "`response_format` with a schema": _fits,
     "a keyword that grammars do not hold": _unique,
     "tools told to a model whose template reads none": _told,
