@@ -22,7 +22,7 @@ from selfspec.files.writing import write_json
 
 _SECONDS = 120
 _HELLO = [{"role": "user", "content": "Say hello."}]
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -82,8 +82,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(server: Server) -> bool:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
-    schema["additionalProperties"] = False
+    schema = {**_TOOL["function"]["parameters"], "additionalProperties": False}
     found = json.loads(server.said(response_format=_schema(schema), max_tokens=60))
     return bool(found.get("city") in ("Bern", "Rome"))
 
