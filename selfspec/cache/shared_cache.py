@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -424,14 +425,14 @@ class SharedCache(Cache):
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
         laid_out = laid_out and self._kept == "exact" and self._cursors.shifted_alike
-        if not laid_out or any(layer.keys is None for layer in self._slotted):
+        if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
         return Slots(
             slots,
             self._cursors.position_ids(self._positions(slots, block)),
             torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
-            tuple(buffer for layer in self._slotted for buffer in layer.grown()),
+            tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
         )
 

@@ -37,6 +37,7 @@ class SharedLayer(CacheLayerMixin):
         self._cursors = cursors
         self._stored: tuple[Tensor, ...] | None = None
         self._shown: tuple[Tensor, ...] = ()
+        self._capacity = 0
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +57,7 @@ class SharedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _store(self, parts: Sequence[Tensor]) -> None:
-        self._stored = tuple(parts)
+        self._stored, self._capacity = tuple(parts), parts[0].shape[2]
         self.show()
 
     def show(self) -> None:
@@ -81,7 +82,7 @@ class SharedLayer(CacheLayerMixin):
 
     def grown(self) -> tuple[Tensor, ...]:
         """All slots, of keys and of values, as many as there are to be."""
-        if self.keys.shape[2] < self._cursors.capacity:
+        if self._capacity < self._cursors.capacity:
             self.hold()
         return self._shown
 

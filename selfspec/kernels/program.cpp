@@ -29,7 +29,7 @@ namespace {
 enum class Kind : int64_t { kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed };
 enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns };
 
-// What every call gives before the addresses of its other tensors.
+// What the table has before the addresses of the tensors of a call.
 enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kFirstTensor };
 
 constexpr int64_t kChunk = 256;
@@ -382,11 +382,44 @@ void run(const int64_t* first, const std::vector<int64_t>& table, Barrier& barri
   }
 }
 
-// `program` as above; `given` the numbers and addresses of this call; by at most so many threads.
-void run_program(const at::Tensor& program, at::IntArrayRef given, int64_t threads) {
+// What a call gives, as addresses; it keeps copies of tensors that do not lie in a row.
+struct Call {
+  std::vector<int64_t> table;
+  std::vector<at::Tensor> copies;
+
+  // `places` of tensors, or -1: the first and the last buffer, slots, start, depths, sees.
+  Call(const at::Tensor& memory, at::TensorList tensors, at::IntArrayRef places) : table(kFirstTensor) {
+    for (const auto& each : tensors) {
+      const auto& held = each.is_contiguous() ? each : copies.emplace_back(each.contiguous());
+      table.push_back(reinterpret_cast<int64_t>(held.const_data_ptr()));
+    }
+    const auto address = [&](int64_t place) { return place < 0 ? 0 : table[kFirstTensor + place]; };
+    table[kMemory] = (reinterpret_cast<int64_t>(memory.const_data_ptr()) + 63) & ~int64_t(63);
+    table[kCapacity] = tensors[places[0]].size(2);
+    table[kSlots] = address(places[2]);
+    table[kStart] = address(places[3]);
+    table[kDepths] = address(places[4]);
+    table[kSees] = address(places[5]);
+    table[kNodes] = places[4] < 0 ? 0 : tensors[places[4]].size(0);
+  }
+};
+
+// Whether all buffers can be written where they are, and have as many slots.
+bool fits(at::TensorList tensors, at::IntArrayRef places) {
+  const int64_t capacity = tensors[places[0]].size(2);
+  for (int64_t place = places[0]; place <= places[1]; ++place) {
+    if (!tensors[place].is_contiguous() || tensors[place].size(2) != capacity) return false;
+  }
+  return true;
+}
+
+// `program` as above, over the tensors of this call; by at most so many threads. Returns whether it ran: see `fits`.
+bool run_program(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors, at::IntArrayRef places,
+                 int64_t threads) {
+  if (!fits(tensors, places)) return false;
+  Call call(memory, tensors, places);
   const auto* words = program.const_data_ptr<int64_t>();
-  std::vector<int64_t> table(given.begin(), given.end());
-  table.insert(table.end(), words + 1, words + 1 + words[0]);
+  call.table.insert(call.table.end(), words + 1, words + 1 + words[0]);
   const int64_t* first = words + 1 + words[0];
   const int wanted = at::in_parallel_region() ? 1 : static_cast<int>(threads);
   std::optional<Barrier> barrier;
@@ -396,14 +429,15 @@ void run_program(const at::Tensor& program, at::IntArrayRef given, int64_t threa
 #pragma omp single
     barrier.emplace(omp_get_num_threads());
     Worker worker{{omp_get_thread_num(), omp_get_num_threads()}, {}, {}};
-    run(first, table, *barrier, worker);
+    run(first, call.table, *barrier, worker);
   }
+  return true;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(selfspec, m) {
-  m.def("run_program(Tensor program, int[] given, int threads) -> ()");
+  m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");
 }
 

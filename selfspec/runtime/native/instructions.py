@@ -53,18 +53,8 @@ class Function(IntEnum):
     GELU_BY_TANH_TIMES = 19
 
 
-class Given(IntEnum):
-    """What every call gives before the addresses of its tensors."""
-
-    MEMORY = 0
-    CAPACITY = 1
-    SLOTS = 2
-    START = 3
-    DEPTHS = 4
-    SEES = 5
-    NODES = 6
-    FIRST_TENSOR = 7
-
+MEMORY, FIRST_TENSOR = 0, 7
+"""Places of a call's memory and of its first tensor in the table of addresses."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
 """Numbers of dtypes in `program.cpp`; a weight in bytes has 4 bits."""
@@ -143,17 +133,17 @@ def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arg
     """
     constants: dict[int, int] = {}
     words: list[int] = []
-    first = Given.FIRST_TENSOR + arguments
+    first = FIRST_TENSOR + arguments
 
     def address(place: Place) -> tuple[int, int]:
         storage = place.storage
         if place is NOWHERE:
             return -1, 0
         if storage.argument is not None:
-            return Given.FIRST_TENSOR + storage.argument, place.offset
+            return FIRST_TENSOR + storage.argument, place.offset
         if storage.constant is not None:
             return first + constants.setdefault(storage.constant.data_ptr(), len(constants)), place.offset
-        return Given.MEMORY, offsets[id(storage)] + place.offset
+        return MEMORY, offsets[id(storage)] + place.offset
 
     for operation in operations:
         if operation is None:

@@ -12,7 +12,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.runtime.few_rows import most_native_rows
 from selfspec.runtime.native.capture import captured, with_recorded_attention
-from selfspec.runtime.native.instructions import Given, encoded
+from selfspec.runtime.native.instructions import encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.native.memory import planned, with_waits
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
@@ -85,9 +85,9 @@ class _Program:
 
     def __init__(self, pass_: Lowered, example: PassTensors) -> None:
         flat = example.flat()
-        self._places = {id(tensor): place for place, tensor in enumerate(flat)}
-        slots = example.slots
-        self._buffers = range(len(flat) - len(slots.buffers), len(flat))
+        slots, place = example.slots, {id(tensor): place for place, tensor in enumerate(flat)}
+        block = (-1, -1, -1) if slots.block is None else [place[id(each)] for each in slots.block.tensors]
+        self._places = [len(flat) - len(slots.buffers), len(flat) - 1, place[id(slots.slot_mapping)], *block]
         operations = with_waits(pass_.operations)
         offsets, self._bytes = planned(operations)
         self._shapes = pass_.shapes
@@ -95,38 +95,21 @@ class _Program:
         self._weights = _constants(pass_)
         read = sum(weight.nbytes for weight in self._weights)
         self._bytes_between_waits = read / (1 + operations.count(None))
-        self._slot_mapping = self._places[id(slots.slot_mapping)]
-        self._block = None if slots.block is None else [self._places[id(each)] for each in slots.block.tensors]
         self._dtype = slots.buffers[0].dtype
         self._memories: list[Tensor] = []
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        buffers = [tensors[place] for place in self._buffers]
-        capacity = buffers[0].shape[2]
-        if any(not each.is_contiguous() or each.shape[2] != capacity for each in buffers):
-            raise OtherSizesError
         results = tuple(torch.empty(shape, dtype=torch.float32) for shape in self._shapes)
-        held = [each if each.is_contiguous() else each.contiguous() for each in tensors]
         # Several threads may run it at once.
         try:
             memory = self._memories.pop()
         except IndexError:
             memory = torch.empty(self._bytes + 2 * _LINE, dtype=torch.uint8)
-        start, depths, sees = (0, 0, 0) if self._block is None else (held[place].data_ptr() for place in self._block)
-        nodes = 0 if self._block is None else held[self._block[1]].shape[0]
-        given = {
-            Given.MEMORY: -(-memory.data_ptr() // _LINE) * _LINE,
-            Given.CAPACITY: capacity,
-            Given.SLOTS: held[self._slot_mapping].data_ptr(),
-            Given.START: start,
-            Given.DEPTHS: depths,
-            Given.SEES: sees,
-            Given.NODES: nodes,
-        }
-        addresses = [each.data_ptr() for each in (*held, *results)]
         threads = torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
-        torch.ops.selfspec.run_program(self._words, [*given.values(), *addresses], threads)
+        ran = torch.ops.selfspec.run_program(self._words, memory, [*tensors, *results], self._places, threads)
         self._memories.append(memory)
+        if not ran:
+            raise OtherSizesError
         return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
 
 
