@@ -8,11 +8,9 @@ a clock says of earlier rounds knows nothing of the verdict on the next draft.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from statistics import median
-
-from torch import Tensor
 
 from selfspec.control.controller import Controller, Evidence
 from selfspec.draft.draft import Budget, Draft
@@ -198,8 +196,8 @@ class ControllerByLoad(Controller):
     def look_up_length(self, share: float) -> int:
         return self._inner.look_up_length(share)
 
-    def goes_on(self, scores: Tensor) -> bool:
-        return self._inner.goes_on(scores)
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        return self._inner.goes_on(confidences)
 
     def keeps_lockstep(self) -> bool:
         return False

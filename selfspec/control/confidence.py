@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-
-from torch import Tensor
 
 from selfspec.control.controller import Control, Controller, check_length
 from selfspec.control.costs import CostsByRows
@@ -46,13 +44,6 @@ class ConfidentController(Controller):
         self._unfinished = unfinished
         return super().budget(remaining, unfinished)
 
-    def goes_on(self, scores: Tensor) -> bool:
-        confidences = zip(confidences_of(scores), self._unfinished, strict=True)
-        return any(unfinished and confidence >= self._threshold for confidence, unfinished in confidences)
-
-
-def confidences_of(scores: Tensor) -> list[float]:
-    """The largest probability of each row, `[rows]`; 0 where there is none. Waits for the device."""
-    largest = scores[:, 0].softmax(-1).amax(-1)
-    confidences: list[float] = largest.nan_to_num(0.0).tolist()
-    return confidences
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        found = zip(confidences(), self._unfinished, strict=True)
+        return any(unfinished and confidence >= self._threshold for confidence, unfinished in found)

@@ -8,10 +8,8 @@ output stays exact, and a seed gives the same tokens again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from selfspec.arguments import shown
 from selfspec.control.costs import Costs, CostsByRows
@@ -88,7 +86,7 @@ class Controller(DraftController):
     def look_up_length(self, share: float) -> int:
         return self.most.depth
 
-    def goes_on(self, scores: Tensor) -> bool:
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         return True
 
     def keeps_lockstep(self) -> bool:

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch import Tensor
-
 from selfspec.arguments import check_kind
 from selfspec.control.acceptance_model import AcceptanceModel, drawn_to_fair
-from selfspec.control.confidence import confidences_of
 from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
 from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
 from selfspec.control.forecast import Prospects
@@ -136,14 +133,14 @@ class CostAwareController(Controller):
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
 
-    def goes_on(self, scores: Tensor) -> bool:
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         if self._branches:
             return True
-        confidences = confidences_of(scores)
-        self._confidences.append(confidences)
+        found = confidences()
+        self._confidences.append(found)
         self._reached = [
             reached * self._acceptance.chance(confidence)
-            for reached, confidence in zip(self._reached, confidences, strict=True)
+            for reached, confidence in zip(self._reached, found, strict=True)
         ]
         standing = [reached for reached, unfinished in zip(self._reached, self._unfinished, strict=True) if unfinished]
         promised = self._acceptance.mean * sum(standing) / len(standing)

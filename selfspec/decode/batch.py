@@ -22,6 +22,7 @@ from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.features import Features, Point
+from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
@@ -201,6 +202,14 @@ class Batch:
         q = proper(self.sampling.probabilities(scores))
         decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
+
+    def draws(self, steps: int) -> Draws | None:
+        """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
+        choice = self.sampling.choice
+        if choice is None or self.last_tokens.device.type != "cpu":
+            return None
+        numbers = self.noise.numbers(Purpose.DRAFT, 0, steps, self.runner.vocabulary)
+        return Draws(choice, torch.stack(numbers))
 
     def begin(self, drafter: Drafter) -> Proposer:
         """Let a drafter begin to draft for the rows, before their first pass, and return its proposer."""

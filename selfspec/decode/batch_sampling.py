@@ -44,6 +44,7 @@ class BatchSampling:
         mends: whether processors of all rows put numbers in the place of logits that are not finite.
         in_order: whether some processor has memory, see `Sampling.in_order`.
         reads_prefixes: whether some processor looks at more than the scores of a place.
+        choice: how tokens of all rows are drawn where the last logits say all; None: they do not, or rows differ.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -54,6 +55,8 @@ class BatchSampling:
         self.mends = all(each.mends for each in samplings)
         self.in_order = any(each.in_order for each in samplings)
         self.reads_prefixes = any(each.reads_prefixes for each in samplings)
+        choices = {each.choice for each in samplings}
+        self.choice = choices.pop() if len(choices) == 1 else None
         ends = list(accumulate(len(group.running) for group in groups))
         self._rows = [list(range(end - len(group.running), end)) for group, end in zip(groups, ends, strict=True)]
         self._mending = self._rows_of(lambda group: group.sampling.mends)

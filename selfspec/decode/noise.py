@@ -101,6 +101,11 @@ class Noise:
             self._numbers = self._ahead.pop().unbind()
         return self._numbers[purpose].narrow(1, first, count)
 
+    def numbers(self, purpose: Purpose, first: int, count: int, vocabulary: int) -> list[Tensor]:
+        """What tokens are drawn by on a CPU: of a large vocabulary two numbers each. Arguments as in `uniform`."""
+        each = (purpose,) if vocabulary <= _LARGE else (purpose, purpose + len(Purpose))
+        return [self.uniform(number, first, count) for number in each]
+
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
         """One token from each of the given distributions. Nothing waits for the device.
 
@@ -115,11 +120,9 @@ class Noise:
         count, vocab = weights.shape[1:]
         # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums
         # in turn would be the slow part, and not reproducible.
-        if self._on_host and vocab <= _LARGE:
-            return drawn_by_inversion(weights, self.uniform(purpose, first, count))
         if self._on_host:
-            second = self.uniform(purpose + len(Purpose), first, count)
-            return drawn_by_blocks(weights, self.uniform(purpose, first, count), second)
+            drawn = drawn_by_inversion if vocab <= _LARGE else drawn_by_blocks
+            return drawn(weights, *self.numbers(purpose, first, count, vocab))
         return drawn_by_race(weights, self._bits(np.array(0), np.array(purpose), np.arange(first, first + count)))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Each place is processed as plain decoding would process it there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from selfspec.arguments import check_scores
 from selfspec.decode.occurrences import LogitBias
 from selfspec.decode.sequences import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
+from selfspec.runtime.chain import Choice
 
 
 class Processing(Protocol):
@@ -62,6 +64,20 @@ class Warping:
         for warper in self.processors:
             flat = warper(no_prefix, flat)
         return flat.reshape(scores.shape)
+
+    @property
+    def choice(self) -> Choice | None:
+        """Temperature, top-k and top-p where nothing else changes the scores; None: something does."""
+        known: Iterator[tuple[type, str]] = iter(_OF_CHOICE.items())
+        values: dict[str, Any] = {"temperature": 1.0}
+        for warper in self.processors:
+            name = next((name for kind, name in known if type(warper) is kind), None)
+            plain = getattr(warper, "filter_value", -torch.inf) == -torch.inf
+            if name is None or not plain or getattr(warper, "min_tokens_to_keep", 1) != 1:
+                return None
+            values[name] = getattr(warper, name)
+        # Top-p by itself puts all tokens in order.
+        return None if "top_p" in values and "top_k" not in values else Choice(**values)
 
 
 @dataclass(frozen=True)
@@ -197,6 +213,12 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
     return found.to(scores.device)
 
 
+# What is known of a warper by itself, in the order in which `transformers` has them.
+_OF_CHOICE = {
+    generation.TemperatureLogitsWarper: "temperature",
+    generation.TopKLogitsWarper: "top_k",
+    generation.TopPLogitsWarper: "top_p",
+}
 # Those that depend on the scores alone. Exact classes: a subclass may do anything.
 _WARPERS = frozenset(
     {

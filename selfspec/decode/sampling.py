@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
 
 from selfspec.decode.processors import Processing, SequentialProcessing, Warping
+from selfspec.runtime.chain import Choice
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class Sampling:
     def decided(self) -> bool:
         """Whether there is one possible token everywhere, so that nothing is drawn."""
         return self.greedy or self.couples
+
+    @property
+    def choice(self) -> Choice | None:
+        """How tokens are drawn where the last logits and a `Choice` say all of it; None: there is more to it."""
+        if self.couples or not isinstance(self.processing, Warping):
+            return None
+        if self.greedy:
+            return None if self.processing.processors else Choice(0.0)
+        return self.processing.choice
 
     @property
     def mends(self) -> bool:

@@ -14,7 +14,7 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit
 from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import grow
+from selfspec.draft.tree_growth import follow, grow
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
@@ -90,6 +90,12 @@ class LayerPathProposer(GrowingProposer):
                 states.append(step.states)
             return step.logits
 
-        draft = grow(rows, self.tree(rows, budget), read)
-        start = self._path.resume_point
+        tree, start = self.tree(rows, budget), self._path.resume_point
+        draws = rows.draws(tree.depth) if tree.is_chain and start is None and self._head is None else None
+        if draws is not None:
+            rows.open_block(tree)
+            chain = rows.runner.chain(self._path, rows.last_tokens, draws)
+            if chain is not None:
+                return follow(rows, chain, tree.depth)
+        draft = grow(rows, tree, read)
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +13,7 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 from selfspec.model.features import Features
+from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
@@ -67,10 +68,11 @@ class DraftController(Protocol):
     def look_up_length(self, share: float) -> int:
         """Return the most tokens worth looking up where this share of the slowest rows has a match; 0: none."""
 
-    def goes_on(self, scores: Tensor) -> bool:
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         """Whether to draft another token after the last one, which is kept in any case.
 
-        That one was drawn from the softmax of `scores`, `[rows, 1, vocab]`, and is the first of its level in a tree.
+        That one is the first of its level in a tree. `confidences` gives the largest probability of each row where it
+        was drawn, 0 where there was no distribution; it waits for the device, so it is called only if that matters.
         Dropping a token because of its score would bias the output; ending the draft after it does not.
         """
 
@@ -183,6 +185,10 @@ class RowsView(Protocol):
         `node` is the number of the first of these nodes, -1 for the last committed token; `place` of the first draw,
         the number of tokens that were drawn for this draft before.
         """
+        ...
+
+    def draws(self, steps: int) -> Draws | None:
+        """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
         ...
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 from selfspec.draft.rows_view import RowsView
+from selfspec.runtime.chain import Chain
 
 Read = Callable[[Tensor, int], Tensor]
 """A draft step over consecutive nodes: tokens `[rows, nodes]` and the first one's number to `[rows, nodes, vocab]`."""
@@ -43,12 +44,23 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
             if drawn.q is not None:
                 probs.append(drawn.q)
         steps += 1
-        if steps < len(growth.levels) and not rows.controller.goes_on(scores[:, :1]):
+        if steps < len(growth.levels) and not rows.controller.goes_on(partial(confidences_of, scores)):
             tree = upper_levels(tree, steps)
             growth = growth_of(tree, rows.last_tokens.device)
             break
     drawn_from = _picked([torch.cat(probs, 1)], growth.draws) if probs else None
     return Draft(_picked([torch.cat(tokens, 1)], growth.draws), tree, drawn_from, steps=steps)
+
+
+def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
+    """Draft by a chain of at most so many steps, until the controller ends the draft."""
+    tokens: list[Tensor] = []
+    for step in chain.steps:
+        tokens.append(step.token)
+        if len(tokens) == most or not rows.controller.goes_on(partial(list, step.confidences)):
+            break
+    probs = None if chain.probs is None else chain.probs[:, : len(tokens)]
+    return Draft.chain(torch.cat(tokens, 1), probs, steps=len(tokens))
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,13 @@ def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Lev
     drawn = torch.cat(list(tokens), 1)
     each = zip(logits.split(1, 1), level.paths, strict=True)
     return torch.cat([rows.draft_scores(logits, [drawn[:, path]]) for logits, path in each], 1)
+
+
+def confidences_of(scores: Tensor) -> list[float]:
+    """The largest probability of each row's first place, `[rows]`; 0 where there is none. Waits for the device."""
+    largest = scores[:, 0].softmax(-1).amax(-1)
+    confidences: list[float] = largest.nan_to_num(0.0).tolist()
+    return confidences
 
 
 def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:

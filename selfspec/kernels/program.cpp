@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draws.h"
 #include "eight_bits.h"
 #include "four_bits.h"
 #include "functions.h"
@@ -434,11 +435,48 @@ bool run_program(const at::Tensor& program, const at::Tensor& memory, at::Tensor
   return true;
 }
 
+// A pass over the last token of each row, and the choice of the next one, which takes its place: tokens, slots and
+// positions are the first tensors, logits the last. `q`, `[rows, steps, vocab]`, keeps what this step drew from. Returns
+// each row's confidence in its token; nothing if the program did not run. `uniform` is `[1 or 2, rows, steps]`.
+std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors,
+                               at::IntArrayRef places, int64_t threads, double temperature, int64_t top_k,
+                               double top_p, const at::Tensor& uniform, const std::optional<at::Tensor>& q,
+                               int64_t step) {
+  if (!run_program(program, memory, tensors, places, threads)) return {};
+  const at::Tensor& logits = tensors[tensors.size() - 1];
+  const int64_t rows = logits.size(0), vocabulary = logits.size(-1);
+  auto* tokens = tensors[0].mutable_data_ptr<int64_t>();
+  const auto* numbers = uniform.const_data_ptr<double>();
+  const int64_t steps = uniform.size(2);
+  std::vector<double> confidences(rows);
+  Drawing drawing;
+  for (int64_t row = 0; row < rows; ++row) {
+    float* of_row = q ? q->mutable_data_ptr<float>() + (row * q->size(1) + step) * vocabulary : nullptr;
+    const double* number = numbers + row * steps + step;
+    const Chosen chosen =
+        drawing.run(logits.const_data_ptr<float>() + row * vocabulary, vocabulary, {temperature, top_k, top_p}, *number,
+                    uniform.size(0) > 1 ? number + rows * steps : nullptr, of_row);
+    tokens[row] = chosen.token;
+    confidences[row] = chosen.confidence;
+  }
+  for (int place = 1; place <= 2; ++place) {
+    auto* next = tensors[place].mutable_data_ptr<int64_t>();
+    for (int64_t i = 0; i < tensors[place].numel(); ++i) ++next[i];
+  }
+  return confidences;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(selfspec, m) {
+  m.def(
+      "draft_step(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads, float temperature, "
+      "int top_k, float top_p, Tensor uniform, Tensor? q, int step) -> float[]");
   m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(selfspec, CPU, m) { m.impl("run_program", run_program); }
+TORCH_LIBRARY_IMPL(selfspec, CPU, m) {
+  m.impl("run_program", run_program);
+  m.impl("draft_step", draft_step);
+}

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
+from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
@@ -30,6 +31,11 @@ class _Program:
     has_logits: bool
     leaves: tuple[str, ...] | None
     points: tuple[Point, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it gives logits alone."""
+        return self.has_logits and self.leaves is None and not self.points
 
     def run(self, tensors: PassTensors, width: int) -> PassResult:
         outputs = iter(self.function(tensors.flat()))
@@ -202,6 +208,18 @@ class BoundPrograms:
             return self._try(kind, candidate, tensors, width, stock, function)
         finally:
             candidate.making.release()
+
+    def chain(self, kind: PassKind, first: PassTensors, draws: Draws) -> Chain | None:
+        """Take draft steps in one go by the program of `kind`; None: there is none, or it takes them one by one.
+
+        Args:
+            kind: of each step, over one token of each row.
+            first: of the first step, whose tokens, slots and positions are written over.
+            draws: of the tokens.
+        """
+        candidate = self.candidates.get(kind)
+        program = None if candidate is None or not candidate.proved else candidate.program
+        return self.runtime.chain(program.function, first, draws) if program is not None and program.is_plain else None
 
     def _try(
         self,

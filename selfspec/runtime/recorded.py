@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -14,6 +16,7 @@ from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
+from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
@@ -51,6 +54,21 @@ class RecordedRunner(ModelRunner):
             stock=lambda: self._run_stock(call),
             function=lambda: self._function(kind),
         )
+
+    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws) -> Chain | None:
+        call, slots = PassCall(path, tokens), self._cache.slots(1)
+        # Positions of steps are counted up, and none may lie beyond the last.
+        ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
+        if slots is None or slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):
+            return None
+        chain = self._programs.chain(self._kind(call, slots), PassTensors(tokens.clone(), None, slots), draws)
+        return None if chain is None else Chain(chain.probs, self._read(chain.steps))
+
+    def _read(self, steps: Iterator[ChainStep]) -> Iterator[ChainStep]:
+        """Let the cache know of each step."""
+        for node, step in enumerate(steps, -1):
+            with self._cache.reading(1, node):
+                yield step
 
     def _streams(self, call: PassCall) -> bool:
         """Whether a pass streams weights, which no program does."""

@@ -27,6 +27,7 @@ from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
@@ -139,6 +140,19 @@ class ModelRunner:
         call = PassCall(path, tokens, first, entering, head, taps=taps)
         with self._reading(call):
             return self._spread(self._run_in_block(call), head)
+
+    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws) -> Chain | None:
+        """Take draft steps along `path` in one go, each over the token that the one before it chose.
+
+        Args:
+            path: leaves no states, and ends with the model's own head.
+            tokens: the last committed ones, `[batch, 1]`, of the open block, which is a chain.
+            draws: of the tokens, as many as there are nodes.
+
+        Returns:
+            None: they are to be taken one by one.
+        """
+        return None
 
     def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
         """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""

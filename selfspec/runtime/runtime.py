@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 
@@ -53,6 +54,16 @@ class Runtime(ABC):
     def width(self, tokens: int) -> int:
         """How many tokens of each row a program reads for a chain of `tokens`; those behind the last are scrap."""
         return tokens
+
+    def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
+        """Take draft steps in one go by the program of one of them; None: it takes them one by one.
+
+        Args:
+            program: gives logits of one token of each row, and nothing else.
+            first: of the first step, whose tokens, slots and positions are written over.
+            draws: of the tokens.
+        """
+        return None
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """A view of a model that programs are made of; here the model itself."""

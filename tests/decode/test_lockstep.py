@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class _InStep(Controller):
         super().__init__(Budget.chain(longest))
         self._threshold = threshold
 
-    def goes_on(self, scores: Tensor) -> bool:
-        return bool((scores.softmax(-1).amax(-1) >= self._threshold).any())
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        return max(confidences()) >= self._threshold
 
     def keeps_lockstep(self) -> bool:
         return True

@@ -27,7 +27,7 @@ from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft import Budget, Draft
-from selfspec.draft.tree_growth import by_level, growth_of, upper_levels
+from selfspec.draft.tree_growth import by_level, confidences_of, growth_of, upper_levels
 from selfspec.draft.tree_shape import Shape
 
 FORK = Tree((-1, -1, 0, 0, 1, 2))
@@ -63,7 +63,7 @@ class Given(Control):
     """Drafts of one shape; `goes_on` says how many levels of it there are."""
 
     tree: Tree
-    goes_on: Callable[[Tensor], bool] = lambda scores: True
+    goes_on: Callable[[list[float]], bool] = lambda confidences: True
 
     def begin(self, costs: CostsByRows) -> Controller:
         return _Given(self)
@@ -80,8 +80,8 @@ class _Given(Controller):
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
         return Shape(self._control.tree, 0.0)
 
-    def goes_on(self, scores: Tensor) -> bool:
-        return self._control.goes_on(scores)
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        return self._control.goes_on(confidences())
 
 
 def _isomorphic(one: Tree, other: Tree) -> bool:
@@ -251,7 +251,7 @@ def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
 
 
 def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> None:
-    spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN, lambda scores: False))
+    spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN, lambda confidences: False))
     ids = tiny.prompt(9, 2)
     output = spec.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(
@@ -262,14 +262,19 @@ def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> Non
     assert watched.drafts[0].steps == 1
 
 
+def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
+    scores = torch.tensor([[[0.0, 2.0]], [[0.0, torch.nan]], [[-torch.inf, -torch.inf]]])
+    assert confidences_of(scores) == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
+
+
 def _fits(draft: selfspec.drafts.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
     spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
     (fit,) = p_values(spec, warp, prompts=[PROMPT], rows=rows, batches=batches, tokens=TOKENS).values()
     return fit
 
 
-# Drafts end after the first level where their likeliest token says so.
-SOMETIMES = Given(Tree((-1, -1, 0)), lambda scores: bool(scores.argmax(-1).sum() % 2))
+# Drafts end after the first level where the confidence in its first token says so.
+SOMETIMES = Given(Tree((-1, -1, 0)), lambda confidences: int(1000 * sum(confidences)) % 2 == 0)
 SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": Tree((-1, -1, 1, 1, 1))}
 
 

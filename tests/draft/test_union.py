@@ -59,7 +59,7 @@ def test_tokens_off_the_models_chain_say_nothing_of_its_confidence() -> None:
     control: Any = CostAware(2, nodes=6).begin(Costs(0.3))
     control.budget(20, [True])
     for _ in range(2):
-        control.goes_on(torch.tensor([[[4.0, 0.0]]]))
+        control.goes_on(lambda: [0.98])
     before = control._acceptance.mean
     # Both accepted tokens lie beside the chain: its first token was rejected, the second never judged.
     draft = Draft(torch.zeros(1, 4, dtype=torch.long), Tree((-1, 0, -1, 2)), steps=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
+from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.few_rows import most_native_rows
 from selfspec.runtime.native.capture import captured, with_recorded_attention
 from selfspec.runtime.native.instructions import encoded
@@ -73,6 +75,10 @@ class Native(Runtime):
         most = min(_MOST_TOKENS, most_native_rows(slots.dtype, 1 << 30))
         return known and rows <= most and native.load_kernels()
 
+    def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
+        assert isinstance(program, _Program)
+        return program.chain(first, draws)
+
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
@@ -99,18 +105,45 @@ class _Program:
         self._memories: list[Tensor] = []
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        results = tuple(torch.empty(shape, dtype=torch.float32) for shape in self._shapes)
-        # Several threads may run it at once.
+        results = [torch.empty(shape, dtype=torch.float32) for shape in self._shapes]
+        with self._memory() as memory:
+            ran = torch.ops.selfspec.run_program(self._words, memory, [*tensors, *results], self._places, self._threads)
+        if not ran:
+            raise OtherSizesError
+        return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
+
+    def chain(self, first: PassTensors, draws: Draws) -> Chain | None:
+        """See `Runtime.chain`."""
+        (shape,), buffers = self._shapes, first.slots.buffers
+        if any(not each.is_contiguous() or each.shape[2] != buffers[0].shape[2] for each in buffers):
+            return None
+        probs = torch.empty(shape[0], draws.steps, shape[2]) if draws.choice.temperature else None
+        return Chain(probs, self._steps(first.flat(), draws, probs))
+
+    def _steps(self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None) -> Iterator[ChainStep]:
+        logits, choice = torch.empty(self._shapes[0]), draws.choice
+        how = choice.temperature, choice.top_k, choice.top_p, draws.uniform.contiguous(), probs
+        given = [*tensors, logits]
+        for step in range(draws.steps):
+            with self._memory() as memory:
+                confidences = torch.ops.selfspec.draft_step(
+                    self._words, memory, given, self._places, self._threads, *how, step
+                )
+            yield ChainStep(tensors[0].clone(), confidences)
+
+    @property
+    def _threads(self) -> int:
+        return torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
+
+    @contextmanager
+    def _memory(self) -> Iterator[Tensor]:
+        """Memory of one call: several threads may run it at once."""
         try:
             memory = self._memories.pop()
         except IndexError:
             memory = torch.empty(self._bytes + 2 * _LINE, dtype=torch.uint8)
-        threads = torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
-        ran = torch.ops.selfspec.run_program(self._words, memory, [*tensors, *results], self._places, threads)
+        yield memory
         self._memories.append(memory)
-        if not ran:
-            raise OtherSizesError
-        return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
 
 
 def _constants(pass_: Lowered) -> Sequence[Tensor]:
