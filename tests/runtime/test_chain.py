@@ -82,10 +82,10 @@ def test_tokens_are_those_of_single_steps(counted: Counted, warp: str, vocabular
     spec = wrapped(_model(vocabulary), Native(after=0), INT8)
     prompts, mask = torch.cat([tiny.prompt(6, seed=seed) for seed in range(2)]), torch.ones(2, 6, dtype=torch.long)
     mask[1, :2] = 0
-    options = {"do_sample": True, **WARPS[warp]}
+    options: dict[str, Any] = {"do_sample": True, **WARPS[warp]}
 
     def run(seed: int) -> list[list[int]]:
-        noise = {"seed": seed} if options["do_sample"] else {}
+        noise: dict[str, Any] = {"seed": seed} if options["do_sample"] else {}
         tokens: list[list[int]] = spec.generate(prompts, mask, max_new_tokens=24, **options, **noise).sequences.tolist()
         return tokens
 
