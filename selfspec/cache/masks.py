@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from selfspec.cache.open_block import OpenBlock
 
 Pattern = Callable[..., Tensor]
 """Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What of the text the tokens of a draft step attend to.
+
+    A window of the latest tokens loses the text; with the first few it does not (StreamingLLM; Xiao et al., 2024, arXiv
+    2309.17453).
+
+    Attributes:
+        recent: the latest positions, the token's own included.
+        sinks: the first positions.
+    """
+
+    recent: int
+    sinks: int
+
 
 _WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 # Their layers read no keys: they have states, or are nothing but an MLP.
@@ -57,6 +75,7 @@ def attention_mask(
     block: OpenBlock | None = None,
     recurrent: bool = False,
     padded: bool = False,
+    window: Window | None = None,
 ) -> Any:
     """What a stock model takes as `attention_mask` for tokens in slots of their rows.
 
@@ -71,6 +90,7 @@ def attention_mask(
         block: what the tokens belong to; None: slot i holds position i, and a token sees all slots before its own.
         recurrent: whether some layers have states in place of keys and values.
         padded: whether slots past the last token may be visible even where all rows have the same.
+        window: what tokens attend to of what they see; None: to all of it.
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
@@ -82,23 +102,23 @@ def attention_mask(
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
     def mask(pattern: Pattern) -> Tensor | None:
-        if pattern is causal_mask_function and not masks_full:
+        if pattern is causal_mask_function and not masks_full and window is None:
             return None
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,
             q_length=tokens,
             kv_length=visible,
-            mask_function=allowed(pattern),
+            mask_function=allowed(pattern if window is None else _within(window, pattern)),
             allow_is_causal_skip=False,
             dtype=dtype,
             device=slots.device,
         )
         return made
 
-    window = getattr(config, "sliding_window", None)
+    sliding = getattr(config, "sliding_window", None)
     patterns = {"full_attention": causal_mask_function, "hybrid": causal_mask_function}
-    if window is not None:
-        patterns["sliding_attention"] = sliding_window_causal_mask_function(window)
+    if sliding is not None:
+        patterns["sliding_attention"] = sliding_window_causal_mask_function(sliding)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None:
         unpadded = torch.zeros(rows, dtype=torch.long, device=slots.device)
@@ -109,6 +129,15 @@ def attention_mask(
     # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
     kinds = dict.fromkeys([*(layer_types or ()), *(_ALWAYS_ASKED if recurrent else ())])
     return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
+
+
+def _within(window: Window, pattern: Pattern) -> Pattern:
+    """A pattern within a window."""
+
+    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
+
+    return allowed
 
 
 def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:

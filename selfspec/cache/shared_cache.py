@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from selfspec.cache.cursors import Cursors
 from selfspec.cache.host_layer import HostLayer
-from selfspec.cache.masks import attention_mask
+from selfspec.cache.masks import Window, attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_layer import RoundedLayer
@@ -436,7 +436,14 @@ class SharedCache(Cache):
             block,
         )
 
-    def attention_mask(self, config: PreTrainedConfig, width: int, dtype: torch.dtype, first: int = -1) -> Any:
+    def attention_mask(
+        self,
+        config: PreTrainedConfig,
+        width: int,
+        dtype: torch.dtype,
+        first: int = -1,
+        window: Window | None = None,
+    ) -> Any:
         """What a stock model takes as `attention_mask` for a pass over some nodes of the block.
 
         None where all cursors are equal, nothing past the last token is seen, and all before each token is: the stock
@@ -446,7 +453,8 @@ class SharedCache(Cache):
         the right.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
-        if (self._cursors.uniform and not padded and block is None) or not self._slotted:
+        plain = self._cursors.uniform and not padded and block is None and window is None
+        if plain or not self._slotted:
             return None
         if self._cursors.aligned == "right":
             return (self._cursors.right_aligned(width, first) >= 0).long()
@@ -459,6 +467,7 @@ class SharedCache(Cache):
             block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
+            window=window,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,6 +1,7 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.assistant import Assistant
+from selfspec.draft.cache_window import CacheWindow
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft, Resume
@@ -29,6 +30,7 @@ from selfspec.draft.verdict import RowVerdict, Verdict
 __all__ = [
     "Assistant",
     "Budget",
+    "CacheWindow",
     "Cascade",
     "DFlash",
     "Draft",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,9 +15,11 @@ from selfspec.draft.drafter import MODEL, Drafter, Exit
 from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import follow, grow
+from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import share_read
 
 
@@ -48,6 +50,11 @@ class LayerPathDrafter(Drafter):
         """How often siblings of each rank are held to be accepted before any were."""
         return CHANCES
 
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether a step attends to the whole text before it."""
+        return True
+
     def early_exit(self, depth: int) -> Exit | None:
         """Where a network of `depth` layers is left, between two of them, having skipped nothing; None: it is not."""
         path = self.path(depth)
@@ -64,6 +71,44 @@ class LayerPathDrafter(Drafter):
 
     def begin(self, rows: RowsView) -> LayerPathProposer:
         return LayerPathProposer(self, rows.runner.depth)
+
+
+@dataclass(frozen=True, eq=False)
+class AroundLayerPath(LayerPathDrafter):
+    """Another path drafter, of which something is changed."""
+
+    draft_with: LayerPathDrafter
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft_with, LayerPathDrafter):
+            raise DraftConfigError(f"{type(self).__name__} needs a drafter along a path, got {self.draft_with!r}")
+        object.__setattr__(self, "bits", self.draft_with.bits)
+
+    @property
+    def chances(self) -> Sequence[float]:
+        return self.draft_with.chances
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self.draft_with.head
+
+    @property
+    def attends_to_all(self) -> bool:
+        return self.draft_with.attends_to_all
+
+    def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
+        found = self.draft_with.mapped(change)
+        assert isinstance(found, LayerPathDrafter)
+        return replace(self, draft_with=found)
+
+    def path(self, depth: int) -> LayerPath:
+        return self.draft_with.path(depth)
+
+    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
+        self.draft_with.prepare(model, substitutes)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        self.draft_with.check_model(model, adapter)
 
 
 class LayerPathProposer(GrowingProposer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,14 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.model.early_head import DraftHead
-from selfspec.model.layer_path import LayerPath
-from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.values import checked_path, shown
 
@@ -30,21 +27,19 @@ from selfspec.values import checked_path, shown
     help="any of these with fewer rows of the head, by `selfspec train vocabulary`",
 )
 @dataclass(frozen=True, eq=False)
-class ReducedVocabulary(LayerPathDrafter):
+class ReducedVocabulary(AroundLayerPath):
     """Another path drafter, whose draft steps read only the rows of the head that belong to some distinct tokens.
 
     Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then the
     draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
     """
 
-    draft_with: LayerPathDrafter
     tokens: tuple[int, ...]
     source: str | None = None
     _head: DraftHead = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft_with, LayerPathDrafter):
-            raise DraftConfigError(f"a reduced vocabulary needs a drafter along a path, got {self.draft_with!r}")
+        super().__post_init__()
         listed = self.tokens if isinstance(self.tokens, list | tuple | range) else ()
         whole = all(type(token) is int and 0 <= token < 2**63 for token in listed)
         if not listed or not whole or len(set(listed)) != len(listed):
@@ -52,7 +47,6 @@ class ReducedVocabulary(LayerPathDrafter):
                 f"a reduced vocabulary must list token ids, at least one and none twice; got {shown(self.tokens)}"
             )
         object.__setattr__(self, "tokens", tuple(listed))
-        object.__setattr__(self, "bits", self.draft_with.bits)
         tokens = torch.tensor(self.tokens)
         object.__setattr__(self, "_head", replace(self.draft_with.head or DraftHead(), tokens=tokens))
 
@@ -79,26 +73,11 @@ class ReducedVocabulary(LayerPathDrafter):
         return None if self.source is None or before is None else f"{before}+vocab:{self.source}"
 
     @property
-    def chances(self) -> Sequence[float]:
-        return self.draft_with.chances
-
-    def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
-        found = self.draft_with.mapped(change)
-        assert isinstance(found, LayerPathDrafter)
-        return replace(self, draft_with=found)
-
-    @property
     def head(self) -> DraftHead:
         return self._head
 
-    def path(self, depth: int) -> LayerPath:
-        return self.draft_with.path(depth)
-
-    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        self.draft_with.prepare(model, substitutes)
-
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        self.draft_with.check_model(model, adapter)
+        super().check_model(model, adapter)
         head = model.get_output_embeddings().weight
         if head.is_meta:
             raise DraftConfigError(

@@ -29,7 +29,7 @@ AUTO = "auto"
 """What the draft of a calibration profile is called; it takes a model to say what that is."""
 
 # Characters from which on a list of all drafts says how one is called, and not how it is written.
-_LONG_FORM = 13
+_LONG_FORM = 12
 # A kind and what belongs to it, whatever is between them.
 _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 

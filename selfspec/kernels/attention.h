@@ -10,14 +10,20 @@
 #include "functions.h"
 #include "lanes.h"
 
-// What a query sees: all slots from `first` on and before `end`; of the block's, where there is one, those in `sees`.
+// What a query sees: the slots of a few sinks, and all from `first` on and before `end`; of the block's, where there is
+// one, those in `sees`.
 struct Sight {
+  int64_t first_sink;
+  int64_t end_of_sinks;
   int64_t first;
   int64_t end;
   int64_t block;          // first slot of the block
   const bool* sees;       // of the block's slots; null: all before `end`
   const int64_t* depths;  // of the block's slots
   int64_t reach;          // smallest position that the window holds, counted from the block's
+
+  // How many slots come before `first`.
+  int64_t sinks() const { return end_of_sinks - first_sink; }
 
   bool hides(int64_t slot) const {
     if (!sees || slot < block) return false;
@@ -90,27 +96,35 @@ struct Head {
   }
 
   template <int Vectors>
-  inline void sums(const float* shares, int64_t first, int64_t end, int64_t place, float factor, float* y) const {
+  inline void sums(const float* shares, const Sight& sight, int64_t place, float factor, float* y) const {
     constexpr int lanes = kLanes<float>;
     FloatLanes sum[Vectors] = {};
-    for (int64_t slot = first; slot < end; ++slot) {
-      const auto* value = at + slot * size + place;
-      for (int i = 0; i < Vectors; ++i) sum[i] += shares[slot] * Slots::lanes(value + i * lanes);
-    }
+    const auto add = [&](int64_t first, int64_t end, const float* share) {
+      for (int64_t slot = first; slot < end; ++slot) {
+        const auto* value = at + slot * size + place;
+        for (int i = 0; i < Vectors; ++i) sum[i] += share[slot - first] * Slots::lanes(value + i * lanes);
+      }
+    };
+    add(sight.first_sink, sight.end_of_sinks, shares);
+    add(sight.first, sight.end, shares + sight.sinks());
     for (int i = 0; i < Vectors; ++i) {
       sum[i] *= factor;
       std::memcpy(y + place + i * lanes, &sum[i], sizeof sum[i]);
     }
   }
 
-  void average(const float* shares, int64_t first, int64_t end, float factor, float* y) const {
+  void average(const float* shares, const Sight& sight, float factor, float* y) const {
     constexpr int lanes = kLanes<float>;
     int64_t place = 0;
-    for (; place + 4 * lanes <= size; place += 4 * lanes) sums<4>(shares, first, end, place, factor, y);
-    for (; place + lanes <= size; place += lanes) sums<1>(shares, first, end, place, factor, y);
+    for (; place + 4 * lanes <= size; place += 4 * lanes) sums<4>(shares, sight, place, factor, y);
+    for (; place + lanes <= size; place += lanes) sums<1>(shares, sight, place, factor, y);
     for (; place < size; ++place) {
       float sum = 0;
-      for (int64_t slot = first; slot < end; ++slot) sum += shares[slot] * Slots::number(at[slot * size + place]);
+      const auto add = [&](int64_t first, int64_t end, const float* share) {
+        for (int64_t slot = first; slot < end; ++slot) sum += share[slot - first] * Slots::number(at[slot * size + place]);
+      };
+      add(sight.first_sink, sight.end_of_sinks, shares);
+      add(sight.first, sight.end, shares + sight.sinks());
       y[place] = sum * factor;
     }
   }
@@ -121,31 +135,34 @@ template <typename Slots>
 void attend(const float* query, const Head<Slots>& keys, const Head<Slots>& values, const Sight& sight, float scale,
             float cap, float* scores, float* y) {
   constexpr int lanes = kLanes<float>;
-  const int64_t first = sight.first, end = sight.end;
-  keys.score(query, first, end, scores);
+  // Scores lie in a row: those of sinks, then all from `first` on.
+  const int64_t sinks = sight.sinks(), end = sinks + sight.end - sight.first;
+  keys.score(query, sight.first_sink, sight.end_of_sinks, scores - sight.first_sink);
+  float* recent = scores + sinks - sight.first;
+  keys.score(query, sight.first, sight.end, recent);
   constexpr float none = -std::numeric_limits<float>::infinity();
   if (sight.sees) {
-    for (int64_t slot = std::max(first, sight.block); slot < end; ++slot) {
-      if (sight.hides(slot)) scores[slot] = none;
+    for (int64_t slot = std::max(sight.first, sight.block); slot < sight.end; ++slot) {
+      if (sight.hides(slot)) recent[slot] = none;
     }
   }
   // Behind the last score nothing is seen.
   for (int lane = 0; lane < lanes; ++lane) scores[end + lane] = none;
   FloatLanes highest = FloatLanes{} + none;
-  for (int64_t slot = first; slot < end; slot += lanes) {
-    FloatLanes some = read<float, lanes>(scores + slot) * scale;
+  for (int64_t place = 0; place < end; place += lanes) {
+    FloatLanes some = read<float, lanes>(scores + place) * scale;
     // What is hidden stays so.
     if (cap > 0) some = some == none ? some : cap * tanh_of(some / cap);
-    std::memcpy(scores + slot, &some, sizeof some);
+    std::memcpy(scores + place, &some, sizeof some);
     highest = some > highest ? some : highest;
   }
   float most = none;
   for (int lane = 0; lane < lanes; ++lane) most = std::max(most, highest[lane]);
   FloatLanes sum = {};
-  for (int64_t slot = first; slot < end; slot += lanes) {
-    const FloatLanes share = exp_of(read<float, lanes>(scores + slot) - most);
-    std::memcpy(scores + slot, &share, sizeof share);
+  for (int64_t place = 0; place < end; place += lanes) {
+    const FloatLanes share = exp_of(read<float, lanes>(scores + place) - most);
+    std::memcpy(scores + place, &share, sizeof share);
     sum += share;
   }
-  values.average(scores, first, end, 1 / total<float, lanes>(sum), y);
+  values.average(scores, sight, 1 / total<float, lanes>(sum), y);
 }

@@ -198,7 +198,7 @@ template <typename Slots>
 void attend_slots(Words& words, Worker& worker) {
   const auto [batch, heads, shared, tokens, size, size_of_values] = words.numbers<6>();
   const bool alike = words.number(), tree = words.number();
-  const int64_t window = words.number();
+  const auto [window, recent, sinks] = words.numbers<3>();
   const float scale = words.real(), cap = words.real();
   const float* queries = words.operand<const float>();
   const auto strides = words.numbers<3>();
@@ -216,15 +216,20 @@ void attend_slots(Words& words, Worker& worker) {
   for (int64_t number = share.begin; number < share.end; ++number) {
     const int64_t token = number % tokens, head = number / tokens % heads, row = number / tokens / heads;
     const int64_t slot = slots[(alike ? 0 : row * tokens) + token];
-    Sight sight = {0, slot + 1, 0, nullptr, nullptr, 0};
+    Sight sight = {0, 0, 0, slot + 1, 0, nullptr, nullptr, 0};
     int64_t position = slot;
     if (tree) {
       const int64_t start = starts[alike ? 0 : row], node = slot - start;
       position = start + depths[node];
-      sight = {0, std::min(start + nodes, capacity), start, sees + node * nodes, depths, 0};
+      sight = {0, 0, 0, std::min(start + nodes, capacity), start, sees + node * nodes, depths, 0};
       if (window) sight.reach = depths[node] - window + 1;
     }
     if (window) sight.first = std::max<int64_t>(0, position - window + 1);
+    if (recent && sight.first < position - recent + 1) {
+      sight.first_sink = sight.first;
+      sight.first = position - recent + 1;
+      sight.end_of_sinks = std::clamp<int64_t>(sinks, sight.first_sink, sight.first);
+    }
     const int64_t of_cache = (row * shared + head / (heads / shared)) * capacity;
     attend<Slots>(queries + row * strides[0] + head * strides[1] + token * strides[2],
                   {keys + of_cache * size, size}, {values + of_cache * size_of_values, size_of_values}, sight, scale, cap,
@@ -233,8 +238,8 @@ void attend_slots(Words& words, Worker& worker) {
 }
 
 // kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether all rows
-// have the same slots, whether the tokens are nodes of a tree, the window or 0, scale, cap of scores or 0; queries and
-// three strides; keys; values; y, `[batch, tokens, heads, size of values]`.
+// have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
+// the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y, `[batch, tokens, heads, size of values]`.
 void run_attend(Words& words, Worker& worker) {
   if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
   attend_slots<BFloat16Slots>(words, worker);

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from selfspec.architecture import Part as Part
+from selfspec.cache.masks import Window
 from selfspec.kernels.rounded import Precision
 
 
@@ -29,6 +30,7 @@ class LayerPath:
             runs with its own weights, in the dtype of the network.
         substituted: sublayers that run with substitutes of their linear layers.
         head_substituted: whether the language-model head does, too.
+        window: what of the cache its tokens attend to; None: all.
     """
 
     depth: int
@@ -37,6 +39,7 @@ class LayerPath:
     precision: Precision | None = None
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
+    window: Window | None = None
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
@@ -76,6 +79,8 @@ class LayerPath:
 
         All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
         """
+        if self.window is not None:
+            return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first
 

@@ -133,7 +133,16 @@ class PassFunction:
     def _masks(self, tensors: tuple[Tensor, ...], padded: bool) -> Any:
         tokens, slots, _ = self._parted(tensors)
         rows, seen, dtype = tokens.shape[0], slots.visible.shape[0], slots.buffers[0].dtype
-        return attention_mask(self.config, slots.slot_mapping, rows, seen, dtype, block=slots.block, padded=padded)
+        return attention_mask(
+            self.config,
+            slots.slot_mapping,
+            rows,
+            seen,
+            dtype,
+            block=slots.block,
+            padded=padded,
+            window=self.kind.path.window,
+        )
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Slots, ExactStates | None]:
         tokens, slot_mapping, positions, visible, *rest = tensors

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes, takes_positions
+from selfspec.cache.masks import Window
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import cache_argument
 from selfspec.model.compared_view import compared_view
@@ -231,7 +232,7 @@ class ModelRunner:
     def _run_stock(self, call: PassCall) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
-        inputs = self._inputs(call.tokens, call.first)
+        inputs = self._inputs(call.tokens, call.first, call.path.window)
         return run_view(view, call.base, call.entering, inputs, self._cache.source)
 
     # What another runner replaces.
@@ -258,10 +259,10 @@ class ModelRunner:
         gated.tap(self._adapter, self._base, taps)
         return gated
 
-    def _inputs(self, tokens: Tensor, first: int = -1) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1, window: Window | None = None) -> dict[str, object]:
         width = tokens.shape[1]
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
-        mask = self._cache.attention_mask(self._config, width, self._dtype, first)
+        mask = self._cache.attention_mask(self._config, width, self._dtype, first, window)
         if self._placed is not None:
             self._placed.place(self._cache, width, first)
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}

@@ -118,7 +118,9 @@ def test_the_control_decides_after_each_step(counted: Counted, control: Any) -> 
 
 def test_processors_that_look_at_more_take_single_steps(counted: Counted) -> None:
     spec = wrapped(_model(50), Native(after=0), INT8)
-    for options in ({"repetition_penalty": 1.2}, {"do_sample": True, "top_p": 0.8, "top_k": 0, "seed": 1}):
+    mass = {"do_sample": True, "top_p": 0.8, "top_k": 0, "seed": 1}
+    others: list[dict[str, Any]] = [{"repetition_penalty": 1.2}, mass]
+    for options in others:
         for _ in range(3):
             spec.generate(tiny.prompt(6), max_new_tokens=20, **options)
     assert spec.programs.proved

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from selfspec.runtime.grouped_queries import with_kernel
+from selfspec.runtime.native.instructions import Sight
 from selfspec.runtime.native.noting import Noted, noted
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import RecordingError
@@ -23,11 +24,11 @@ class Capture:
 
     Attributes:
         noted: takes the tensors of `PassTensors.flat` and then the masks.
-        windows: of each mask, how many positions a token looks back over, itself included; None: over all.
+        sights: of each mask.
     """
 
     noted: Noted
-    windows: tuple[int | None, ...]
+    sights: tuple[Sight, ...]
 
 
 def with_recorded_attention(model: nn.Module) -> nn.Module:
@@ -46,14 +47,14 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
     masks = function.masks(flat)
     by_type = masks if isinstance(masks, dict) else {None: masks}
     made = {name: mask for name, mask in by_type.items() if mask is not None}
-    windows = tuple(_window(name, function.config) for name in made)
+    sights = tuple(Sight(_window(name, function.config), function.kind.path.window) for name in made)
 
     def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(made, tensors[len(flat) :], strict=True))
         mask = {**by_type, **given} if isinstance(masks, dict) else given[None]
         return function.masked(tensors[: len(flat)], mask).flat()
 
-    return Capture(noted(whole, [*flat, *made.values()]), windows)
+    return Capture(noted(whole, [*flat, *made.values()]), sights)
 
 
 def _window(name: str | None, config: Any) -> int | None:

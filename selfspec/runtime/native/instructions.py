@@ -10,6 +10,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from selfspec.cache.masks import Window
+
 DIMS = 4
 """Dimensions of what a map runs over."""
 
@@ -53,6 +55,9 @@ class Function(IntEnum):
     GELU_BY_TANH_TIMES = 19
 
 
+MOST_NODES = 64
+"""Tokens of a pass that programs run."""
+
 MEMORY, FIRST_TENSOR = 0, 7
 """Places of a call's memory and of its first tensor in the table of addresses."""
 
@@ -61,6 +66,19 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, to
 
 FLOAT_COLUMNS = 5
 """The number there of a float32 weight that lies as `[in, out]`."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What tokens see of the slots before them.
+
+    Attributes:
+        sliding: how many positions they look back over, themselves included; None: over all.
+        window: what a draft attends to of these; None: to all.
+    """
+
+    sliding: int | None
+    window: Window | None
 
 
 @dataclass(eq=False)

@@ -18,11 +18,13 @@ from selfspec.runtime.native.instructions import (
     DIMS,
     DTYPES,
     FLOAT_COLUMNS,
+    MOST_NODES,
     NOWHERE,
     Function,
     Kind,
     Operation,
     Place,
+    Sight,
     Storage,
     Word,
 )
@@ -98,12 +100,12 @@ class Lowered:
     shapes: tuple[torch.Size, ...]
 
 
-def lowered(noted: Noted, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> Lowered:
+def lowered(noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int) -> Lowered:
     """Lower the graph of a pass, as `capture` gives it.
 
     Args:
         noted: patterns are joined in its graph.
-        windows: of its masks, which are its last arguments.
+        sights: of its masks, which are its last arguments.
         uniform: whether all rows write the same slots.
         tree: whether the pass is over nodes of a tree.
         buffers: keys and values of all layers, its last arguments before the masks.
@@ -112,17 +114,17 @@ def lowered(noted: Noted, windows: Sequence[int | None], uniform: bool, tree: bo
         RecordingError: it computes what programs do not.
     """
     patterns.joined(noted.graph)
-    return _Lowering(noted, windows, uniform, tree, buffers).run()
+    return _Lowering(noted, sights, uniform, tree, buffers).run()
 
 
 class _Lowering:
-    def __init__(self, noted: Noted, windows: Sequence[int | None], uniform: bool, tree: bool, buffers: int) -> None:
+    def __init__(self, noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int) -> None:
         self._noted = noted
-        self._windows = windows
+        self._sights = sights
         self._uniform, self._tree = uniform, tree
         self._buffers = buffers
         self._values: dict[Node, Value] = {}
-        self._masks: dict[Node, int | None] = {}
+        self._masks: dict[Node, Sight] = {}
         self._parts: dict[Node, list[Value]] = {}
         self._operations: list[Operation] = []
         self._products: dict[int, Operation] = {}
@@ -153,13 +155,13 @@ class _Lowering:
     def run(self) -> Lowered:
         nodes = list(self._noted.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        arguments = len(inputs) - len(self._windows)
+        arguments = len(inputs) - len(self._sights)
         for number, node in enumerate(inputs[:arguments]):
             value = Value(Storage(argument=number), _layout(node.meta["val"]))
             self._values[node] = value
             if number >= arguments - self._buffers:
                 self._caches.add(id(value.storage))
-        self._masks = dict(zip(inputs[arguments:], self._windows, strict=True))
+        self._masks = dict(zip(inputs[arguments:], self._sights, strict=True))
         for node in nodes:
             if node.op == "get_attr":
                 self._values[node] = self._constant(self._noted.held[str(node.target)])
@@ -436,7 +438,11 @@ class _Lowering:
         shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
         result = self._new([batch, tokens, heads, size_of_values])
         words: list[Word] = [DTYPES[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values]
-        words += [self._uniform, self._tree, self._masks[mask] or 0, float(scale), float(cap)]
+        sight = self._masks[mask]
+        if sight.window is not None and self._tree and sight.window.recent < MOST_NODES:
+            raise RecordingError("programs take no window that ends within a tree")
+        recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
+        words += [self._uniform, self._tree, sight.sliding or 0, recent, sinks, float(scale), float(cap)]
         words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place]
         return self._emit(Kind.ATTEND, words, result)
 

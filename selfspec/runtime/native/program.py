@@ -14,7 +14,7 @@ from selfspec.kernels import native
 from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.few_rows import most_native_rows
 from selfspec.runtime.native.capture import captured, with_recorded_attention
-from selfspec.runtime.native.instructions import encoded
+from selfspec.runtime.native.instructions import MOST_NODES, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.native.memory import planned, with_waits
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
@@ -22,7 +22,7 @@ from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Runti
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # Of a pass. A prompt is read once, and no program would be made for each of its lengths.
-_MOST_TOKENS = 64
+_MOST_TOKENS = MOST_NODES
 # Of programs for chains: one takes longer to make than a few tokens more to read.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # How far drafts in fewer bits may be from those of the stock modules: a share of their norm. At most 0.11 was seen over
@@ -83,7 +83,7 @@ class Native(Runtime):
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
             capture = captured(function, example)
-        return _Program(lowered(capture.noted, capture.windows, function.kind.uniform, tree, buffers), example)
+        return _Program(lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers), example)
 
 
 class _Program:

@@ -38,6 +38,7 @@ DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
     "look-up": selfspec.drafts.PromptLookup(),
     "int8": selfspec.drafts.LowPrecision(),
     "int4": selfspec.drafts.LowPrecision(bits=4),
+    "window": selfspec.drafts.CacheWindow(selfspec.drafts.LowPrecision(), 8, 2),
 }
 GROUPED = {"num_key_value_heads": 2}
 FAMILIES = {
@@ -214,6 +215,18 @@ def test_a_branch_of_a_tree_gives_what_a_chain_gives() -> None:
     assert torch.equal(tree[:, :2], chain[:, :2])
     torch.testing.assert_close(tree[:, 2:], other[:, 1:])
     assert not bench.programs.refusals
+
+
+def test_trees_attend_to_a_window_that_holds_them() -> None:
+    model, ids = built("llama"), tiny.prompt(80, vocabulary=64)
+    for recent, known in ((64, True), (20, False)):
+        spec = wrapped(model, Native(after=0), selfspec.drafts.CacheWindow(selfspec.drafts.LowPrecision(), recent, 2))
+        control = selfspec.FixedLength(3, nodes=7)
+        found = spec.generate(ids, max_new_tokens=NEW, do_sample=False, draft_length=control).sequences
+        assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
+        drafted = [kind for kind in spec.programs.proved if kind.path.window is not None and kind.nodes is not None]
+        assert bool(drafted) == known
+        assert bool(spec.programs.refusals) != known
 
 
 @torch.no_grad()

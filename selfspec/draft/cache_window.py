@@ -1,0 +1,74 @@
+"""Drafting over a window of the cache: a draft step attends to the latest tokens and the first few, not to all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.cache.masks import Window
+from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
+from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import Drafter
+from selfspec.errors import DraftConfigError
+from selfspec.model.layer_path import LayerPath
+from selfspec.values import shown
+
+SINKS = 4
+"""First tokens that stay in sight, as StreamingLLM has them."""
+
+
+@drafter(
+    "window",
+    argument=":N",
+    written="behind",
+    example="int8+window:512",
+    help="any of these whose steps attend to the latest N tokens and the first 4, for long texts",
+)
+@dataclass(frozen=True, eq=False)
+class CacheWindow(AroundLayerPath):
+    """Another path drafter, whose draft steps attend to the `recent` latest tokens and to the first few, the `sinks`.
+
+    At long contexts a step reads more of the cache than of the weights; this bounds what a draft step reads. The target
+    attends to all. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec (Sadhukhan et al.,
+    2024, arXiv 2408.11049) drafts this way.
+    """
+
+    recent: int = 512
+    sinks: int = SINKS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, least in (("recent", self.recent, 1), ("sinks", self.sinks, 0)):
+            if type(value) is not int or value < least:
+                raise DraftConfigError(f"a window's {name} must be an integer of at least {least}, got {shown(value)}")
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, argument: str | None) -> CacheWindow:
+        if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
+            raise ValueError(argument)
+        return cls(before, int(argument))
+
+    @property
+    def spelling(self) -> str | None:
+        before = self.draft_with.spelling
+        return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
+
+    @property
+    def attends_to_all(self) -> bool:
+        return False
+
+    def path(self, depth: int) -> LayerPath:
+        path = self.draft_with.path(depth)
+        if path.window is not None:
+            raise DraftConfigError("a draft has one window of the cache; write +window once")
+        return replace(path, window=Window(self.recent, self.sinks))
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        if adapter.ragged != "mask":
+            raise DraftConfigError(
+                f"{type(model).__name__} makes its masks itself, so that a draft cannot attend to a window; draft with "
+                f"{self.draft_with.spelling or 'the same drafter'} alone"
+            )
