@@ -1,10 +1,12 @@
-// Attention of a few queries over slots of keys and values, one query and head at a time.
+// Attention of a few queries over slots of keys and values.
 //
 // A query's sums run over the slots in their order, whatever other queries there are and whoever computes them.
 
 #pragma once
 
+#include <array>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "functions.h"
@@ -61,6 +63,43 @@ struct FloatSlots {
   static float stored(float number) { return number; }
 };
 
+// Queries that go over slots together, and how many slots at a time: so keys and values are read from memory once for
+// all of them.
+constexpr int kQueriesTogether = 24;
+constexpr int64_t kSlotsTogether = 64;
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Of two vectors of which `2 * Half` numbers each belong to one sum, the sums of the halves of these, first those of `x`.
+template <int Half, int... Lane>
+inline FloatLanes halved(FloatLanes x, FloatLanes z, std::integer_sequence<int, Lane...>) {
+  constexpr int lanes = sizeof...(Lane);
+  constexpr auto place = [](int lane) {
+    const int own = lane % (lanes / 2);
+    return own / Half * 2 * Half + own % Half + (lane < lanes / 2 ? 0 : lanes);
+  };
+  return __builtin_shuffle(x, z, IntLanes{place(Lane)...}) + __builtin_shuffle(x, z, IntLanes{(place(Lane) + Half)...});
+}
+
+template <int Half>
+inline FloatLanes totals_of(FloatLanes* sums) {
+  for (int i = 0; i < Half; ++i) {
+    sums[i] = halved<Half>(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, kLanes<float>>{});
+  }
+  if constexpr (Half > 1) return totals_of<Half / 2>(sums);
+  return sums[0];
+}
+#else
+template <int Half>
+inline FloatLanes totals_of(FloatLanes* sums) {
+  FloatLanes found;
+  for (int i = 0; i < kLanes<float>; ++i) found[i] = total<float, kLanes<float>>(sums[i]);
+  return found;
+}
+#endif
+
+// The totals of as many vectors as one has numbers, each summed as `total` does.
+inline FloatLanes totals(FloatLanes* sums) { return totals_of<kLanes<float> / 2>(sums); }
+
 // Keys or values of one head, `[slots, size]`.
 template <typename Slots>
 struct Head {
@@ -72,12 +111,20 @@ struct Head {
     constexpr int lanes = kLanes<float>;
     FloatLanes q[Vectors];
     for (int i = 0; i < Vectors; ++i) q[i] = read<float, lanes>(query + i * lanes);
-    for (int64_t slot = first; slot < end; ++slot) {
+    const auto product = [&](int64_t slot) {
       const auto* key = at + slot * size;
       FloatLanes sum = q[0] * Slots::lanes(key);
       for (int i = 1; i < Vectors; ++i) sum += q[i] * Slots::lanes(key + i * lanes);
-      scores[slot] = total<float, lanes>(sum);
+      return sum;
+    };
+    int64_t slot = first;
+    for (; slot + lanes <= end; slot += lanes) {
+      FloatLanes sums[lanes];
+      for (int i = 0; i < lanes; ++i) sums[i] = product(slot + i);
+      const FloatLanes found = totals(sums);
+      std::memcpy(scores + slot, &found, sizeof found);
     }
+    for (; slot < end; ++slot) scores[slot] = total<float, lanes>(product(slot));
   }
 
   void score(const float* query, int64_t first, int64_t end, float* scores) const {
@@ -96,73 +143,109 @@ struct Head {
   }
 
   template <int Vectors>
-  inline void sums(const float* shares, const Sight& sight, int64_t place, float factor, float* y) const {
+  inline void sums(const float* shares, int64_t first, int64_t end, int64_t place, float* y) const {
     constexpr int lanes = kLanes<float>;
-    FloatLanes sum[Vectors] = {};
-    const auto add = [&](int64_t first, int64_t end, const float* share) {
-      for (int64_t slot = first; slot < end; ++slot) {
-        const auto* value = at + slot * size + place;
-        for (int i = 0; i < Vectors; ++i) sum[i] += share[slot - first] * Slots::lanes(value + i * lanes);
-      }
-    };
-    add(sight.first_sink, sight.end_of_sinks, shares);
-    add(sight.first, sight.end, shares + sight.sinks());
-    for (int i = 0; i < Vectors; ++i) {
-      sum[i] *= factor;
-      std::memcpy(y + place + i * lanes, &sum[i], sizeof sum[i]);
+    FloatLanes sum[Vectors];
+    for (int i = 0; i < Vectors; ++i) sum[i] = read<float, lanes>(y + place + i * lanes);
+    for (int64_t slot = first; slot < end; ++slot) {
+      const auto* value = at + slot * size + place;
+      for (int i = 0; i < Vectors; ++i) sum[i] += shares[slot] * Slots::lanes(value + i * lanes);
     }
+    for (int i = 0; i < Vectors; ++i) std::memcpy(y + place + i * lanes, &sum[i], sizeof sum[i]);
   }
 
-  void average(const float* shares, const Sight& sight, float factor, float* y) const {
+  // Adds the shares of some slots to `y`.
+  void add(const float* shares, int64_t first, int64_t end, float* y) const {
     constexpr int lanes = kLanes<float>;
     int64_t place = 0;
-    for (; place + 4 * lanes <= size; place += 4 * lanes) sums<4>(shares, sight, place, factor, y);
-    for (; place + lanes <= size; place += lanes) sums<1>(shares, sight, place, factor, y);
+    for (; place + 4 * lanes <= size; place += 4 * lanes) sums<4>(shares, first, end, place, y);
+    for (; place + lanes <= size; place += lanes) sums<1>(shares, first, end, place, y);
     for (; place < size; ++place) {
-      float sum = 0;
-      const auto add = [&](int64_t first, int64_t end, const float* share) {
-        for (int64_t slot = first; slot < end; ++slot) sum += share[slot - first] * Slots::number(at[slot * size + place]);
-      };
-      add(sight.first_sink, sight.end_of_sinks, shares);
-      add(sight.first, sight.end, shares + sight.sinks());
-      y[place] = sum * factor;
+      for (int64_t slot = first; slot < end; ++slot) y[place] += shares[slot] * Slots::number(at[slot * size + place]);
     }
   }
 };
 
-// One query over one head. `scores` has room for all slots and a vector more; a cap of zero is none.
+// One query of a head. Its scores lie in a row, those of sinks first; there is room for a vector more.
+struct Query {
+  const float* at;
+  Sight sight;
+  float* scores;
+  float* y;
+
+  // Scores by slot, of sinks and of all from `first` on.
+  float* of_sinks() const { return scores - sight.first_sink; }
+  float* of_recent() const { return scores + sight.sinks() - sight.first; }
+
+  // Calls `work` with the slots that it sees of those from `begin` on and before `end`, and their scores.
+  template <typename Work>
+  void within(int64_t begin, int64_t end, const Work& work) const {
+    const auto part = [&](int64_t first, int64_t last, float* found) {
+      const int64_t from = std::max(first, begin), to = std::min(last, end);
+      if (from < to) work(from, to, found);
+    };
+    part(sight.first_sink, sight.end_of_sinks, of_sinks());
+    part(sight.first, sight.end, of_recent());
+  }
+
+  // Turns scores into shares that add up to the number returned. A cap of zero is none.
+  float weigh(float scale, float cap) const {
+    constexpr int lanes = kLanes<float>;
+    constexpr float none = -std::numeric_limits<float>::infinity();
+    const int64_t end = sight.sinks() + sight.end - sight.first;
+    if (sight.sees) {
+      for (int64_t slot = std::max(sight.first, sight.block); slot < sight.end; ++slot) {
+        if (sight.hides(slot)) of_recent()[slot] = none;
+      }
+    }
+    // Behind the last score nothing is seen.
+    for (int lane = 0; lane < lanes; ++lane) scores[end + lane] = none;
+    FloatLanes highest = FloatLanes{} + none;
+    for (int64_t place = 0; place < end; place += lanes) {
+      FloatLanes some = read<float, lanes>(scores + place) * scale;
+      // What is hidden stays so.
+      if (cap > 0) some = some == none ? some : cap * tanh_of(some / cap);
+      std::memcpy(scores + place, &some, sizeof some);
+      highest = some > highest ? some : highest;
+    }
+    float most = none;
+    for (int lane = 0; lane < lanes; ++lane) most = std::max(most, highest[lane]);
+    FloatLanes sum = {};
+    for (int64_t place = 0; place < end; place += lanes) {
+      const FloatLanes share = exp_of(read<float, lanes>(scores + place) - most);
+      std::memcpy(scores + place, &share, sizeof share);
+      sum += share;
+    }
+    return total<float, lanes>(sum);
+  }
+};
+
+// Some queries over the same keys and values.
 template <typename Slots>
-void attend(const float* query, const Head<Slots>& keys, const Head<Slots>& values, const Sight& sight, float scale,
-            float cap, float* scores, float* y) {
-  constexpr int lanes = kLanes<float>;
-  // Scores lie in a row: those of sinks, then all from `first` on.
-  const int64_t sinks = sight.sinks(), end = sinks + sight.end - sight.first;
-  keys.score(query, sight.first_sink, sight.end_of_sinks, scores - sight.first_sink);
-  float* recent = scores + sinks - sight.first;
-  keys.score(query, sight.first, sight.end, recent);
-  constexpr float none = -std::numeric_limits<float>::infinity();
-  if (sight.sees) {
-    for (int64_t slot = std::max(sight.first, sight.block); slot < sight.end; ++slot) {
-      if (sight.hides(slot)) recent[slot] = none;
+void attend(const std::vector<Query>& queries, const Head<Slots>& keys, const Head<Slots>& values, float scale,
+            float cap) {
+  int64_t end = 0;
+  for (const Query& query : queries) end = std::max(end, query.sight.end);
+  for (int64_t slot = 0; slot < end; slot += kSlotsTogether) {
+    for (const Query& query : queries) {
+      query.within(slot, slot + kSlotsTogether, [&](int64_t from, int64_t to, float* scores) {
+        keys.score(query.at, from, to, scores);
+      });
     }
   }
-  // Behind the last score nothing is seen.
-  for (int lane = 0; lane < lanes; ++lane) scores[end + lane] = none;
-  FloatLanes highest = FloatLanes{} + none;
-  for (int64_t place = 0; place < end; place += lanes) {
-    FloatLanes some = read<float, lanes>(scores + place) * scale;
-    // What is hidden stays so.
-    if (cap > 0) some = some == none ? some : cap * tanh_of(some / cap);
-    std::memcpy(scores + place, &some, sizeof some);
-    highest = some > highest ? some : highest;
+  std::array<float, kQueriesTogether> sums;
+  for (size_t i = 0; i < queries.size(); ++i) {
+    sums[i] = queries[i].weigh(scale, cap);
+    std::fill(queries[i].y, queries[i].y + values.size, 0.f);
   }
-  float most = none;
-  for (int lane = 0; lane < lanes; ++lane) most = std::max(most, highest[lane]);
-  FloatLanes sum = {};
-  for (int64_t place = 0; place < end; place += lanes) {
-    const FloatLanes share = exp_of(read<float, lanes>(scores + place) - most);
-    std::memcpy(scores + place, &share, sizeof share);
-    sum += share;
+  for (int64_t slot = 0; slot < end; slot += kSlotsTogether) {
+    for (const Query& query : queries) {
+      query.within(slot, slot + kSlotsTogether, [&](int64_t from, int64_t to, float* shares) {
+        values.add(shares, from, to, query.y);
+      });
+    }
   }
-  values.average(scores, sight, 1 / total<float, lanes>(sum), y);
+  for (size_t i = 0; i < queries.size(); ++i) {
+    for (int64_t place = 0; place < values.size; ++place) queries[i].y[place] *= 1 / sums[i];
+  }
 }

@@ -211,8 +211,12 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* starts = reinterpret_cast<const int64_t*>(table[kStart]);
   const auto* depths = reinterpret_cast<const int64_t*>(table[kDepths]);
   const auto* sees = reinterpret_cast<const bool*>(table[kSees]);
-  float* scores = worker.room.of<float>(capacity + kLanes<float>);
+  const int64_t room = capacity + kLanes<float>;
+  float* scores = worker.room.of<float>(kQueriesTogether * room);
   const Range share = worker.share(batch * heads * tokens);
+  // Heads that share their keys come after each other.
+  std::vector<Query> together;
+  const int64_t alike_heads = heads / shared * tokens;
   for (int64_t number = share.begin; number < share.end; ++number) {
     const int64_t token = number % tokens, head = number / tokens % heads, row = number / tokens / heads;
     const int64_t slot = slots[(alike ? 0 : row * tokens) + token];
@@ -230,10 +234,14 @@ void attend_slots(Words& words, Worker& worker) {
       sight.first = position - recent + 1;
       sight.end_of_sinks = std::clamp<int64_t>(sinks, sight.first_sink, sight.first);
     }
-    const int64_t of_cache = (row * shared + head / (heads / shared)) * capacity;
-    attend<Slots>(queries + row * strides[0] + head * strides[1] + token * strides[2],
-                  {keys + of_cache * size, size}, {values + of_cache * size_of_values, size_of_values}, sight, scale, cap,
-                  scores, y + ((row * tokens + token) * heads + head) * size_of_values);
+    together.push_back({queries + row * strides[0] + head * strides[1] + token * strides[2], sight,
+                        scores + together.size() * room, y + ((row * tokens + token) * heads + head) * size_of_values});
+    const bool last = number + 1 == share.end || (number + 1) % alike_heads == 0;
+    if (!last && together.size() < kQueriesTogether) continue;
+    const int64_t of_cache = number / alike_heads * capacity;
+    attend<Slots>(together, {keys + of_cache * size, size}, {values + of_cache * size_of_values, size_of_values}, scale,
+                  cap);
+    together.clear();
   }
 }
 
