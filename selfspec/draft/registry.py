@@ -29,7 +29,7 @@ AUTO = "auto"
 """What the draft of a calibration profile is called; it takes a model to say what that is."""
 
 # Characters from which on a list of all drafts says how one is called, and not how it is written.
-_LONG_FORM = 12
+_LONG_FORM = 13
 # A kind and what belongs to it, whatever is between them.
 _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 
@@ -153,7 +153,7 @@ def _misread(text: object) -> DraftConfigError:
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
     listed = ", ".join(name if len(form) > _LONG_FORM else form for name, form in forms.items())
-    listed += "; drafts are joined by +, as in lookup+int8"
+    listed += "; join drafts by +, as in lookup+int8"
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")
     parts = text.strip().split("+")
