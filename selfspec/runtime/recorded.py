@@ -130,7 +130,7 @@ def runner_for(
 
     Without `programs` the stock modules run every pass.
     """
-    recordable = takes(model, "position_ids") and not adapter.publishes
+    recordable = takes(model, "position_ids") and not adapter.publishes and cache.source is None
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)
