@@ -94,7 +94,7 @@ def test_the_likeliest_path_takes_the_likeliest_token_at_each_place() -> None:
 
 
 def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
-    rows: Any = SimpleNamespace(size=2, memories={}, rows_apart=True)
+    rows: Any = SimpleNamespace(size=2, memories={}, rows_apart=True, source=lambda row: [])
     apart = Suffixes().begin(rows)
     rows.rows_apart = False
     together = Suffixes().begin(rows)

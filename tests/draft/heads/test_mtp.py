@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
+from helpers.tiers import in_turns
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
 from selfspec.errors import HeadError
@@ -23,8 +24,7 @@ PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1,
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("control", [3, selfspec.FixedLength(3, nodes=6)], ids=str)
-@pytest.mark.parametrize("kind", published_heads.MTP)
+@pytest.mark.parametrize(("kind", "control"), in_turns(published_heads.MTP, [3, selfspec.FixedLength(3, nodes=6)]))
 def test_a_module_drafts_what_it_was_trained_for(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,8 +36,13 @@ def test_a_module_drafts_what_it_was_trained_for(
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
-@pytest.mark.parametrize("control", [5, selfspec.FixedLength(4, nodes=9)], ids=str)
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash", "step3p7"])
+@pytest.mark.parametrize(
+    ("kind", "control"),
+    in_turns(
+        ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash", "step3p7"],
+        [5, selfspec.FixedLength(4, nodes=9)],
+    ),
+)
 def test_several_modules_draft_in_their_order(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,12 +92,14 @@ def test_its_first_tokens_are_those_of_transformers(
         assert torch.equal(drafted, tokens[0, : len(drafted)])
 
 
-@pytest.mark.parametrize(("kind", "modules"), [*((kind, 1) for kind in published_heads.MTP), ("glm4_moe", 3)])
-def test_greedy_rows_are_stock_rows(kind: str, modules: int, tmp_path: Path) -> None:
-    made = published_heads.mtp(tmp_path, kind, modules)
-    for control in (None, selfspec.FixedLength(3, nodes=6)):
-        spec = selfspec.wrap(made.model, "mtp", draft_length=control)
-        assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
+@pytest.mark.parametrize(
+    ("kind", "control"), in_turns([*published_heads.MTP, "glm4_moe x 3"], [None, selfspec.FixedLength(3, nodes=6)])
+)
+def test_greedy_rows_are_stock_rows(kind: str, control: Any, tmp_path: Path) -> None:
+    kind, _, modules = kind.partition(" x ")
+    made = published_heads.mtp(tmp_path, kind, int(modules or 1))
+    spec = selfspec.wrap(made.model, "mtp", draft_length=control)
+    assert_rows_are_stock(made.model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
 
 
 def test_modules_may_lie_in_a_file_that_the_index_does_not_name(tmp_path: Path) -> None:
