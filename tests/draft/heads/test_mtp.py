@@ -24,7 +24,9 @@ PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1,
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize(("kind", "control"), in_turns(published_heads.MTP, [3, selfspec.FixedLength(3, nodes=6)]))
+@pytest.mark.parametrize(
+    ("kind", "control"), in_turns(list(published_heads.MTP), [3, selfspec.FixedLength(3, nodes=6)])
+)
 def test_a_module_drafts_what_it_was_trained_for(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
