@@ -247,7 +247,8 @@ void attend_slots(Words& words, Worker& worker) {
 
 // kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether all rows
 // have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
-// the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y, `[batch, tokens, heads, size of values]`.
+// the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y,
+// `[batch, tokens, heads, size of values]`.
 void run_attend(Words& words, Worker& worker) {
   if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
   attend_slots<BFloat16Slots>(words, worker);
@@ -450,12 +451,12 @@ bool run_program(const at::Tensor& program, const at::Tensor& memory, at::Tensor
 
 // A pass over the last token of each row, and the choice of the next one, which takes its place: tokens, slots and
 // positions are the first tensors, logits the last. `q`, `[rows, steps, vocab]`, keeps what this step drew from. Returns
-// each row's confidence in its token; nothing if the program did not run. `uniform` is `[1 or 2, rows, steps]`.
+// each row's confidence in its token. `uniform` is `[1 or 2, rows, steps]`.
 std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors,
                                at::IntArrayRef places, int64_t threads, double temperature, int64_t top_k,
                                double top_p, const at::Tensor& uniform, const std::optional<at::Tensor>& q,
                                int64_t step) {
-  if (!run_program(program, memory, tensors, places, threads)) return {};
+  TORCH_CHECK(run_program(program, memory, tensors, places, threads), "the buffers of a chain do not fit its program");
   const at::Tensor& logits = tensors[tensors.size() - 1];
   const int64_t rows = logits.size(0), vocabulary = logits.size(-1);
   auto* tokens = tensors[0].mutable_data_ptr<int64_t>();

@@ -318,7 +318,7 @@ class CallReader:
         self._grow(call, "", ends=True)
 
     def _balanced(self, depth: int, call: ToolCall | None = None) -> Iterator[None]:
-        """Read JSON until its brackets are closed, so many of them open before."""
+        """Read JSON until its brackets are closed, of which `depth` are open already."""
         quoted = escaped = False
         while True:
             for at, letter in enumerate(self._held):

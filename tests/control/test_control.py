@@ -28,7 +28,7 @@ DEAR = selfspec.Costs(draft=0.9, verify=1.2)
 
 
 def said(*confidences: float) -> Callable[[], list[float]]:
-    """What a controller is told of a draft step, one number a row."""
+    """Give the confidence of each row in a draft step, as `goes_on` asks for it."""
     return lambda: list(confidences)
 
 
