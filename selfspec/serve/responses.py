@@ -293,7 +293,7 @@ class ResponseForm(ItemsForm):
             "output": output,
             "usage": {
                 "input_tokens": self._prompt_tokens,
-                "input_tokens_details": {"cached_tokens": counts.cached},
+                "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
                 "output_tokens": counts.tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": self._prompt_tokens + counts.tokens,

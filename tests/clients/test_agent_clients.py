@@ -1,7 +1,6 @@
 """Clients that call tools, ask for objects, and speak other APIs, by their ordinary examples.
 
-The model is random: the grammar makes it say what can be read. A client that is not installed is passed over; those
-that need another version of openai than the others here have an environment of their own.
+The model is random: the grammar makes it say what can be read. A client that is not installed is passed over.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 QUESTION = "How is the weather?"
 KEY = "open sesame"
+SETTINGS: Any = {"max_tokens": 200, "temperature": 0}
 
 
 class Weather(BaseModel):
@@ -110,13 +110,16 @@ def test_llama_index_calls_and_asks_for_objects(url: str) -> None:
 
 def test_openai_responds(url: str) -> None:
     from openai import OpenAI
+    from openai.types.responses import Response
 
     with OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         parsed = client.responses.parse(model=NAME, input=QUESTION, text_format=Weather, max_output_tokens=200)
         assert isinstance(parsed.output_parsed, Weather)
         tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema(), "strict": False}
         asked = {"model": NAME, "input": QUESTION, "tools": [tool], "tool_choice": "required", "temperature": 0}
-        (call,) = client.responses.create(**asked).output
+        response = client.responses.create(**asked)
+        # The client itself checks nothing.
+        (call,) = Response.model_validate_json(response.to_json()).output
         assert Weather.model_validate_json(call.arguments)
         with client.responses.stream(**asked) as events:
             assert events.get_final_response().output[0].arguments == call.arguments
@@ -136,21 +139,30 @@ def test_instructor(url: str) -> None:
     instructor = pytest.importorskip("instructor")
     from openai import OpenAI
 
-    client = instructor.from_openai(OpenAI(base_url=url, api_key=KEY))
-    messages = [{"role": "user", "content": QUESTION}]
-    found = client.chat.completions.create(model=NAME, response_model=Weather, messages=messages, max_tokens=200)
-    assert isinstance(found, Weather)
+    asked = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
+    with OpenAI(base_url=url, api_key=KEY) as client:
+        chats = instructor.from_openai(client).chat.completions
+        assert isinstance(chats.create(**asked, response_model=Weather), Weather)
+        *_, last = chats.create_partial(**asked, response_model=Weather)
+        assert Weather.model_validate(last.model_dump())
 
 
 def test_pydantic_ai(url: str) -> None:
     pytest.importorskip("pydantic_ai")
+    from openai import AsyncOpenAI
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel(NAME, provider=OpenAIProvider(base_url=url, api_key=KEY))
-    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200, "temperature": 0})
-    assert isinstance(agent.run_sync(QUESTION).output, Weather)
+    async def asked() -> None:
+        async with AsyncOpenAI(base_url=url, api_key=KEY) as client:
+            model = OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client))
+            agent = Agent(model, output_type=Weather, tools=[weather], model_settings=SETTINGS)
+            assert isinstance((await agent.run(QUESTION)).output, Weather)
+            async with agent.run_stream(QUESTION) as streamed:
+                assert isinstance(await streamed.get_output(), Weather)
+
+    asyncio.run(asked())
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
@@ -159,8 +171,6 @@ def test_openai_agents(url: str, kind: str) -> None:
     from openai import AsyncOpenAI
 
     agents.set_tracing_disabled(True)
-    client = AsyncOpenAI(base_url=url, api_key=KEY)
-    settings = agents.ModelSettings(tool_choice="required", max_tokens=200, temperature=0)
     cities = []
 
     def weather_of(city: Literal["Bern", "Rome"]) -> str:
@@ -168,28 +178,28 @@ def test_openai_agents(url: str, kind: str) -> None:
         cities.append(city)
         return "sunny"
 
-    model = getattr(agents, kind)(model=NAME, openai_client=client)
-    agent = agents.Agent(
-        name="a",
-        instructions="Be brief.",
-        tools=[agents.function_tool(weather_of)],
-        model=model,
-        model_settings=settings,
-        tool_use_behavior="stop_on_first_tool",
-    )
-    assert agents.Runner.run_sync(agent, QUESTION).final_output
+    async def asked() -> None:
+        async with AsyncOpenAI(base_url=url, api_key=KEY) as client:
+            model = getattr(agents, kind)(model=NAME, openai_client=client)
+            agent = agents.Agent(
+                name="a",
+                instructions="Be brief.",
+                tools=[agents.function_tool(weather_of)],
+                model=model,
+                model_settings=agents.ModelSettings(tool_choice="required", **SETTINGS),
+                tool_use_behavior="stop_on_first_tool",
+            )
+            assert (await agents.Runner.run(agent, QUESTION)).final_output == "sunny"
+            streamed = agents.Runner.run_streamed(agent, QUESTION)
+            assert [event async for event in streamed.stream_events()]
+            assert streamed.final_output == "sunny"
+            assert len(cities) == 2
+            typed = agents.Agent(
+                name="a", output_type=Weather, model=model, model_settings=agents.ModelSettings(**SETTINGS)
+            )
+            assert isinstance((await agents.Runner.run(typed, QUESTION)).final_output, Weather)
 
-    async def streamed() -> str:
-        result = agents.Runner.run_streamed(agent, QUESTION)
-        async for _ in result.stream_events():
-            pass
-        return str(result.final_output)
-
-    assert asyncio.run(streamed())
-    assert len(cities) == 2
-    settings = agents.ModelSettings(max_tokens=200)
-    typed = agents.Agent(name="a", output_type=Weather, model=model, model_settings=settings)
-    assert isinstance(agents.Runner.run_sync(typed, QUESTION).final_output, Weather)
+    asyncio.run(asked())
 
 
 def test_anthropic(url: str) -> None:
@@ -230,6 +240,8 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
     called = litellm.completion(**asked, max_tokens=200, tools=[tool], tool_choice="required")
     assert Weather.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+    typed = litellm.completion(**asked, max_tokens=200, response_format=Weather)
+    assert Weather.model_validate_json(typed.choices[0].message.content)
 
 
 def test_llm(url: str) -> None:
@@ -238,5 +250,6 @@ def test_llm(url: str) -> None:
 
     model = Chat("served", model_name=NAME, api_base=url, can_stream=True, supports_schema=True)
     model.key = model.needs_key = KEY
-    assert model.prompt(QUESTION, max_tokens=8).text()
+    whole = model.prompt(QUESTION, max_tokens=8, temperature=0, stream=False).text()
+    assert "".join(model.prompt(QUESTION, max_tokens=8, temperature=0)) == whole
     assert Weather.model_validate_json(model.prompt(QUESTION, schema=Weather, max_tokens=200, stream=False).text())
