@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
@@ -46,42 +46,31 @@ class Finished:
 Event = Committed | Finished
 
 
+class Shown(NamedTuple):
+    """A metric that shows a count: its kind and name, and what it is."""
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    words: str
+
+
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts of an engine, for metrics, at one moment.
-
-    Attributes:
-        running: rows in the running batch.
-        prefilling: rows whose prompt is being read.
-        waiting: requests that wait for room.
-        cache_bytes: allocated for keys, values and states of rows that run or are read.
-        kept_bytes: of those of rows that have ended.
-        asked_tokens: tokens of texts that were to be read.
-        cached_tokens: those of them that kept caches held.
-        cache_bound: the most that may be.
-        rounds: rounds of the running batch so far.
-        plain_rounds: those of them without a draft.
-        prompt_tokens: tokens of prompts that were read, those read again after a preemption included.
-        committed: tokens committed.
-        drafted: draft tokens that were proposed.
-        accepted: how many of them were committed.
-        preemptions: how often a row gave its cache back and was read again.
-        finished: rows that ended, by `Finished.reason`.
-    """
+    """Counts of an engine at one moment, and how metrics show them; `finished` has rows by `Finished.reason`."""
 
     running: int
     prefilling: int
-    waiting: int
-    cache_bytes: int
-    kept_bytes: int
-    asked_tokens: int
-    cached_tokens: int
-    cache_bound: int
-    rounds: int
-    plain_rounds: int
-    prompt_tokens: int
-    committed: int
-    drafted: int
-    accepted: int
-    preemptions: int
+    waiting: Annotated[int, Shown("gauge", "vllm:num_requests_waiting", "Requests that wait for room.")]
+    cache_bytes: Annotated[int, Shown("gauge", "selfspec:cache_bytes", "Bytes of keys, values and states.")]
+    kept_bytes: Annotated[int, Shown("gauge", "selfspec:kept_cache_bytes", "Bytes of the caches of ended rows.")]
+    cache_bound: Annotated[int, Shown("gauge", "selfspec:cache_bound_bytes", "The most of them that there may be.")]
+    prompt_tokens: Annotated[int, Shown("counter", "vllm:prompt_tokens", "Tokens of prompts that were read.")]
+    asked_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_queries", "Tokens of texts to be read.")]
+    cached_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_hits", "Those that kept caches held.")]
+    committed: Annotated[int, Shown("counter", "vllm:generation_tokens", "Tokens that were committed.")]
+    preemptions: Annotated[int, Shown("counter", "vllm:num_preemptions", "Rows that were to be read again.")]
+    drafted: Annotated[int, Shown("counter", "vllm:spec_decode_num_draft_tokens", "Tokens that were proposed.")]
+    accepted: Annotated[int, Shown("counter", "vllm:spec_decode_num_accepted_tokens", "Those that were accepted.")]
+    rounds: Annotated[int, Shown("counter", "selfspec:rounds", "Rounds of the running batch.")]
+    plain_rounds: Annotated[int, Shown("counter", "selfspec:plain_rounds", "Rounds without a draft.")]
     finished: dict[str, int]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from selfspec.serve.events import EngineStats
+from selfspec.serve.events import EngineStats, Shown
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -66,33 +67,20 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Read the engine's counts."""
-        stats = self._stats()
+        stats, families = self._stats(), {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        rows, drafts = stats.running + stats.prefilling, stats.rounds - stats.plain_rounds
         used = stats.cache_bytes / stats.cache_bound
-        gauges: dict[str, tuple[str, float]] = {
-            "vllm:num_requests_running": ("Rows in the running batch.", stats.running + stats.prefilling),
-            "vllm:num_requests_waiting": ("Requests that wait for room.", stats.waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the cache's bound that is used.", used),
-            "selfspec:cache_bytes": ("Bytes of keys, values and states.", stats.cache_bytes),
-            "selfspec:kept_cache_bytes": ("Bytes of the caches of rows that have ended.", stats.kept_bytes),
-            "selfspec:cache_bound_bytes": ("The most of them that there may be.", stats.cache_bound),
-        }
-        counters: dict[str, tuple[str, float]] = {
-            "vllm:prompt_tokens": ("Tokens of prompts that were read.", stats.prompt_tokens),
-            "vllm:prefix_cache_queries": ("Tokens of texts that were to be read.", stats.asked_tokens),
-            "vllm:prefix_cache_hits": ("Those of them that kept caches held.", stats.cached_tokens),
-            "vllm:generation_tokens": ("Tokens that were committed.", stats.committed),
-            "vllm:num_preemptions": ("Rows that gave their cache back and were read again.", stats.preemptions),
-            "vllm:spec_decode_num_drafts": ("Rounds with a draft.", stats.rounds - stats.plain_rounds),
-            "vllm:spec_decode_num_draft_tokens": ("Draft tokens that were proposed.", stats.drafted),
-            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", stats.accepted),
-            "selfspec:rounds": ("Rounds of the running batch.", stats.rounds),
-            "selfspec:plain_rounds": ("Rounds without a draft.", stats.plain_rounds),
-        }
-        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (words, value) in metrics.items():
-                metric = family(name, words, labels=["model_name"])
-                metric.add_metric([self._model], value)
-                yield metric
+        shown: list[tuple[Shown, float]] = [
+            (Shown("gauge", "vllm:num_requests_running", "Rows in the running batch, or being read."), rows),
+            (Shown("gauge", "vllm:kv_cache_usage_perc", "Share of the cache's bound that is used."), used),
+            (Shown("counter", "vllm:spec_decode_num_drafts", "Rounds with a draft."), drafts),
+        ]
+        for name, hint in get_type_hints(EngineStats, include_extras=True).items():
+            shown += [(each, getattr(stats, name)) for each in getattr(hint, "__metadata__", ())]
+        for each, value in shown:
+            metric = families[each.kind](each.name, each.words, labels=["model_name"])
+            metric.add_metric([self._model], value)
+            yield metric
         labels = ["model_name", "reason"]
         ended = CounterMetricFamily("selfspec:rows_finished", "Rows, by why they ended.", labels=labels)
         for reason, count in stats.finished.items():
