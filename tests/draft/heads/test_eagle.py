@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
@@ -98,16 +98,6 @@ def test_a_row_without_a_state_waits(model: PreTrainedModel, tmp_path: Path, mon
     assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=12, eos_token_id=7)
     weights = load_file(Path(folder) / "model.safetensors")
     reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, {}))
-
-
-def test_a_chat_goes_on_from_its_cache(model: PreTrainedModel, tmp_path: Path) -> None:
-    spec = selfspec.wrap(model, f"eagle:{published_heads.eagle3(tmp_path, model)}", draft_length=3)
-    past, text = DynamicCache(), tiny.prompt(9)
-    for seed in range(3):
-        options = {**OPTIONS, "attention_mask": torch.ones_like(text), "max_new_tokens": 12}
-        expected = model.generate(text, **options)
-        assert torch.equal(spec.generate(text, cache=past, **options).sequences, expected)
-        text = torch.cat([expected, tiny.prompt(4, seed=seed)], 1)
 
 
 def test_behind_a_look_up_it_still_knows_all_that_was_committed(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import selfspec
 import selfspec.runtime
@@ -65,6 +65,20 @@ def test_a_head_drafts_for_a_model_that_streams_and_stays_in_memory_itself(tmp_p
         )
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.stats.drafted > 0
+
+
+@families
+def test_a_chat_goes_on_from_a_cache_that_the_head_has_not_read(tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path, intermediate_size=64)
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    past, text = DynamicCache(), tiny.prompt(9).clamp(min=3)
+    for turn in range(3):
+        options = {**OPTIONS, "attention_mask": torch.ones_like(text), "max_new_tokens": 6}
+        found, expected = spec.generate(text, cache=past, **options), model.generate(text, **options)
+        assert torch.equal(found.sequences, expected)
+        assert found.stats.drafted > 0
+        assert past.get_seq_length() == expected.shape[1] - 1
+        text = torch.cat([expected, tiny.prompt(4, seed=turn).clamp(min=3)], 1)
 
 
 @families
