@@ -3,8 +3,8 @@
     python benchmarks/serving_features.py --to features.json ours=http://127.0.0.1:8000=MODEL ...
 
 Each cell is what came back of requests: `yes`, that it was done; `refused`, that it was not, with a status of 4xx;
-`ignored`, that the answer is as if nothing had been asked; `absent`, that there is no such place; `failed`, anything
-else. All serve the same chat model.
+`ignored`, that the answer is as if nothing had been asked; `absent`, that there is no such place; `failed`, a status of
+5xx or a closed connection; `silent`, that nothing came in ten minutes. All serve the same chat model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from selfspec.files.writing import write_json
 
-_SECONDS = 120
+_SECONDS = 600
 _HELLO = [{"role": "user", "content": "Say hello."}]
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -177,7 +177,7 @@ _FEATURES: dict[str, Callable[[Server], bool]] = {
 _REFUSALS: dict[str, Callable[[Server], Any]] = {
     "a field that nobody knows": lambda s: s.chat(surprise=1),
     "another model's name": lambda s: Server(s.url, "no-such-model").chat(),
-    "a prompt beyond the context": lambda s: s.complete(prompt="word " * 20_000, max_tokens=4),
+    "a prompt beyond the context": lambda s: s.complete(prompt="word " * 9_000, max_tokens=4),
     "a picture for a model of text": lambda s: s.chat(
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
     ),
@@ -195,8 +195,8 @@ def feature(server: Server, works: Callable[[Server], bool]) -> str:
     # An answer of another shape than was asked for.
     except (KeyError, TypeError, IndexError, ValueError):
         return "ignored"
-    except OSError:
-        return "failed"
+    except OSError as error:
+        return _unanswered(error)
 
 
 def refusal(server: Server, sends: Callable[[Server], Any]) -> str:
@@ -206,8 +206,12 @@ def refusal(server: Server, sends: Callable[[Server], Any]) -> str:
         return "ignored"
     except RefusedError as error:
         return "refused" if error.args[0] < 500 else "failed"
-    except (ValueError, OSError):
-        return "failed"
+    except (ValueError, OSError) as error:
+        return _unanswered(error)
+
+
+def _unanswered(error: Exception) -> str:
+    return "silent" if isinstance(getattr(error, "reason", error), TimeoutError) else "failed"
 
 
 def main() -> None:

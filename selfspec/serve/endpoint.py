@@ -76,7 +76,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class ChoicesForm:
+class ChoicesForm(Form):
     """The form of chats and completions: a list of choices.
 
     Attributes:
@@ -96,28 +96,23 @@ class ChoicesForm:
     options: StreamOptions | None
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
-        """All answers."""
         each = [self.one(index, choice) for index, choice in enumerate(choices)]
         return {**self.head, "choices": each, "usage": usage(self.prompt_tokens, counts)}
 
     def begin(self) -> Iterable[str]:
-        """Write an event for each of the first choices."""
         return [self._event([choice], Counts()) for choice in self.opening]
 
     def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
-        """Write an event with what is new."""
         piece = new.piece
         if piece.text or piece.scored or piece.calls or piece.finish_reason:
             yield self._event([self.chunk(new)], counts)
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
-        """Write how many tokens there were, if that is asked for."""
         if self.options is not None and self.options.include_usage:
             yield event({**self.head, "choices": [], "usage": usage(self.prompt_tokens, counts)})
         yield "data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[str]:
-        """Write the error."""
         return [event(error.body), "data: [DONE]\n\n"]
 
     def _event(self, choices: list[Body], counts: Counts) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.errors import UnsupportedOptionError
@@ -39,15 +39,33 @@ class Grammar:
 class Grammars:
     """Compiles what answers have to fit, and keeps it; end tokens may end an answer once its grammar is complete.
 
-    May be used by several threads.
+    What that takes is loaded here: an import amid requests would hold up all of them. May be used by several threads.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._end_tokens = end_tokens
-        self._lock = threading.Lock()
         self._compiler: Any = None
+        self._why_not = ""
+        try:
+            import xgrammar
+            import xgrammar.contrib.hf
+            import xgrammar.structural_tag
+
+            ends = sorted(end_tokens) or None
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=ends)
+            # In the thread that asks, which gives way to the engine's.
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 * 2**20)
+            # The first use loads more.
+            xgrammar.apply_token_bitmask_inplace(
+                torch.zeros(1, vocabulary), xgrammar.allocate_token_bitmask(1, vocabulary)
+            )
+        except ImportError:
+            self._why_not = "needs xgrammar where the server runs: pip install xgrammar"
+        # What it raises of a tokenizer that it cannot read is its own.
+        except Exception as error:
+            self._why_not = (
+                f"is not supported: xgrammar cannot read this tokenizer ({' '.join(str(error).split())[:300]})"
+            )
 
     @staticmethod
     def compiles_fast(wanted: Wanted) -> bool:
@@ -71,16 +89,13 @@ class Grammars:
         """Compile a form, or find it among those that were compiled.
 
         Raises:
-            UnsupportedOptionError: xgrammar is not installed, cannot read the form, or no answer fits it.
+            UnsupportedOptionError: xgrammar is missing or cannot read the tokenizer or the form, or no answer fits it.
         """
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise UnsupportedOptionError(
-                f"response_format of type {wanted.type!r} needs xgrammar where the server runs: pip install xgrammar"
-            ) from error
-        with self._lock:
-            compiler = self._compiler = self._compiler or self._made()
+        compiler = self._compiler
+        if compiler is None:
+            raise UnsupportedOptionError(f"response_format of type {wanted.type!r} {self._why_not}")
+        import xgrammar
+
         try:
             match wanted:
                 case JsonSchemaFormat():
@@ -106,16 +121,6 @@ class Grammars:
         if not first.any():
             raise UnsupportedOptionError("response_format: no answer fits it; a schema may refer to itself alone")
         return Grammar(found)
-
-    def _made(self) -> Any:
-        import xgrammar
-
-        ends = sorted(self._end_tokens) or None
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
-        )
-        # In the thread that asks, which gives way to the engine's.
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 * 2**20)
 
 
 def style_of(wanted: CallGrammar, compiler: Any) -> str:

@@ -178,25 +178,21 @@ class MessageForm(ItemsForm):
         self._index = -1
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
-        """The message."""
         choice = choices[0]
         said = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
         content = [*said, *({**_use(call), "input": _input(call)} for call in choice.calls)]
         return {**self._head, "content": content, **_ending(choice), "usage": self._usage(counts)}
 
     def begin(self) -> Iterable[str]:
-        """Write that it has begun."""
         begun: Body = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**begun, "usage": self._usage(Counts())})]
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
-        """Write why it ended, and what it took."""
         yield from self.closed()
         yield _event("message_delta", delta=_ending(choices[0]), usage=self._usage(counts))
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[str]:
-        """Write the error."""
         yield _event("error", **error.body)
 
     def opened(self, call: ToolCall | None) -> Iterable[str]:

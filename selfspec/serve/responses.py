@@ -14,7 +14,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoint import Body, Work, event
 from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, text_of
-from selfspec.serve.schemas import Strict
+from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, Strict
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
 
@@ -41,13 +41,11 @@ class InputMessage(Strict):
     phase: str | None = None
 
 
-class InputCall(Strict):
+class InputCall(CalledFunction):
     """A call that an answer made."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
     id: str | None = None
     status: str | None = None
 
@@ -70,21 +68,16 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(Strict):
+class ResponseTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class ChosenTool(Strict):
+class ChosenTool(NamedFunction):
     """The function that the model calls."""
 
     type: Literal["function"]
-    name: str
 
 
 class ResponseTextFormat(Strict):
@@ -220,24 +213,20 @@ class ResponseForm(ItemsForm):
         self._sent = 0
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
-        """The response."""
         choice = choices[0]
         said = [_message(choice.text)] if choice.text or not choice.calls else []
         return self._response([*said, *map(_called, choice.calls)], choice, counts)
 
     def begin(self) -> Iterable[str]:
-        """Write that it has begun."""
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
-        """Write the whole of it."""
         yield from self.closed()
         whole = self._response(self._output, choices[0], counts)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> Iterable[str]:
-        """Write the error."""
         said = {"code": error.code or "server_error", "message": error.message}
         yield self._event("error", **said, param=error.param)
         broken = {**self._head, "status": "failed", "output": self._output, "error": said, "usage": None}

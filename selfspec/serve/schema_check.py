@@ -31,9 +31,9 @@ _OF_TYPES: Mapping[str, tuple[str, ...]] = {
 _ASSERTIONS = tuple(name for names in _OF_TYPES.values() for name in names)
 # Where these stand, the grammar knows the type without being told.
 _TELLING = ("properties", "additionalProperties", "patternProperties", "items", "prefixItems")
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    **{"string": str, "boolean": bool, "null": type(None), "integer": int, "number": (int, float)},
-    **{"array": list, "object": dict},
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **{"string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,), "number": (int, float)},
+    **{"array": (list,), "object": (dict,)},
 }
 
 
@@ -135,11 +135,7 @@ def _check_keywords(part: _Part, root: Mapping[str, Any]) -> None:
         raise part.refuse(f"{asserted[0]!r} without 'type' cannot be held by a grammar; add the type")
     if "multipleOf" in schema and types != ["integer"]:
         raise part.refuse("'multipleOf' is held for integers alone")
-    if (
-        len([name for name in ("pattern", "format") if name in schema])
-        + ("minLength" in schema or "maxLength" in schema)
-        > 1
-    ):
+    if ("pattern" in schema) + ("format" in schema) + bool({"minLength", "maxLength"} & schema.keys()) > 1:
         raise part.refuse("of 'pattern', 'format' and lengths only one is held; keep one of them")
     unknown = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
     if unknown:
@@ -154,17 +150,13 @@ def _check_whole(part: _Part, whole: list[str], others: list[str], types: list[s
         others = [name for name in others if name != "enum"]
     if first == "allOf" and len(schema["allOf"]) != 1:
         raise part.refuse("'allOf' of several schemas cannot be held by a grammar; write them as one")
-    kinds = tuple(kind for name in types for kind in _as_tuple(_KINDS.get(name, object)))
+    kinds = tuple(kind for name in types for kind in _KINDS.get(name, (object,)))
     if kinds and not all(isinstance(value, kinds) for value in values):
         raise part.refuse(f"{first!r} has a value that is not of the type {types}")
     if others or (types and first == "$ref"):
         raise part.refuse(
             f"{(others or ['type'])[0]!r} beside {first!r} cannot be held by a grammar; move it into there"
         )
-
-
-def _as_tuple(kind: type | tuple[type, ...]) -> tuple[type, ...]:
-    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _disjoint(schemas: list[Any], root: Mapping[str, Any]) -> bool:

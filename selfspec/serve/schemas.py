@@ -145,7 +145,7 @@ class GenerationFields(Strict):
         # JSON may write halves of pairs, which no tokenizer reads.
         for name, value in fields.items() if isinstance(fields, dict) else ():
             try:
-                json.dumps(value, ensure_ascii=False).encode()
+                (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
             except (UnicodeError, RecursionError) as error:
                 raise ValueError(f"{name}: it is no Unicode text, or too deep") from error
         return fields
@@ -254,7 +254,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    """The tool that an answer calls."""
+    """The function that an answer calls."""
 
     name: str
 

@@ -600,10 +600,10 @@ CATALOGUE = (
     # What the server says of a text.
     Mutation("a text is scored in pieces, each from an empty state", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_echo.py")),
+        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_token_texts.py")),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_echo.py")),
+        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_token_texts.py")),
     # Draft heads.
     Mutation("a head reads the token of a state, not the one after it", "PairState._next_pairs",
         "waiting.start + self._cache.seq_lens[number] + 1", "waiting.start + self._cache.seq_lens[number]", (_EAGLE,)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -126,6 +127,13 @@ def test_grammars_that_would_take_long_are_refused(server: Running, fields: dict
     reply = server.complete(**fields)
     assert (reply.status, reply.body["error"]["param"]) == (400, "response_format")
     assert words in reply.body["error"]["message"]
+
+
+def test_what_grammars_need_is_loaded_before_requests_come(server: Running) -> None:
+    pytest.importorskip("xgrammar")
+    loaded = set(sys.modules)
+    assert server.complete(response_format={"type": "regex", "pattern": "on|off"}).status == 200
+    assert not [name for name in set(sys.modules) - loaded if name.startswith("xgrammar")]
 
 
 def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_request(

@@ -43,7 +43,6 @@ def test_defaults_are_those_of_generate() -> None:
 
 @pytest.mark.parametrize("processors", [(), "memory"])
 def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -> None:
-
     model = small()
     made = (Alternating(),) if processors else ()
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))

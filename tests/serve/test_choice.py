@@ -1,4 +1,4 @@
-"""Stop strings over pieces of text, and tokens as bytes."""
+"""Answers as they grow, and stop strings over pieces of text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from helpers import tiny
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
 from selfspec.decode.logprobs import TokenLogprobs
@@ -15,7 +14,6 @@ from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings
-from selfspec.serve.token_texts import TokenTexts, prompt_text
 
 LETTERS = st.text("ab", max_size=30)
 
@@ -47,16 +45,6 @@ def test_letter_by_letter_the_stop_that_ends_first_counts(text: str, stops: list
     else:
         first = [each for each in stops if text[: ends[0]].endswith(each)]
         assert given_out == text[: ends[0] - max(map(len, first))]
-
-
-@pytest.mark.parametrize("kind", ["byte fallback", "byte level"])
-def test_bytes_of_tokens_make_the_text(kind: str) -> None:
-    tokenizer = tiny.tokenizer() if kind == "byte level" else AutoTokenizer.from_pretrained(checkpoint_folder())
-    texts = TokenTexts(tokenizer)
-    for text in ("Once upon a time", "naïve 日本 🎉", "a\n b"):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert b"".join(map(texts.raw, ids)).decode().lstrip() == text
-    assert texts.text(ids[0]) == texts.raw(ids[0]).decode()
 
 
 def test_tokens_behind_a_stop_string_are_not_counted() -> None:
@@ -118,32 +106,3 @@ def test_a_stop_string_in_bytes_ends_an_answer_at_once(stop: str) -> None:
     choice.take(Committed((*tokens, *tokens[-1:] * 5), None, 0, 0))
     assert (choice.finish_reason, choice.counts.tokens) == ("stop", len(tokens))
     assert choice.text == " on"
-
-
-@given(kind=st.sampled_from(sorted(KINDS)), data=st.data())
-def test_a_prompt_is_what_its_tokens_wrote(kind: str, data: st.DataObject) -> None:
-    tokenizer = KINDS[kind]()
-    special = st.sampled_from(["", *tokenizer.all_special_tokens])
-    text = data.draw(TEXTS) + data.draw(special) + data.draw(TEXTS)
-    ids = tokenizer(text).input_ids
-    shown = prompt_text(tokenizer, text)
-    assert shown.text == text
-    assert len(shown.pieces) == len(ids)
-    # What a tokenizer does not read behind the last token is nobody's.
-    assert text.removeprefix("".join(shown.pieces)).strip() == ""
-    by_ids = prompt_text(tokenizer, ids)
-    assert by_ids.text == "".join(by_ids.pieces) == tokenizer.decode(ids, skip_special_tokens=False)
-    assert len(by_ids.pieces) == len(ids)
-
-
-def test_a_prompts_pieces() -> None:
-    pieces = {
-        kind: [each for each in prompt_text(made(), "on \u00eb\N{PARTY POPPER} on").pieces if each]
-        for kind, made in KINDS.items()
-    }
-    assert pieces["byte_fallback"] == pieces["metaspace"] == ["on", " ", "\u00eb", "\N{PARTY POPPER}", " on"]
-    assert pieces["byte_level"] == ["on", " ", "\u00eb", "\N{PARTY POPPER}", " on"]
-    # Its vocabulary has no emoji: the word is unknown.
-    assert pieces["word_piece"] == ["on", " \u00eb\N{PARTY POPPER}", " on"]
-    # The first of its tokens has the space before it too.
-    assert prompt_text(KINDS["byte_level"](), "on \N{PARTY POPPER}").pieces == ("on", " ", "", "\N{PARTY POPPER}")
