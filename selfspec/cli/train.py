@@ -177,8 +177,8 @@ def head(
 ) -> Trained:
     """Train a draft head for a base that stays as it is, in the layout that other engines read.
 
-    `--draft eagle:FOLDER`, or `medusa:` or `mtp:`, drafts with it. Agreement and alpha of each drafted token are the
-    acceptance rates to expect.
+    `--draft eagle:FOLDER`, or `medusa:`, `mtp:` or `uno:`, drafts with it. Agreement and alpha of each drafted token
+    are the acceptance rates to expect.
     """
     return _shown(_train(model, text, course, recipe, to, machine), output)
 

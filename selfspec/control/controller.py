@@ -105,7 +105,7 @@ class Controller(DraftController):
         outcomes = [row for row in rows if row is not None]
         if draft.length and outcomes:
             tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
-            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.tree)))
+            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.block)))
 
     def price(self, steps: int, nodes: int) -> float:
         return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)

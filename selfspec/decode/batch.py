@@ -49,6 +49,7 @@ class Batch:
         prefill_width: tokens of each prompt that one pass may read; None: all.
         taps: points of the target whose states what drafts asks for.
         features: these states, of the tokens that the target's last pass read.
+        guessed: logits of the mask rows that it read, `[rows, tokens, vocab]`; None: there were none.
         proposers: what may draft for the rows, by the `id` of its drafter; they follow rows that join and leave.
         sampling: turns logits into probabilities, in the same way for p and q.
         committed: the new tokens of each row, final.
@@ -69,6 +70,7 @@ class Batch:
     prefill_width: int | None = None
     taps: tuple[Point, ...] = ()
     features: Features = field(default_factory=dict)
+    guessed: Tensor | None = None
     proposers: dict[int, Proposer] = field(default_factory=dict)
     sampling: BatchSampling = field(init=False)
     committed: list[list[int]] = field(init=False)

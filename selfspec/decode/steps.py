@@ -9,6 +9,8 @@ If the logits are not finite again, plain decoding fails there as well, and the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from selfspec.draft import Draft, Verdict
 from selfspec.draft.draft import Budget
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.row_lora import LoraRows
 
 
 def begin_round(batch: Batch) -> Budget:
@@ -48,18 +51,24 @@ def verify(batch: Batch, draft: Draft) -> Tensor:
     Returns:
         The target's logits, `[rows, drafted + 1, vocab]`.
     """
+    batch.guessed = None
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
         batch.features = {}
         return batch.runner.logits_of_embeddings(embeddings)
-    batch.cache.open(draft.tree)
+    batch.cache.open(draft.block)
     target = LayerPath.full(batch.runner.depth)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
+    judged = block.shape[1]
+    if draft.masks is not None:
+        block = torch.cat([block, draft.masks.tokens], 1)
+        target = replace(target, lora=LoraRows(draft.masks.lora, judged))
     # A pass that resumes has no states of earlier layers.
     if draft.resume is None or batch.taps:
         result = batch.runner.logits(target, block, taps=batch.taps)
         batch.features = result.features
-        return result.logits
+        batch.guessed = None if draft.masks is None else result.logits[:, judged:]
+        return result.logits[:, :judged]
     unread = block[:, draft.resume.read :]
     tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), unread, draft.resume.read - 1)
     assert tail is not None
@@ -96,7 +105,7 @@ def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None
     for number, row in verdict.rows.items():
         if row.finite:
             continue
-        if draft.length and not row.ended:
+        if len(draft.block) and not row.ended:
             batch.nonfinite_rows.append(number)
         else:
             batch.fail(number)

@@ -14,6 +14,8 @@ from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.peagle import ParallelEagle
+from selfspec.draft.heads.queries import QueriesAssistant
+from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.offer import Offer
@@ -48,6 +50,7 @@ __all__ = [
     "ParallelEagle",
     "PromptLookup",
     "Proposer",
+    "QueriesAssistant",
     "Recycling",
     "ReducedVocabulary",
     "Resume",
@@ -57,6 +60,7 @@ __all__ = [
     "Stateless",
     "Suffixes",
     "Union",
+    "Uno",
     "Verdict",
     "chains",
     "drafter",

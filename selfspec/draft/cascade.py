@@ -76,7 +76,8 @@ class JoinedDrafter(Drafter):
         if sum(source.runs != "nothing" for source in flat) > 1:
             raise DraftConfigError(
                 f"a cascade and a union hold at most one drafter that runs a model, which drafts each time that it is "
-                f"asked; got {shown(list(sources))}; name one of these alone: `selfspec bench` sets them side by side"
+                f"asked; got {shown(list(sources))}; name one of these alone: `selfspec bench` sets them side by side; "
+                "a head that guesses for int8 would gain 4 % where 0.36 of its tokens are right (docs/heads.md)"
             )
         bits = next((source.bits for source in flat if source.bits is not None), None)
         runs = next((source.runs for source in flat if source.runs != "nothing"), "nothing")

@@ -152,7 +152,9 @@ def _misread(text: object) -> DraftConfigError:
     """Return the error for a draft that is not of the grammar: how it is written, or what was probably meant."""
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
-    listed = ", ".join(name if len(form) > _LONG_FORM else form for name, form in forms.items())
+    listed = ", ".join(
+        name if len(form) > _LONG_FORM or form == f"{name}:FOLDER" else form for name, form in forms.items()
+    )
     listed += "; join drafts by +, as in lookup+int8"
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")

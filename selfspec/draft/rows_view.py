@@ -197,6 +197,11 @@ class RowsView(Protocol):
         ...
 
     @property
+    def guessed(self) -> Tensor | None:
+        """Logits of the mask rows that the target's last pass read, `[rows, tokens, vocab]`; None: it read none."""
+        ...
+
+    @property
     def runner(self) -> ModelRunner:
         """Runs the model over the shared cache."""
         ...

@@ -122,10 +122,10 @@ class UnionProposer(JoinedProposer):
         nodes = len(drawn.tree)
         going = [index for index, row in enumerate(rows.running) if row in rows.unfinished]
         reach = [self._free.trust(rows.running[index]).reach(self._free.offered[index], _BESIDE) for index in going]
-        tokens = drawn.tokens.tolist()
+        drew = drawn.tokens.tolist()
 
         def path_of(row: int, node: int) -> Path:
-            return tuple(tokens[row][each] for each in drawn.tree.paths[node])
+            return tuple(drew[row][each] for each in drawn.tree.paths[node])
 
         def promise(more: int, committed: float) -> float:
             return (self._length + committed) / rows.controller.round_cost(drawn.steps, nodes + more)
@@ -140,6 +140,7 @@ class UnionProposer(JoinedProposer):
             q = probs.new_zeros(*others.shape, probs.shape[-1]).scatter_(-1, others[..., None], 1.0)
             probs = torch.cat([probs, q], 1)
         tree = Tree((*drawn.tree.parents, *found.parents))
-        self._joined = replace(drawn, tokens=torch.cat([drawn.tokens, others], 1), tree=tree, probs=probs)
+        tokens = torch.cat([drawn.tokens, others], 1)
+        self._joined = replace(drawn, tokens=tokens, tree=tree, probs=probs, masks=None)
         self._nodes = nodes
         return self._joined

@@ -98,6 +98,8 @@ class GatedModel:
         layers = _with_lent(adapter.decoder_layers(model), adapter)
         if path.precision is not None and path.substituted:
             layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
+        if path.lora is not None:
+            layers = path.lora.lora.within(layers, ".".join(adapter.path(model)), path.lora.first)
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)
         self._tap: FeatureTap | None = None

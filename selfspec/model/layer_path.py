@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from selfspec.architecture import Part as Part
 from selfspec.cache.masks import Window
 from selfspec.kernels.rounded import Precision
+from selfspec.model.row_lora import LoraRows
 
 
 @dataclass(frozen=True, order=True)
@@ -31,6 +32,7 @@ class LayerPath:
         substituted: sublayers that run with substitutes of their linear layers.
         head_substituted: whether the language-model head does, too.
         window: what of the cache its tokens attend to; None: all.
+        lora: low-rank additions that its last tokens use; None: there are none.
     """
 
     depth: int
@@ -40,6 +42,7 @@ class LayerPath:
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     window: Window | None = None
+    lora: LoraRows | None = None
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:

@@ -118,6 +118,16 @@ class ModelRunner:
         """The stock model whose passes it runs."""
         return self._stock_model
 
+    @property
+    def adapter(self) -> Adapter:
+        """Where the layers of the model are."""
+        return self._adapter
+
+    @property
+    def cache(self) -> SharedCache:
+        """What its passes read and write."""
+        return self._cache
+
     def over(self, cache: SharedCache) -> ModelRunner:
         """Return a runner of the same model, with the same views, over another cache for it."""
         other = copy(self)

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from helpers import tiny
 from helpers.shrunken import shrunken, shrunken_config
+from selfspec.model.registry import find_adapter
 
 HIDDEN = 32
 DRAFTED = 20
@@ -346,6 +348,22 @@ def hydra(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 2,
     return str(folder)
 
 
+def uno(folder: Path, model: PreTrainedModel, rank: int = 16, **options: Any) -> str:
+    """Write a LoRA of mask rows over all linear layers of a model's decoder layers, as `peft` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+    layers = ".".join(find_adapter(model).path(model)) + "."
+    for name, module in model.named_modules():
+        if name.startswith(layers) and isinstance(module, torch.nn.Linear | Conv1D):
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, weight.shape[1])
+            shapes[f"base_model.model.{name}.lora_B.weight"] = (weight.shape[0], rank)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 24, "bias": "none", "uno_depth": 4, **options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights_of(shapes, scale=0.1), folder / "adapter_model.safetensors")
+    return str(folder)
+
+
 _WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "eagle1": eagle1,
     "eagle3": eagle3,
@@ -353,6 +371,7 @@ _WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "hydra": hydra,
     "peagle": peagle,
     "dflash": dflash,
+    "uno": uno,
 }
 FAMILIES = (*_WRITERS, "mtp", "mtp2")
 """Kinds of heads, as `with_head` names them; the last has two modules."""

@@ -20,9 +20,16 @@ from selfspec.files.json_text import parse_json
 from selfspec.model.checkpoint import weight_files
 from selfspec.values import checked_path
 
-_CONFIG = "config.json"
-_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra")
-_FIELDS = {"dflash_config": "dflash", "medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_ADAPTER = "adapter_model.safetensors"
+_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra", "uno", "queries")
+_FIELDS = {
+    "peft_type": "uno",
+    "backbone_hidden_size": "queries",
+    "dflash_config": "dflash",
+    "medusa_num_heads": "medusa",
+    "hydra_num_heads": "hydra",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -48,7 +55,7 @@ class FromFolder(Drafter):
     def spelling(self) -> str:
         return f"{bits_spelled(self.weight_bits)}{name_of(type(self))}:{self.source}"
 
-    def in_bits(self, bits: int) -> Drafter:
+    def in_bits(self, bits: int) -> Drafter | None:
         return replace(self, weight_bits=bits)
 
 
@@ -75,12 +82,14 @@ class HeadFolder:
         return cls(path)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json.
+        """Read its config.json; that of a LoRA is called adapter_config.json.
 
         Raises:
             HeadError: it is missing or holds no object.
         """
         file = self.path / _CONFIG
+        if not file.exists() and (self.path / _ADAPTER_CONFIG).exists():
+            file = self.path / _ADAPTER_CONFIG
         try:
             content = parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -154,6 +163,8 @@ class HeadFolder:
         """The safetensors files; None: there is a pickle in their place."""
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
+        if (self.path / _ADAPTER).exists():
+            return [self.path / _ADAPTER]
         try:
             files = weight_files(self.path, PreTrainedConfig())
         except CheckpointError as error:
@@ -178,8 +189,7 @@ def bits_spelled(bits: int | None) -> str:
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """Return the draft that takes a head of this config.json; None: it does not say."""
-    own = str(config.get("model_type"))
-    named = str(config.get("speculators_model_type") or (own if own.endswith("_assistant") else ""))
+    named = str(config.get("speculators_model_type") or "")
     if named:
         return "eagle" if named == "eagle3" else named
     for field, kind in _FIELDS.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -155,6 +156,42 @@ class FeatureProposer(GrowingProposer):
         if all(known):
             return draft
         return replace(draft, row_lengths=tuple(draft.length if each else 0 for each in known))
+
+
+class KeepingProposer(FeatureProposer):
+    """Grows drafts from a tensor that it keeps of each row: here the target's state before the last token, `[hidden]`.
+
+    Args:
+        rows: number of rows.
+
+    Attributes:
+        kept: by the row's number; None: there is none yet.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.kept: list[Tensor | None] = [None] * rows
+
+    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+        states = rows.features.get("normed")
+        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
+            if chosen and states is not None:
+                self.kept[row] = states[number, chosen[-1]].clone()
+
+    def known(self, rows: RowsView) -> Sequence[bool]:
+        return [self.kept[row] is not None for row in rows.running]
+
+    def stacked(self, rows: RowsView) -> Tensor:
+        """Return what is kept of each running row, `[rows, ...]`; zeros of those of which nothing is."""
+        some = next(kept for kept in self.kept if kept is not None)
+        kept = (self.kept[row] for row in rows.running)
+        return torch.stack([torch.zeros_like(some) if each is None else each for each in kept])
+
+    def join(self, other: KeepingProposer) -> None:
+        self.kept += other.kept
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.kept = [self.kept[row] for row in rows]
 
 
 class HeadProposer(FeatureProposer):

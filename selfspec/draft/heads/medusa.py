@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -17,7 +16,7 @@ from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
-from selfspec.draft.heads.growing_head import FeatureProposer, remembered, share_of
+from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
@@ -83,7 +82,7 @@ class Medusa(FromFolder):
         return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, self.weight_bits))
 
     def begin(self, rows: RowsView) -> MedusaProposer:
-        return MedusaProposer(remembered(rows, self, self._heads))
+        return MedusaProposer(rows.size, remembered(rows, self, self._heads))
 
     def _heads(self, model: PreTrainedModel) -> MedusaHeads:
         read = HeadFolder(Path(self.source).expanduser()).tensors()
@@ -115,18 +114,17 @@ class MedusaHeads:
         return logits
 
 
-class MedusaProposer(FeatureProposer):
+class MedusaProposer(KeepingProposer):
     """Grows drafts with Medusa heads: of each level by its own head, all from the last state of the row.
 
     Args:
+        rows: number of rows.
         heads: their weights.
     """
 
-    def __init__(self, heads: MedusaHeads) -> None:
-        super().__init__()
+    def __init__(self, rows: int, heads: MedusaHeads) -> None:
+        super().__init__(rows)
         self._heads = replace(heads, layers=with_kernels(heads.layers))
-        # The target's state before the last committed token, by row.
-        self._states: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -135,31 +133,14 @@ class MedusaProposer(FeatureProposer):
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         return super().propose(rows, budget.within(len(self._heads.blocks)))
 
-    def known(self, rows: RowsView) -> Sequence[bool]:
-        return [row in self._states for row in rows.running]
-
     def reader(self, rows: RowsView, tree: Tree) -> Read:
-        some = next(iter(self._states.values()))
-        states = torch.stack([self._states.get(row, torch.zeros_like(some)) for row in rows.running])[:, None]
+        states = self.stacked(rows)[:, None]
 
         def read(tokens: Tensor, first: int) -> Tensor:
             level = 0 if first < 0 else tree.depths[first]
             return self._heads.logits(states, level).expand(-1, tokens.shape[1], -1)
 
         return read
-
-    def join(self, other: MedusaProposer) -> None:
-        first = 1 + max(self._states, default=-1)
-        self._states |= {first + row: state for row, state in other._states.items()}
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._states = {new: self._states[row] for new, row in enumerate(rows) if row in self._states}
-
-    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
-        states = rows.features.get("normed")
-        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
-            if chosen and states is not None:
-                self._states[row] = states[number, chosen[-1]].clone()
 
 
 def _name(name: str) -> str:

@@ -13,7 +13,7 @@ import typer
 from selfspec.errors import TrainingError
 from selfspec.values import check_numbers
 
-_KINDS = ("eagle3", "medusa", "mtp")
+_KINDS = ("eagle3", "medusa", "mtp", "uno")
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
@@ -62,18 +62,12 @@ class HeadRecipe(BesideRecipe):
 
     kind: Annotated[str, typer.Option(metavar="|".join(_KINDS), help="What is trained: see docs/heads.md.")]
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
+    rank: Annotated[int, typer.Option(min=1, help="Of the LoRA, for the kind uno.")] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in _KINDS:
-            raise TrainingError(
-                f"there is no kind {self.kind!r} of heads to train; choose one of {', '.join(_KINDS)}"
-                + (
-                    "; a LoRA of draft rows alone would need passes whose rows have different weights"
-                    if self.kind == "uno"
-                    else ""
-                )
-            )
+            raise TrainingError(f"there is no kind {self.kind!r} of heads to train; choose one of {', '.join(_KINDS)}")
         if self.kind != "eagle3" and self.vocabulary is not None:
             raise TrainingError(
                 f"heads of the kind {self.kind} are published with whole vocabularies; drop --vocabulary"

@@ -26,6 +26,7 @@ from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
 from selfspec.tools.train.heads.mtp import MtpLesson
+from selfspec.tools.train.heads.uno import UnoLesson
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import BesideRecipe, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
@@ -34,10 +35,11 @@ from selfspec.tools.train.settings import Course, Texts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson]] = {
+_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson | UnoLesson]] = {
     "eagle3": Eagle3Lesson,
     "medusa": MedusaLesson,
     "mtp": MtpLesson,
+    "uno": UnoLesson,
 }
 
 

@@ -32,6 +32,8 @@ def written(folder: Path, kind: str, model: Any) -> str:
         return f"eagle:{published_heads.eagle1(folder, model)}"
     if kind == "hydra":
         return f"hydra:{published_heads.hydra(folder, model)}"
+    if kind == "uno":
+        return f"uno:{published_heads.uno(folder, model)}"
     if kind == "dflash":
         return f"dflash:{published_heads.dflash(folder, model)}"
     points: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
@@ -78,7 +80,7 @@ def test_coupled_samples_are_those_of_plain_decoding(tmp_path: Path) -> None:
     assert torch.equal(spec.generate(tiny.prompt(9, 3), **options).sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "peagle", "dflash", "mtp2"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "peagle", "dflash", "mtp2", "uno"])
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, kind: str, control: Any) -> None:
     spec = wrapped(tmp_path, kind, draft_length=control)

@@ -158,7 +158,7 @@ def test_a_head_in_fewer_bits_drafts_about_the_same(tmp_path: Path, kind: str, n
         # Of 64 bits a number; there are scales, norms and a cache besides. Without kernels of its own few layers of
         # this size can have 4 bits.
         assert share < (0.45 if name == "int8" else 1)
-    if kind != "medusa":
+    if kind not in ("medusa", "uno"):
         (exact, *_), (close, *_) = whole_head.made(model), low.made(model)
         inputs = exact.fusion.inputs(*torch.randn(2, 1, 5, 32, dtype=torch.float64))
         bases = (each.layers.get_submodule(each.adapter.base(each.layers)) for each in (exact, close))
@@ -200,7 +200,7 @@ def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
 def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     own, _, folder = draft.partition(":")
-    for name in {"eagle", "medusa", "hydra", "peagle", "dflash"} - {own}:
+    for name in {"eagle", "medusa", "hydra", "peagle", "dflash", "uno"} - {own}:
         # EAGLE-1's config.json is that of a llama, and an MTP module lies in a whole checkpoint.
         said = f"write {own}:" if kind not in ("eagle1", "mtp", "mtp2") else "holds no|cannot be used"
         with pytest.raises(HeadError, match=said):
@@ -269,7 +269,7 @@ def test_a_head_of_text_refuses_embeddings(tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     embeddings = model.get_input_embeddings()(PROMPTS[1])
     spec = selfspec.wrap(model, draft, draft_length=3)
-    if kind == "medusa":
+    if kind in ("medusa", "uno"):
         # Of its last token it reads nothing but the state.
         found = spec.generate(inputs_embeds=embeddings, max_new_tokens=9, **OPTIONS)
         wanted = selfspec.wrap(model).generate(inputs_embeds=embeddings, max_new_tokens=9, **OPTIONS)

@@ -35,11 +35,13 @@ class Seen:
     """What a pass of the target shows of a batch of `[rows, tokens + 1]`, at the pairs of a token and the one after it.
 
     Attributes:
-        features: its states of all tokens but the last, `[rows, tokens, hidden]`, in the order of the points.
+        ids: all tokens but the last, `[rows, tokens]`.
+        features: its states of these, `[rows, tokens, hidden]`, in the order of the points.
         embedded: the embeddings of the tokens after them, the same shape.
         learnt: whether the distribution after a pair is to be learnt, `[rows, tokens]`.
     """
 
+    ids: Tensor
     features: Sequence[Tensor]
     embedded: Tensor
     learnt: Tensor
@@ -82,6 +84,8 @@ class HeadLesson(Lesson):
     """
 
     model: DraftHeadModule
+    files = "model.safetensors", "config.json"
+    """What its weights and their configuration are written to."""
 
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, points: Sequence[Point]) -> None:
         self.held_out = text.held_out
@@ -106,7 +110,7 @@ class HeadLesson(Lesson):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What `config.json` says of the head."""
+        """What the configuration says of the head."""
 
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
         seen, wanted = self._read(batch)
@@ -146,8 +150,9 @@ class HeadLesson(Lesson):
             name: weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype).contiguous()
             for name, weight in self.model.weights().items()
         }
-        save_file(content, folder / "model.safetensors", {"format": "pt"})
-        write_json(folder / "config.json", {**self.config(), "validation": dict(figures)})
+        weights, config = self.files
+        save_file(content, folder / weights, {"format": "pt"})
+        write_json(folder / config, {**self.config(), "validation": dict(figures)})
 
     @torch.no_grad()
     def _read(self, batch: Blocks) -> tuple[Seen, Tensor]:
@@ -159,7 +164,7 @@ class HeadLesson(Lesson):
         embedded, dtype = self._base.get_input_embeddings()(batch.ids[:, 1:]), next(self.model.parameters()).dtype
         features = [states[:, :-1, place].to(dtype) for place in range(len(self._points))]
         wanted = self._readout.logits(states[:, 1:, -1][learnt][None])[0]
-        return Seen(features, embedded.to(dtype), learnt), wanted
+        return Seen(batch.ids[:, :-1], features, embedded.to(dtype), learnt), wanted
 
     def _states(self, ids: Tensor) -> Tensor:
         """The target's states at the points and after the last layer, `[rows, tokens, points + 1, hidden]`."""

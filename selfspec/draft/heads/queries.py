@@ -1,0 +1,170 @@
+"""Assistants whose layers have queries alone, and read keys and values of the target's cache.
+
+An assistant reads the last token and the target's state before it, or its own state of the token before a drafted one.
+All of a draft is at the position of the last committed token, and no drafted token sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
+from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.draft.heads.folder import FromFolder, HeadFolder
+from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
+from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import Read
+from selfspec.errors import HeadError
+from selfspec.model.features import Point
+from selfspec.model.vocabulary import vocabulary_size
+
+
+@drafter(
+    "queries",
+    argument=":FOLDER",
+    help="an assistant with queries alone, over keys and values of this model's cache",
+    mark=("#117733", "h"),
+)
+@dataclass(frozen=True)
+class QueriesAssistant(FromFolder):
+    """Drafts with an assistant of a target some of whose layers read keys and values of others, as it does itself.
+
+    Attributes:
+        source: the folder.
+    """
+
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _layer_types: frozenset[str] = field(init=False, repr=False, compare=False)
+    runs = "model"
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        config, shapes = folder.config(), folder.shapes()
+        folder.check_kind("queries")
+        types = (config.get("text_config") or {}).get("layer_types") or ()
+        if not types or "pre_projection.weight" not in shapes:
+            raise HeadError(f"{self.source} holds no assistant with queries alone; see docs/heads.md")
+        object.__setattr__(self, "_shapes", shapes)
+        object.__setattr__(self, "_layer_types", frozenset(map(str, types)))
+
+    def in_bits(self, bits: int) -> Drafter | None:
+        return None
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return ("normed",)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_for_head(model, "an assistant", None)
+        lacks = self._layer_types - _storing(model, adapter).keys()
+        hidden, vocabulary = model.get_input_embeddings().weight.shape[1], vocabulary_size(model)
+        own = self._shapes.get("model.embed_tokens.weight", (vocabulary,))[0]
+        if lacks or self._shapes["pre_projection.weight"][1] != 2 * hidden or own != vocabulary:
+            raise HeadError(
+                f"{self.source} was trained for another model: it reads states of "
+                f"{self._shapes['pre_projection.weight'][1] // 2} numbers and drafts {own} tokens, and this one has "
+                f"{hidden} and {vocabulary}" + (f", and no keys of {min(lacks)} layers to share" if lacks else "")
+            )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        return share_of(bytes_read(self._shapes, model, None), model, adapter)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, None))
+
+    def begin(self, rows: RowsView) -> QueriesProposer:
+        return QueriesProposer(rows.size, remembered(rows, self, self._assistant))
+
+    def _assistant(self, model: PreTrainedModel) -> PreTrainedModel:
+        try:
+            found = AutoModelForCausalLM.from_pretrained(
+                HeadFolder.at(self.source).path, dtype=model.dtype, local_files_only=True, use_safetensors=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise HeadError(f"{self.source} cannot be loaded ({said}); copy it from the original again") from error
+        assistant: PreTrainedModel = found.to(model.device).eval().requires_grad_(False)
+        return assistant
+
+
+def _storing(model: PreTrainedModel, adapter: Adapter) -> dict[str, int]:
+    """Return the layer whose keys and values others of its type read, by type."""
+    attentions: Any = (getattr(layer, "self_attn", None) for layer in adapter.decoder_layers(model))
+    return {
+        str(each.layer_type): number
+        for number, each in enumerate(attentions)
+        if getattr(each, "store_full_length_kv", False)
+    }
+
+
+class QueriesProposer(KeepingProposer):
+    """Grows drafts with an assistant."""
+
+    def __init__(self, rows: int, assistant: PreTrainedModel) -> None:
+        super().__init__(rows)
+        self._assistant: Any = assistant
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self._assistant.parameters())
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        known = self.stacked(rows)[:, None]
+        # Its states of the last committed token and of the nodes that are read.
+        made: list[Tensor] = []
+        embed, runner = rows.runner.model.get_input_embeddings(), rows.runner
+        cache, lengths = runner.cache, runner.cache.seq_lens
+        held = {name: cache.layers[number].held() for name, number in _storing(runner.model, runner.adapter).items()}
+        # Behind a row's last token is scrap.
+        shared = {name: tuple(each[:, :, : max(lengths)] for each in parts) for name, parts in held.items()}
+        masks = self._masks(known, max(lengths), lengths)
+        position = cache.position_ids(1)
+
+        def read(tokens: Tensor, first: int) -> Tensor:
+            nodes = tokens.shape[1]
+            parents = [tree.parents[node] + 1 for node in range(max(first, 0), first + nodes)]
+            states = torch.cat(made, 1)[:, parents] if made else known
+            inputs = self._assistant.pre_projection(torch.cat([embed(tokens), states], -1))
+            found = self._assistant.model(
+                inputs_embeds=inputs,
+                attention_mask={name: mask.expand(-1, -1, nodes, -1) for name, mask in masks.items()},
+                position_ids=position.expand(len(tokens), nodes),
+                shared_kv_states=shared,
+                use_cache=False,
+                # By itself it keeps the last one alone.
+                logits_to_keep=torch.arange(nodes, device=tokens.device),
+            ).last_hidden_state
+            made.append(self._assistant.post_projection(found))
+            return self._logits(found)
+
+        return read
+
+    def _masks(self, like: Tensor, slots: int, lengths: Sequence[int]) -> dict[str, Tensor]:
+        """Return what is added to the scores of all slots, `[rows, 1, 1, slots]`, by the type of layer."""
+        window = self._assistant.config.get_text_config().sliding_window
+        back = torch.tensor(lengths, device=like.device)[:, None] - 1 - torch.arange(slots, device=like.device)
+        seen = {"full_attention": back >= 0, "sliding_attention": (back >= 0) & (back <= window)}
+        hidden = torch.finfo(like.dtype).min
+        return {
+            name: like.new_zeros(each.shape).masked_fill(~each, hidden)[:, None, None] for name, each in seen.items()
+        }
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return logits of all tokens, `[rows, nodes, vocab]`; -inf at those of groups that are not likely."""
+        groups = self._assistant.masked_embedding
+        if groups is None:
+            logits: Tensor = self._assistant.lm_head(states)
+            return logits
+        chosen = groups.centroids(states).topk(groups.centroid_intermediate_top_k, -1).indices
+        tokens = groups.token_ordering.long().view(groups.num_centroids, -1)[chosen].flatten(2)
+        found = (self._assistant.lm_head.weight[tokens] @ states[..., None])[..., 0]
+        spread: Tensor = found.new_full((*states.shape[:2], groups.vocab_size), -torch.inf)
+        return spread.scatter_(-1, tokens, found)

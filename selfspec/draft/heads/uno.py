@@ -1,0 +1,231 @@
+"""UNO: a LoRA of the target that mask rows alone use, so that one pass of one model verifies and drafts.
+
+Behind the last committed token and behind each drafted one the pass reads tokens that mean nothing. With the additions
+of the LoRA they guess the tokens that follow the next one, whichever that will be; those behind the place where the
+draft ended are the next draft. The target's own tokens see none of them, and add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
+from selfspec.draft.declaration import drafter
+from selfspec.draft.draft import Budget, Draft, MaskRows
+from selfspec.draft.drafter import MODEL, OwnBytes
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
+from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
+from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import Read, grow
+from selfspec.errors import HeadError
+from selfspec.model.row_lora import Lora
+from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import vocabulary_size
+from selfspec.runtime.runner import with_kernels
+
+PREFIX = "base_model.model."
+"""What comes before the name of each layer in the files of `peft`."""
+
+BOUND, LOWEST, DEPTH = "uno_mask_token_id", "uno_noise_low", "uno_depth"
+"""What adapter_config.json may say besides: ids of masks lie below, and from; and the masks behind a token."""
+
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+# Masks behind a token for which published ones were trained, where the config does not say.
+_USUAL = 7
+# A prime: consecutive places take ids that lie far apart.
+_STRIDE = 2654435761
+
+
+@drafter(
+    "uno",
+    argument=":FOLDER",
+    help="a LoRA for mask rows that the pass which verifies reads, too (UNO)",
+    mark=("#DDAA33", "*"),
+)
+@dataclass(frozen=True)
+class Uno(FromFolder):
+    """Drafts with mask rows in the target's own pass (UNO, 2026), whose LoRA is in the layout of `peft`.
+
+    A draft is a chain of k tokens where a pass has room for k (k + 2) beside the last committed one: k masks behind
+    each of k + 1 tokens. With less room than for one, passes that verify and passes that guess take turns.
+
+    Attributes:
+        source: the folder.
+    """
+
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _config: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+    runs = "model"
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        folder.check_kind("uno")
+        shapes, config = folder.shapes(), folder.config()
+        object.__setattr__(self, "_shapes", shapes)
+        object.__setattr__(self, "_config", config)
+        pairs = {name: name.removesuffix(_DOWN) + _UP for name in shapes if name.endswith(_DOWN)}
+        odd = {*pairs, *pairs.values()} ^ set(shapes)
+        odd |= {name for name, up in pairs.items() if not odd and shapes[name][0] != shapes[up][1]}
+        odd |= {name for name in ("alpha_pattern", "use_dora", "modules_to_save") if config.get(name)}
+        if config.get("peft_type") != "LORA" or not isinstance(config.get("lora_alpha"), int | float) or not pairs:
+            odd.add("its adapter_config.json")
+        if odd:
+            raise HeadError(f"{self.source} holds no LoRA of linear layers alone: see {min(odd)}, and docs/heads.md")
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        check_for_head(model, "a LoRA of mask rows", self.weight_bits)
+        adapter.check_trees(model)
+        prefix = ".".join(adapter.path(model)) + "."
+        own = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
+        for name, shape in self._shapes.items():
+            place = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            # The second names are those of GPT-2's layers.
+            sizes = (("in_features", "nx"), 1) if name.endswith(_DOWN) else (("out_features", "nf"), 0)
+            if shape[sizes[1]] not in [getattr(own.get(place), size, None) for size in sizes[0]]:
+                raise HeadError(
+                    f"{self.source} was trained for another model: its weight {name} is {list(shape)}, and "
+                    f"{place} is no such linear layer of this one"
+                )
+        low, bound = self._ids(model)
+        known = model.get_input_embeddings().weight.shape[0]
+        if type(low) is not int or type(bound) is not int or not 0 <= low < bound <= known:
+            raise HeadError(
+                f"{self.source} masks with tokens from {low} on and below {bound}; this model knows {known}"
+            )
+        if type(self._depth) is not int or self._depth < 1:
+            raise HeadError(f"{self.source} says {DEPTH}={self._depth!r}; it is the masks behind a token, 1 or more")
+
+    def _ids(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Return the least id of masks, and the one that they lie below."""
+        return self._config.get(LOWEST, 1), self._config.get(BOUND, vocabulary_size(model))
+
+    @property
+    def _depth(self) -> int:
+        depth: int = self._config.get(DEPTH, _USUAL)
+        return depth
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        # A draft step reads what the pass before it has left; what there is to read is read with the target's weights.
+        return share_of(self.own_bytes(model).weights // _USUAL, model, adapter)
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        size = model.dtype.itemsize
+        guesses = self._depth * vocabulary_size(model) * size
+        return OwnBytes(weight_bytes(self._shapes, size, self.weight_bits), row=guesses)
+
+    def begin(self, rows: RowsView) -> UnoProposer:
+        return UnoProposer(rows.size, remembered(rows, self, self._lora), self._depth, self._ids(rows.runner.model))
+
+    @torch.no_grad()
+    def _lora(self, model: PreTrainedModel) -> Lora:
+        weights, alpha = {}, self._config["lora_alpha"]
+        for name, weight in HeadFolder.at(self.source).tensors().items():
+            place = name.removeprefix(PREFIX).removesuffix(".weight")
+            rank = weight.shape[1] ** 0.5 if self._config.get("use_rslora") else weight.shape[1]
+            scaled = weight if name.endswith(_DOWN) else weight * (alpha / rank)
+            weights[f"{place.replace('.', '/')}.weight"] = scaled.to(model.device, model.dtype)
+        layers = linear_layers(weights)
+        if self.weight_bits is not None:
+            layers = Substitutes().within(layers, "lora", precision_of(self.weight_bits))
+        named = {name.replace("/", "."): layer for name, layer in with_kernels(layers).named_children()}
+        down, up = (
+            {name.removesuffix(side): layer for name, layer in named.items() if name.endswith(side)}
+            for side in (".lora_A", ".lora_B")
+        )
+        return Lora(down, up)
+
+
+def mask_ids(places: Tensor, low: int, bound: int) -> Tensor:
+    """Return tokens that mean nothing for places in a text: `[...]`, from `low` on and below `bound`.
+
+    They depend on the place alone, so that a row has the same whatever rows are beside it.
+    """
+    return low + (places * _STRIDE) % (bound - low)
+
+
+def levels_within(budget: Budget, most: int) -> int:
+    """Return how many masks behind each token of a chain of as many a pass has room for; at least 1."""
+    return max(1, min(isqrt(budget.nodes + 1) - 1, budget.depth, most))
+
+
+@lru_cache(maxsize=256)
+def _with_masks(length: int, levels: int) -> Tree:
+    """Return a chain with chains of masks behind the root and each node, the root's first."""
+    parents = list(range(-1, length - 1))
+    for end in range(-1, length):
+        parents += [end, *range(len(parents), len(parents) + levels - 1)]
+    return Tree(tuple(parents))
+
+
+class UnoProposer(KeepingProposer):
+    """Grows chains from what mask rows of the pass before have guessed; of each row it keeps `[levels, vocab]`.
+
+    Args:
+        rows: number of rows.
+        lora: the additions.
+        depth: the most masks behind a token.
+        ids: the least id of masks, and the one that they lie below.
+    """
+
+    def __init__(self, rows: int, lora: Lora, depth: int, ids: tuple[int, int]) -> None:
+        super().__init__(rows)
+        self._lora, self._depth, self._ids = lora, depth, ids
+        # Masks behind each token of the last pass, and how many of them each row would have had alone.
+        self._levels = 0
+        self._alone: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        modules = [*self._lora.down.values(), *self._lora.up.values()]
+        return self.row_bytes + sum(weight.nbytes for module in modules for weight in module.parameters())
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(0 if kept is None else kept.nbytes for kept in self.kept)
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        if not rows.controller.tries(MODEL):
+            return rows.no_draft()
+        levels = levels_within(budget, self._depth)
+        known = [0 if kept is None else min(len(kept), levels) for kept in (self.kept[row] for row in rows.running)]
+        draft = rows.no_draft()
+        if any(known):
+            tree = Tree.chain(max(known))
+            draft = grow(rows, tree, self.reader(rows, tree))
+            draft = replace(draft, row_lengths=tuple(min(each, draft.length) for each in known))
+        self._alone = {row: levels_within(rows.budget_of(row, budget), self._depth) for row in rows.running}
+        self._levels = min(levels, (budget.nodes - draft.length) // (draft.length + 1))
+        return replace(draft, masks=self._masks(rows, draft)) if self._levels else draft
+
+    def _masks(self, rows: RowsView, draft: Draft) -> MaskRows:
+        block = _with_masks(draft.length, self._levels)
+        ends = torch.tensor([[rows.text_length(row)] for row in rows.running])
+        places = ends + torch.tensor(block.depths[draft.length :])
+        return MaskRows(mask_ids(places, *self._ids).to(draft.tokens.device), block, self._lora)
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        some = next(kept for kept in self.kept if kept is not None)
+        guesses = some.new_zeros(len(rows.running), tree.depth, some.shape[-1])
+        for place, row in enumerate(rows.running):
+            if (kept := self.kept[row]) is not None:
+                guesses[place, : len(kept)] = kept[: tree.depth]
+        return lambda tokens, first: guesses[:, first + 1 : first + 2]
+
+    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+        levels = 0 if rows.guessed is None else self._levels
+        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
+            if not chosen:
+                continue
+            start, alone = chosen[-1] * levels, min(levels, self._alone.get(row, levels))
+            guessed = None if rows.guessed is None or not alone else rows.guessed[number, start : start + alone]
+            self.kept[row] = None if guessed is None else guessed.clone()

@@ -1,0 +1,69 @@
+"""Low-rank additions to linear layers (LoRA) that the last tokens of a pass alone use.
+
+What the tokens before them are given is what they would be given without: the additions are computed for the last
+tokens by themselves, and added to theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.model.view import replaced, view_with_parts
+
+_Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """Low-rank additions to linear layers of one model.
+
+    Attributes:
+        down: by the name of each layer in the model, what makes few numbers of its input, `[..., in]` to `[..., rank]`.
+        up: makes of these what is added to its output, `[..., rank]` to `[..., out]`, scaled.
+    """
+
+    down: Mapping[str, nn.Module]
+    up: Mapping[str, nn.Module]
+
+    def within(self, layers: Sequence[nn.Module], prefix: str, first: int) -> list[nn.Module]:
+        """Return views of decoder layers that add to what their linear layers give.
+
+        Args:
+            layers: all of the model.
+            prefix: their name in the model.
+            first: the token of a pass from which on there are additions.
+        """
+        changed = list(layers)
+        for number, layer in enumerate(layers):
+            start = f"{prefix}.{number}."
+            own = {name.removeprefix(start): name for name in self.down if name.startswith(start)}
+            parts = {}
+            for place, name in own.items():
+                linear = layer.get_submodule(place)
+                parts[place] = replaced(linear, partial(_added, first, linear, self.down[name], self.up[name]))
+            if parts:
+                changed[number] = view_with_parts(layer, parts)
+        return changed
+
+
+@dataclass(frozen=True)
+class LoraRows:
+    """Which tokens of a pass use additions.
+
+    Attributes:
+        lora: the additions.
+        first: the place in the pass of the first token that uses them; so do all behind it.
+    """
+
+    lora: Lora
+    first: int
+
+
+def _added(first: int, linear: _Layer, down: _Layer, up: _Layer, states: Tensor) -> Tensor:
+    given = linear(states)
+    return torch.cat([given[:, :first], given[:, first:] + up(down(states[:, first:]))], 1)

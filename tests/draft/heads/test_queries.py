@@ -1,0 +1,128 @@
+"""Gemma 4's assistants: what they draft is what `transformers` computes of them, over keys and values of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4TextConfig, PreTrainedModel
+
+import selfspec
+from helpers import reference_heads, tiny
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, VOCAB, Warp, assert_rows_are_stock, p_values
+from helpers.serving import Stepped
+from helpers.shrunken import shrunken
+from selfspec.draft.heads.queries import QueriesProposer
+from selfspec.errors import HeadError
+from selfspec.serve.row_request import RowRequest, SamplingParams
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CONTROLS = [4, selfspec.FixedLength(3, nodes=7)]
+
+
+def written(folder: Path, model: PreTrainedModel, groups: bool = False, **options: Any) -> str:
+    """Write an assistant with random weights for a tiny Gemma 4."""
+    torch.manual_seed(3)
+    own = model.config.get_text_config().to_dict()
+    text = {
+        **own,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "per_layer_config": {"1": own["per_layer_config"]["3"]},
+        "use_double_wide_mlp": False,
+        **options,
+    }
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**text),
+        backbone_hidden_size=own["hidden_size"],
+        use_ordered_embeddings=groups,
+        num_centroids=10,
+        centroid_intermediate_top_k=3,
+    )
+    assistant = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for weight in assistant.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    if groups:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(own["vocab_size"]))
+    assistant.save_pretrained(folder)
+    return str(folder)
+
+
+def reference(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[int]], Tensor]:
+    """The assistant by its own forward: what it gives after a text and draft tokens, `[vocab]`."""
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        read = model.model(torch.tensor([text[:-1]]), return_shared_kv_states=True)
+        state = read.last_hidden_state[:, -1:]
+        for token in (text[-1], *drafted):
+            embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+            out = assistant(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=dict(read.shared_kv_states),
+            )
+            state = out.last_hidden_state
+        found: Tensor = out.logits[0, -1]
+        return found
+
+    return logits
+
+
+@pytest.mark.parametrize(("groups", "control"), [(False, CONTROLS[0]), (True, CONTROLS[1])], ids=["chain", "groups"])
+def test_an_assistant_drafts_what_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: bool, control: Any
+) -> None:
+    model = shrunken("gemma4_text")
+    folder = written(tmp_path, model, groups)
+    found = reference_heads.recorded_drafts(monkeypatch, QueriesProposer)
+    spec = selfspec.wrap(model, f"queries:{folder}", draft_length=control)
+    # Texts are longer than the window.
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16, eos_token_id=7)
+    reference_heads.assert_drafts_are(found, reference(model, folder))
+
+
+@pytest.mark.statistical
+def test_samples_follow_the_exact_joint(tmp_path: Path) -> None:
+    model = shrunken("gemma4_text", vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
+    draft = f"queries:{written(tmp_path, model)}"
+    spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=5))
+    assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
+
+
+def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
+    model = shrunken("gemma4_text")
+    spec = selfspec.wrap(model, f"queries:{written(tmp_path, model)}", draft_length=3)
+    engine = Stepped(spec, 4, 8)
+    prompts = [(4, 5, 6), (5,), (6, 4, 7, 4), (5, 5, 4, 6, 4, 7, 5, 6, 4, 4), (7, 7), (4, 6)]
+    greedy = SamplingParams(temperature=0.0)
+    seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
+    engine.run()
+    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **OPTIONS)
+        assert list(each.tokens) == whole[0, len(prompt) :].tolist()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = shrunken("gemma4_text")
+    folder = written(tmp_path / "a", model)
+    with pytest.raises(HeadError, match="trained for another model"):
+        selfspec.wrap(tiny.llama(), f"queries:{folder}")
+    with pytest.raises(HeadError, match="write queries:"):
+        selfspec.wrap(model, f"eagle:{folder}")
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(HeadError, match="truncated or corrupt"):
+        selfspec.wrap(model, f"queries:{folder}")

@@ -1,0 +1,73 @@
+"""A LoRA of mask rows as it learns: what is trained is what drafts, by a model that has it merged, and it learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import lessons, reference_heads, tiny
+from selfspec.draft.heads.uno import UnoProposer
+from selfspec.model.fingerprint import fingerprint
+from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.heads.uno import UnoLesson
+from selfspec.tools.train.recipe import HeadRecipe
+
+RECIPE = HeadRecipe(kind="uno", depth=2, rank=8)
+OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def text(model: PreTrainedModel) -> Blocks:
+    """What the model itself says, greedily, so that there is something to learn."""
+    ids = torch.cat([tiny.prompt(3, seed=seed) for seed in range(6)])
+    return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
+
+
+def trained(model: PreTrainedModel, text: Blocks, steps: int) -> UnoLesson:
+    lesson = UnoLesson(model, RECIPE, Split(text, text), 0)
+    lesson.model.double()
+    lessons.learnt(lesson, text, steps)
+    lesson.model.eval()
+    return lesson
+
+
+def test_each_mask_says_what_the_saved_lora_drafts(model: PreTrainedModel, text: Blocks, tmp_path: Path) -> None:
+    lesson = trained(model, text, 3)
+    lesson.save(tmp_path, torch.float64, {})
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    assert any(weight.any() for name, weight in weights.items() if "lora_B" in name)
+    lessons.assert_steps_are(lesson, text, RECIPE.depth, reference_heads.uno(model, weights, 1.0))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["uno_depth"]) == (8, 8, 2)
+    assert {"q_proj", "down_proj"} <= set(config["target_modules"])
+
+
+def test_a_lora_learns_and_drafts(
+    model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = fingerprint(model)
+    before, lesson = trained(model, text, 0).measure(), trained(model, text, 60)
+    after = lesson.measure()
+    for name in ("agreement_1", "alpha_1", "alpha_2", "accepted_greedily"):
+        assert after[name] > before[name] + 0.1, name
+    assert fingerprint(model) == base
+    lesson.save(tmp_path, torch.float64, after)
+    found = reference_heads.recorded_drafts(monkeypatch, UnoProposer)
+    spec = selfspec.wrap(model, f"uno:{tmp_path}", draft_length=selfspec.FixedLength(2, nodes=8))
+    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
+    assert torch.equal(out.sequences, text.ids[:1])
+    assert out.stats.accepted > 0
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    reference_heads.assert_drafts_are(found, reference_heads.uno(model, weights, 1.0))
