@@ -90,7 +90,7 @@ def test_an_assistant_drafts_what_transformers_computes(
     found = reference_heads.recorded_drafts(monkeypatch, QueriesProposer)
     spec = selfspec.wrap(model, f"queries:{folder}", draft_length=control)
     # Texts are longer than the window.
-    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16, eos_token_id=7)
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=9, eos_token_id=7)
     reference_heads.assert_drafts_are(found, reference(model, folder))
 
 
