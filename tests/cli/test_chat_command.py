@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -180,10 +180,10 @@ class Terminal:
         """Send what Ctrl-C sends."""
         self.process.send_signal(signal.SIGINT)
 
-    def interrupt_until(self, words: bytes) -> None:
-        """Send it until words are there, many times at most."""
+    def repeat(self, act: Callable[[], None], words: bytes) -> None:
+        """Do something until words are there, many times at most."""
         for _ in range(50):
-            self.interrupt()
+            act()
             if self.sees(words):
                 break
 
@@ -214,7 +214,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) ->
     terminal.wait_for(b"ended here")
     terminal.wait_for(b"> ")
     # One that comes just before the line is read waits for the next key, so it is sent until it is seen.
-    terminal.interrupt_until(b"/quit leaves")
+    terminal.repeat(terminal.interrupt, b"/quit leaves")
     terminal.type(b"/reset\n")
     terminal.wait_for(b"forgotten")
     terminal.wait_for(b"> ")
@@ -230,7 +230,7 @@ def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
     # Some of the answer is there: interrupted before it is read, the message would be dropped.
     terminal.wait_for(b"\x1b[?2004l")
     terminal.wait_for(b" ")
-    terminal.interrupt_until(b"ended")
+    terminal.repeat(terminal.interrupt, b"ended")
     terminal.wait_for(b"> ")
     terminal.type(b"/save " + os.fsencode(terminal.file) + b"\r")
     terminal.wait_for(b"saved 2 messages")
@@ -268,7 +268,6 @@ def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> 
         terminal.wait_for(b"ended here")
         terminal.wait_for(b"> ")
         # The last of them may come only now, and cuts the line that is being typed.
-        while terminal.sees(b"/quit leaves", 2):
-            pass
+        terminal.repeat(lambda: terminal.type(b"/reset\n"), b"forgotten")
     terminal.type(b"\n/quit\n")
     assert terminal.process.wait(60) == 0

@@ -51,7 +51,7 @@ def test_text(invoke: Invoke) -> None:
 
 def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.cli.demo._show", lambda *_: 10.0)
-    ending = invoke("demo", "--seconds", "20", "--threads", "1")
+    ending = invoke("demo", "--seconds", "6", "--threads", "1")
     assert (ending.status, ending.stderr) == (0, "")
     assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
     assert "Now 3 ways to decode" in ending.stdout

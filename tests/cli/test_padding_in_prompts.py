@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.chat_templates import written
-from helpers.http_server import asked
+from helpers.http_server import running
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
 
@@ -92,27 +88,11 @@ def test_chat(invoke: Invoke, padded: str, tmp_path: Path) -> None:
 
 
 def test_serve(padded: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "selfspec", "serve", padded, "--port", "0", "--output", "json", "--draft", "exit:3"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    try:
-        told = json.loads(process.stdout.readline())
-        tokenizer = AutoTokenizer.from_pretrained(padded)
+    with running(folder=padded, draft="exit:3") as server:
         for text in TEXTS:
-            body = {"model": told["model"], "prompt": text, "max_tokens": NEW, "temperature": 0}
-            answer = asked(told["url"], "/v1/completions", body)[1]["choices"][0]["text"]
-            ids = tokenizer(text).input_ids
-            assert answer.split() == tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
+            answer = server.complete(prompt=text, max_tokens=NEW, temperature=0).body["choices"][0]["text"]
+            ids = server.tokenizer(text).input_ids
+            assert answer.split() == server.tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
 
 
 def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:

@@ -115,11 +115,13 @@ def running(
     draft: str = "lookup+exit:3",
     aliases: Sequence[str] = (),
     origins: Sequence[str] = (),
+    folder: str | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
-    """Serve the stories, or a model of their vocabulary, in float64, drafting by look-ups and an exit, in a thread."""
-    model = model or AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    """Serve the stories, another checkpoint, or a model, in float64, drafting by look-ups and an exit, in a thread."""
+    folder = folder or str(checkpoint_folder())
+    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)

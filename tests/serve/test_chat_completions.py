@@ -103,7 +103,8 @@ def test_what_the_template_refuses_is_the_clients_to_mend(server: Running) -> No
 
 def test_an_answer_without_a_length_may_fill_the_context(server: Running) -> None:
     assert server.chat(max_tokens=None, temperature=0, stop=["."]).body["choices"][0]["finish_reason"] == "stop"
-    long = server.chat(max_tokens=None, temperature=0, ignore_eos=True).body["usage"]
+    messages = [{"role": "user", "content": "Tell me of Lily. " * 50}]
+    long = server.chat(messages=messages, max_tokens=None, temperature=0, ignore_eos=True).body["usage"]
     assert long["total_tokens"] == server.served.engine.longest
 
 

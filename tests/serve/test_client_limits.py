@@ -147,7 +147,7 @@ def test_stopping_finishes_what_runs_and_takes_nothing_new() -> None:
     replies = []
     with running() as server:
         thread = threading.Thread(
-            target=lambda: replies.append(server.complete(max_tokens=400, temperature=0, ignore_eos=True))
+            target=lambda: replies.append(server.complete(max_tokens=80, temperature=0, ignore_eos=True))
         )
         thread.start()
         while not server.served.engine.stats().running:
@@ -158,4 +158,4 @@ def test_stopping_finishes_what_runs_and_takes_nothing_new() -> None:
         assert server.ask("/health").status == 200
     thread.join(30)
     assert replies[0].status == 200
-    assert replies[0].body["usage"]["completion_tokens"] == 400
+    assert replies[0].body["usage"]["completion_tokens"] == 80
