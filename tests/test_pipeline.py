@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import selfspec
-from helpers import tiny
+from helpers import speech, tiny
 
 TEXTS = ["some text", "and a longer one"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
@@ -65,3 +66,44 @@ def test_a_pipeline_moves_the_model(spec: selfspec.SelfSpeculative) -> None:
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="device 'meta' computes nothing"):
         pipeline("text-generation", model=spec, tokenizer=tiny.tokenizer(), device=torch.device("meta"))
     assert spec.device == spec.model.device == torch.device("cpu")
+
+
+SOUND = np.random.default_rng(0).normal(size=40_000).astype(np.float32)
+ONE_BEAM: dict[str, Any] = {"num_beams": 1, "max_new_tokens": 9}
+
+
+def listening(model: Any) -> Any:
+    return pipeline(
+        "automatic-speech-recognition",
+        model=model,
+        tokenizer=speech.tokenizer(),
+        feature_extractor=speech.feature_extractor(),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_timestamps": "word"},
+        {"chunk_length_s": 1, "return_timestamps": "word"},
+        {"chunk_length_s": 1, "stride_length_s": 0.2, "batch_size": 2, "return_timestamps": True},
+    ],
+    ids=str,
+)
+def test_a_pipeline_of_speech_gives_the_models_text(options: dict[str, Any]) -> None:
+    # Of several pieces only with timestamps.
+    sound = SOUND if "return_timestamps" in options or "chunk_length_s" in options else SOUND[:12_000]
+    model = speech.whisper()
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    found = listening(spec)(sound.copy(), generate_kwargs=ONE_BEAM, **options)
+    told = listening(model)(sound.copy(), generate_kwargs={**ONE_BEAM, "custom_generate": spec}, **options)
+    assert told == found
+    assert listening(model)(sound.copy(), generate_kwargs=ONE_BEAM, **options) == found
+
+
+def test_a_pipeline_of_speech_that_asks_for_beams_is_refused() -> None:
+    """It does so by default."""
+    spec = selfspec.wrap(speech.whisper(), selfspec.drafts.EarlyExit(2))
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="num_beams=5"):
+        listening(spec)(SOUND[:12_000])

@@ -82,3 +82,33 @@ def _text(read: Tensor, source: Source) -> list[list[int]]:
     mask = torch.ones_like(read) if source.mask is None else source.mask[:: rows // len(read)]
     texts = [ids[kept.bool().to(ids.device)].tolist() for ids, kept in zip(read, mask, strict=True)]
     return [text for text in texts for _ in range(rows // len(read))]
+
+
+@torch.no_grad()
+def cross_attentions(
+    model: PreTrainedModel, source: Source, mask: Tensor, text: Tensor
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Return what a text attends to in its source, by one pass of the stock model over all of it.
+
+    Args:
+        model: an encoder-decoder, with attention that returns what it attends to.
+        source: what the encoder has read.
+        mask: which columns of the prompts hold a token, `[rows, prompt]`.
+        text: prompts and what was generated, `[rows, length]`.
+
+    Returns:
+        Of each pass of plain decoding and each layer `[rows, heads, tokens, places]`; the last token is not read.
+    """
+    prompt, new = mask.shape[1], text.shape[1] - 1 - mask.shape[1]
+    whole = torch.cat([mask, mask.new_ones(len(mask), new)], 1).long()
+    positions = {"decoder_position_ids": (whole.cumsum(1) - 1).clamp(min=0)} if takes_positions(model) else {}
+    layers = model(
+        encoder_outputs=source.outputs,
+        attention_mask=source.mask,
+        decoder_input_ids=text[:, :-1],
+        decoder_attention_mask=whole,
+        **positions,
+        output_attentions=True,
+        use_cache=False,
+    ).cross_attentions
+    return tuple(zip(*(layer.split([prompt, *[1] * new], 2) for layer in layers), strict=True))

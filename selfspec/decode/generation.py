@@ -15,6 +15,7 @@ from selfspec.cache.transfer import check_kinds, is_callers
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
+from selfspec.decode.encoder_inputs import cross_attentions
 from selfspec.decode.group import Group
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
@@ -68,7 +69,7 @@ class Generation(Iterator[Round]):
             _check_no_clock(request)
             seed = ranks.of_first(seed)
         self.stats = Stats()
-        self._request = request
+        self._request, self._model = request, target.model
         self.lossless = rule.lossless and cache.lossless
         self._past = _past_to_fill(request, cache)
         # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
@@ -147,8 +148,10 @@ class Generation(Iterator[Round]):
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
         """
-        output = self.finish()
-        return output if self._request.whole else output.sequences
+        output, request = self.finish(), self._request
+        if request.source is not None and request.aligns:
+            output.cross_attentions = cross_attentions(self._model, request.source, request.mask, output.sequences)
+        return output if request.whole else output.sequences
 
     def output(self) -> GenerateOutput:
         """Return what has been generated so far."""

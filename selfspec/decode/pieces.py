@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from selfspec.architecture import Adapter
 from selfspec.decode.generation import Generation
-from selfspec.decode.options import check_not_dropped
+from selfspec.decode.options import check_not_dropped, unsupported
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request
 from selfspec.decode.stats import Stats
@@ -31,10 +31,12 @@ class Transcript(GenerateOutput):
         sequences: token ids, `[batch, length]`, as that `generate` returns them: of speech the text alone.
         lengths: tokens of each row without the padding at its end.
         segments: of each row, where that `generate` returns them: see its documentation.
+        token_timestamps: seconds of each token, `[batch, length]`, where `return_token_timestamps` asks for them.
         stats: counts and times of all calls together, those that a fallback repeats among them.
     """
 
     segments: list[list[dict[str, Any]]] | None = None
+    token_timestamps: Tensor | None = None
 
 
 def has_own_generate(model: PreTrainedModel) -> bool:
@@ -64,7 +66,9 @@ def generate_in_pieces(
         UnsupportedOptionError: by name, an option that cannot be honoured.
         ValueError, TypeError: as the model's `generate` raises them.
     """
-    parts: list[GenerateOutput] = []
+    if options.get("output_attentions"):
+        raise unsupported("output_attentions")
+    parts: list[Generation] = []
 
     def decode(
         _model: PreTrainedModel,
@@ -86,12 +90,17 @@ def generate_in_pieces(
             inputs_tensor=inputs_tensor,
             **model_kwargs,
         )
-        run = begin(request, None if seed is None else _seed(seed, len(parts)))
-        parts.append(run.finish())
-        return parts[-1] if request.whole else parts[-1].sequences
+        parts.append(begin(request, None if seed is None else _seed(seed, len(parts))))
+        return parts[-1].answer()
 
     given = () if inputs is None else (inputs,)
-    return _together(model, type(model).generate(model, *given, **options, custom_generate=decode), parts)
+    # Whisper chooses another for timestamps of tokens, and leaves it so.
+    kernel = model.config._attn_implementation
+    try:
+        result = type(model).generate(model, *given, **options, custom_generate=decode)
+    finally:
+        model.config._attn_implementation = kernel
+    return _together(model, result, parts)
 
 
 def _seed(seed: int, piece: int) -> int:
@@ -99,7 +108,7 @@ def _seed(seed: int, piece: int) -> int:
     return mixed - _SEEDS if mixed >= _SEEDS // 2 else mixed
 
 
-def _together(model: PreTrainedModel, result: Any, parts: list[GenerateOutput]) -> GenerateOutput:
+def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> GenerateOutput:
     """Add to what the model's `generate` has returned what is known of its calls of the common one."""
     if isinstance(result, GenerateOutput):
         found = result

@@ -67,6 +67,7 @@ class Request:
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
         anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
         source: what the encoder has read; None: the model has none.
+        aligns: whether what the text attends to in the source is returned with it, for timestamps of its tokens.
     """
 
     input_ids: Tensor
@@ -85,6 +86,7 @@ class Request:
     prefill_width: int | None = None
     anew: bool = False
     source: Source | None = None
+    aligns: bool = False
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -319,6 +321,11 @@ def prepared_request(
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
+    aligns = has_encoder(model) and bool(getattr(generation_config, "return_token_timestamps", False))
+    if aligns:
+        # Whisper's generate, which asks for them, reads attentions to the source alone.
+        generation_config = copy(generation_config)
+        generation_config.output_attentions = model_kwargs["output_attentions"] = None
     check_options(model, generation_config)
     inputs, source = first_inputs(model, input_ids, model_kwargs), None
     if has_encoder(model):
@@ -396,6 +403,7 @@ def prepared_request(
         prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
         source=source,
+        aligns=aligns,
     )
 
 

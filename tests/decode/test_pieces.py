@@ -8,35 +8,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
-from helpers.encoder_decoders import START, encoder_decoder
+from helpers.encoder_decoders import START
+from helpers.speech import EOS, FRAMES, MELS, NO_TIMESTAMPS, whisper
 from selfspec.decode.pieces import Transcript
 from selfspec.errors import UnsupportedOptionError
 
-FRAMES, MELS, EOS, NO_TIMESTAMPS = 20, 8, 2, 35
 DRAFTS = [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.Recycling()]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made = encoder_decoder("whisper", torch.float32)
-    made.config.eos_token_id = EOS
-    made.generation_config = GenerationConfig(
-        decoder_start_token_id=START,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        max_length=16,
-        suppress_tokens=[5, 6],
-        begin_suppress_tokens=[7, EOS],
-        no_timestamps_token_id=NO_TIMESTAMPS,
-        prev_sot_token_id=4,
-        is_multilingual=False,
-        return_timestamps=False,
-        alignment_heads=[[1, 0]],
-    )
-    return made
+    return whisper()
 
 
 def features(rows: int, frames: int = FRAMES) -> Tensor:
@@ -108,15 +93,38 @@ def test_a_fallback_draws_by_the_seed(model: PreTrainedModel) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_what_needs_attentions_is_refused_by_name(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("draft", DRAFTS[:2], ids=lambda draft: type(draft).__name__)
+# Of transformers' own code.
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+@pytest.mark.parametrize("more", [SHORT, LONG, {**LONG, "return_segments": True}], ids=["short", "long", "segments"])
+def test_timestamps_of_tokens_are_the_models(
+    model: PreTrainedModel, draft: selfspec.drafts.Drafter | None, more: dict[str, Any]
+) -> None:
+    """They are made of attentions, which one pass over the whole text gives as those over one token each do."""
+    options: dict[str, Any] = {**more, "return_timestamps": True, "return_token_timestamps": True}
     kernel = model.config._attn_implementation
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
+    found = selfspec.wrap(model, draft, draft_length=3).generate(**options)
+    assert model.config._attn_implementation == kernel
     try:
-        with pytest.raises(UnsupportedOptionError, match="output_attentions"):
-            spec.generate(**SHORT, return_timestamps=True, return_token_timestamps=True)
+        wanted = model.generate(**options)
     finally:
         # transformers sets it, and leaves it so.
         model.config._attn_implementation = kernel
+    assert isinstance(found, Transcript)
+    assert torch.equal(found.sequences, wanted["sequences"])
+    assert found.token_timestamps is not None
+    torch.testing.assert_close(found.token_timestamps, wanted["token_timestamps"])
+    for ours, theirs in zip(found.segments or [], wanted.get("segments", []), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one["token_timestamps"], other["token_timestamps"])
+
+
+def test_attentions_for_their_own_sake_are_refused_by_name(model: PreTrainedModel) -> None:
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
+    wanted: dict[str, Any] = {**SHORT, "return_dict_in_generate": True, "output_attentions": True}
+    for options in (wanted, {**wanted, "return_token_timestamps": True}):
+        with pytest.raises(UnsupportedOptionError, match="output_attentions"):
+            spec.generate(**options)
 
 
 def test_a_piece_is_streamed(model: PreTrainedModel) -> None:
