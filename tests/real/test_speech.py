@@ -1,0 +1,121 @@
+"""A real Whisper transcribes as `model.generate` does: text, timestamps, segments, long form, batches and fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+from speech import RATE, features, read_texts, spoken
+from torch import Tensor
+from transformers import AutoProcessor, WhisperForConditionalGeneration
+
+import selfspec
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(which("espeak-ng") is None, reason="espeak-ng, which reads the texts aloud, is not here"),
+]
+
+DRAFTS = ("none", "int8", "int4", "exit:3", "recycle", "lookup", "recycle+int8")
+TEXTS = read_texts()
+
+
+class Speech:
+    """A Whisper in float32, its processor, and what it is given of clips."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.spec = cache(lambda draft: selfspec.wrap(self.model, draft))
+
+    def inputs(self, *numbers: int) -> dict[str, Any]:
+        """Features and options of clips of one language."""
+        lines = [TEXTS[number] for number in numbers]
+        sounds = [spoken(line["text"], line["language"]) for line in lines]
+        assert all(2 * RATE <= len(sound) <= 61 * RATE for sound in sounds)
+        return {**features(self.processor, sounds), "language": lines[0]["language"], "task": "transcribe"}
+
+    def check(self, draft: str, inputs: dict[str, Any], **options: Any) -> None:
+        """Compare all that two calls return."""
+        options = {"do_sample": False, **options}
+        wanted = self.model.generate(**inputs, **options, return_segments=True)
+        found = self.spec(draft).generate(**inputs, **options, return_segments=True)
+        assert torch.equal(found.sequences, wanted["sequences"])
+        assert [list(map(_said, row)) for row in found.segments] == [
+            list(map(_said, row)) for row in wanted["segments"]
+        ]
+        assert found.lossless
+
+
+def _said(segment: dict[str, Any]) -> tuple[float, float, list[int]]:
+    tokens: Tensor = segment["tokens"]
+    return float(segment["start"]), float(segment["end"]), tokens.tolist()
+
+
+@pytest.fixture(scope="session")
+def speech(checkpoint: Callable[[str], Path]) -> Speech:
+    return Speech(checkpoint("whisper"))
+
+
+def _cases(rows: int) -> list[Any]:
+    """Clips, a draft each in turns, with timestamps and without where they are of one piece."""
+    turns, found = cycle(DRAFTS), []
+    # All of one language stand together, multiples of four.
+    for first in range(0, len(TEXTS), rows):
+        numbers = tuple(range(first, first + rows))
+        for timestamps in (False, True):
+            draft = next(turns)
+            name = f"{'-'.join(map(str, numbers))}-{'timestamps' if timestamps else 'text'}-{draft}"
+            found.append(pytest.param(numbers, timestamps, draft, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("numbers", "timestamps", "draft"), _cases(1) + _cases(4))
+def test_a_transcript_is_that_of_generate(
+    speech: Speech, numbers: tuple[int, ...], timestamps: bool, draft: str
+) -> None:
+    inputs = speech.inputs(*numbers)
+    # One that is cut into pieces has timestamps in any case.
+    whole = inputs["input_features"].shape[-1] > 3000
+    more = {"condition_on_prev_tokens": True} if whole and not timestamps else {}
+    speech.check(draft, inputs, return_timestamps=timestamps or whole, **more)
+
+
+@pytest.mark.parametrize("numbers", [(8,), (16, 17, 18, 19)], ids=str)
+def test_words_are_where_generate_finds_them(speech: Speech, numbers: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {**speech.inputs(*numbers), "return_timestamps": True, "return_token_timestamps": True}
+    found = speech.spec("int8").generate(**options)
+    kernel = speech.model.config._attn_implementation
+    try:
+        wanted = speech.model.generate(**options)
+    finally:
+        # transformers sets it, and leaves it so.
+        speech.model.config._attn_implementation = kernel
+    assert torch.equal(found.sequences, wanted["sequences"])
+    torch.testing.assert_close(found.token_timestamps, wanted["token_timestamps"])
+
+
+@pytest.mark.parametrize("numbers", [(8, 9, 10, 11), (19,)], ids=str)
+def test_a_fallback_by_seed_does_not_depend_on_the_draft(speech: Speech, numbers: tuple[int, ...]) -> None:
+    """Segments that compress too well or are unlikely are drawn again, at higher temperatures."""
+    options: dict[str, Any] = {
+        "temperature": (0.0, 0.4, 0.8),
+        "logprob_threshold": -0.2,
+        "compression_ratio_threshold": 1.3,
+        "no_speech_threshold": 0.6,
+        "return_timestamps": True,
+        "seed": 5,
+        "accept": "coupled",
+    }
+    inputs = speech.inputs(*numbers)
+    plain, *others = (speech.spec(draft).generate(**inputs, **options) for draft in ("none", "int8", "recycle+int8"))
+    once = speech.spec("int8").generate(**inputs, return_timestamps=True)
+    assert plain.stats.new_tokens > once.stats.new_tokens, "nothing was drawn again"
+    for other in others:
+        assert torch.equal(other.sequences, plain.sequences)
