@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, fields
 
 import h11
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -78,7 +79,8 @@ class ClientPace:
             _check_head(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
-            await _refuse(error, send)
+            # What the client still sends is not read.
+            await JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})(scope, receive, send)
             return
         if body is None:
             return
@@ -138,16 +140,6 @@ def _check_head(scope: Scope) -> None:
         raise ApiError(431, f"the headers have {size} bytes; at most {HEADER_BYTES} are read", None, "too_large")
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
         raise ApiError(400, "content-length and transfer-encoding are both given; send one of them", None)
-
-
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body).encode()
-    # What the client still sends is not read.
-    more = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    headers = [(name.encode(), value.encode()) for name, value in {**error.headers, **more}.items()]
-    start = {"type": "http.response.start", "status": error.status, "headers": headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
 
 
 class BoundedHeaders(H11Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
@@ -15,6 +16,8 @@ from selfspec.model.stock_passes import block_logits
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# The letters in which byte-level vocabularies write bytes.
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 # The most places whose logits are in memory at once.
 _AT_ONCE = 128
 
@@ -50,16 +53,6 @@ class TokenTexts:
         if _REPLACEMENT in text and all(letter in _BYTES for letter in name):
             return bytes(_BYTES[letter] for letter in name)
         return text.encode()
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters in which byte-level vocabularies write bytes: printable ones as they are, the others from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
 
 
 @dataclass(frozen=True)
