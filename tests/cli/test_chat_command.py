@@ -205,13 +205,16 @@ def terminal(endless: str, template: str, tmp_path: Path, request: pytest.Fixtur
 
 def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) -> None:
     """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
-    terminal.wait_for(b"> ")
-    terminal.type(b"Tell me of Lily.\n")
-    terminal.wait_for(b"Lily.\r\n")
-    # Some of the answer is there.
-    terminal.wait_for(b" ")
-    terminal.interrupt()
-    terminal.wait_for(b"ended here")
+    for message, ending in ((b"Tell me of Lily.", b"ended here"), (b"And?", b"; ")):
+        terminal.wait_for(b"> ")
+        terminal.type(message + b"\n")
+        terminal.wait_for(message + b"\r\n")
+        # Some of the answer is there.
+        terminal.wait_for(b" ")
+        terminal.interrupt()
+        terminal.wait_for(ending)
+    # What was asked, and as much of the answer as is cut into the tokens that the model wrote.
+    assert int(terminal.line().partition(b" of ")[0]) > 10
     terminal.wait_for(b"> ")
     # One that comes just before the line is read waits for the next key, so it is sent until it is seen.
     terminal.repeat(terminal.interrupt, b"/quit leaves")
@@ -235,24 +238,6 @@ def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
     terminal.type(b"/save " + os.fsencode(terminal.file) + b"\r")
     terminal.wait_for(b"saved 2 messages")
     assert json.loads(terminal.file.read_text())["messages"][0]["content"] == "One day\nLily\nslept."
-
-
-def test_an_answer_that_was_ended_is_kept_as_far_as_it_came(terminal: Terminal) -> None:
-    terminal.wait_for(b"> ")
-    terminal.type(b"Tell me of Lily.\r")
-    terminal.wait_for(b"Lily.\r\n")
-    terminal.wait_for(b" ")
-    terminal.interrupt()
-    terminal.wait_for(b"ended here")
-    # What is typed before the prompt is there is echoed twice.
-    terminal.wait_for(b"> ")
-    terminal.type(b"And?\r")
-    terminal.wait_for(b"And?\r\n")
-    terminal.wait_for(b" ")
-    terminal.interrupt()
-    terminal.wait_for(b"; ")
-    # What was asked, and as much of the answer as is cut into the tokens that the model wrote.
-    assert int(terminal.line().partition(b" of ")[0]) > 10
 
 
 def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> None:
