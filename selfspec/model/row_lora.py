@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.view import replaced, view_with_parts
 
 _Layer = Callable[[Tensor], Tensor]
@@ -65,5 +66,11 @@ class LoraRows:
 
 
 def _added(first: int, linear: _Layer, down: _Layer, up: _Layer, states: Tensor) -> Tensor:
+    # Side by side with those of other rows, tokens cannot be told from each other.
+    if states.dim() != 3:
+        raise UnsupportedModelError(
+            f"a layer of this model is given states of {states.dim()} dimensions, in which the tokens that use a LoRA "
+            "cannot be told from the others; draft with something else, or leave that layer out of the LoRA"
+        )
     given = linear(states)
     return torch.cat([given[:, :first], given[:, first:] + up(down(states[:, first:]))], 1)

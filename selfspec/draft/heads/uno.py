@@ -27,7 +27,7 @@ from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share
 from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
-from selfspec.errors import HeadError
+from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.row_lora import Lora
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
@@ -96,6 +96,7 @@ class Uno(FromFolder):
                     f"{self.source} was trained for another model: its weight {name} is {list(shape)}, and "
                     f"{place} is no such linear layer of this one"
                 )
+            check_whole_passes(place, adapter)
         low, bound = self._ids(model)
         known = model.get_input_embeddings().weight.shape[0]
         if type(low) is not int or type(bound) is not int or not 0 <= low < bound <= known:
@@ -143,6 +144,19 @@ class Uno(FromFolder):
             for side in (".lora_A", ".lora_B")
         )
         return Lora(down, up)
+
+
+def check_whole_passes(name: str, adapter: Adapter) -> None:
+    """Refuse a LoRA of a layer that reads the tokens of a pass one after the other, and so does not know their places.
+
+    Raises:
+        UnsupportedModelError: it is one with a recurrent state.
+    """
+    if set(name.split(".")) & set(adapter.recurrent):
+        raise UnsupportedModelError(
+            f"{name} has a state and reads a pass token by token, where a LoRA of the last ones alone has no place; "
+            "draft with something else, or leave such layers out of the LoRA"
+        )
 
 
 def mask_ids(places: Tensor, low: int, bound: int) -> Tensor:

@@ -15,8 +15,9 @@ import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
+from helpers.shrunken import shrunken
 from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
-from selfspec.errors import HeadError
+from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.model.row_lora import Lora, LoraRows
@@ -126,3 +127,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"medusa_num_heads": 3}))
     with pytest.raises(HeadError, match="write medusa:"):
         selfspec.wrap(model, f"uno:{folder}")
+
+
+@pytest.mark.parametrize(("kind", "said"), [("opt", "of 2 dimensions"), ("falcon_h1", "token by token")])
+def test_a_model_that_hides_the_places_of_tokens_is_refused(tmp_path: Path, kind: str, said: str) -> None:
+    model = shrunken(kind)
+    folder = published_heads.uno(tmp_path, model)
+    with pytest.raises(UnsupportedModelError, match=said):
+        selfspec.wrap(model, f"uno:{folder}", draft_length=3).generate(PROMPTS[1], max_new_tokens=4, **OPTIONS)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, pad
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.compat import over_cache
-from selfspec.draft.heads.uno import BOUND, DEPTH, PREFIX, mask_ids
+from selfspec.draft.heads.uno import BOUND, DEPTH, PREFIX, check_whole_passes, mask_ids
 from selfspec.model.gated_view import GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
@@ -97,7 +97,10 @@ class UnoLesson(HeadLesson):
 
     @classmethod
     def check(cls, base: PreTrainedModel) -> None:
-        find_adapter(base).check_trees(base)
+        adapter = find_adapter(base)
+        adapter.check_trees(base)
+        for name, _ in base.named_modules():
+            check_whole_passes(name, adapter)
 
     def config(self) -> dict[str, Any]:
         rank = self._recipe.rank
