@@ -90,6 +90,7 @@ def calibrate(
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import PromptWriter, beginnings, built_in, read_prompts
+    from selfspec.model.registry import check_reads_text
     from selfspec.tools.calibrate.calibration import SIZES, work
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
@@ -109,6 +110,7 @@ def calibrate(
         check_output_folder(keep)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
+    check_reads_text(checkpoint.model)
     writer, device = PromptWriter(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
     ids = [prompt.to(device) for prompt in workload.whole_prompts(writer, prompts)]
     free = {name: size for name, size in SIZES.items() if name not in given}

@@ -106,6 +106,7 @@ def verify(
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import PromptWriter, beginnings, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+    from selfspec.model.registry import check_reads_text
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.verify.verification import SIZES, default_drafts, work
     from selfspec.tools.verify.verification import verify as run
@@ -118,6 +119,7 @@ def verify(
             each.check(depth)
     if budget.memory is None:
         checkpoint = model.load()
+        check_reads_text(checkpoint.model)
     else:
         named_drafts = [each for each in drafts if isinstance(each, Drafter)]
         if len(named_drafts) < len(drafts):

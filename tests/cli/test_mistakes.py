@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.encoder_decoders import encoder_decoder
 from helpers.running import Invoke
 from selfspec.errors import SelfSpecError
 
@@ -195,3 +196,16 @@ def test_in_python(model: PreTrainedModel, call: Callable[[PreTrainedModel], Any
     assert answer in message
     assert "\n" not in message
     assert len(message.split()) < 70
+
+
+@pytest.mark.parametrize("words", ["calibrate", "verify", "train head --kind medusa --text {tmp}/text --to {tmp}/new"])
+def test_a_model_with_an_encoder_is_refused_where_decoders_read_texts(
+    invoke: Invoke, tmp_path: Path, words: str
+) -> None:
+    folder = str(tmp_path / "model")
+    encoder_decoder("bart", torch.float32, vocab_size=256).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    (tmp_path / "text").write_text("Once upon a time there was a fox. " * 400, encoding="utf-8")
+    ending = invoke(*shlex.split(words.format(tmp=tmp_path)), folder)
+    assert ending.status == 2
+    assert "has an encoder" in ending.stderr

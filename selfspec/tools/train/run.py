@@ -16,7 +16,7 @@ from selfspec.errors import TrainingError
 from selfspec.measure.palette import SEQUENCE
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.registry import find_adapter
+from selfspec.model.registry import check_reads_text, find_adapter
 from selfspec.tools.lab.drawing import Panel, Picture
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, written_text
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, train
@@ -85,6 +85,7 @@ def run(
     if processes.is_main_process:
         folder.check()
     checkpoint = load_checkpoint(model, "auto", device)
+    check_reads_text(checkpoint.model)
     dtype = checkpoint.model.dtype
     # The passes of a base that does not learn need no other weights than their products.
     in_half = isinstance(recipe, HeadRecipe) and course.precision == "bfloat16"

@@ -10,6 +10,7 @@ import torch
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
+from helpers.encoder_decoders import encoder_decoder
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
 from helpers.serving import Stepped
@@ -92,3 +93,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     torch.save(weights, folder / "medusa_lm_head.pt")
     with pytest.raises(HeadError, match=r"lacks the weight 1\.1\.weight"):
         selfspec.wrap(model, f"medusa:{folder}")
+
+
+def test_heads_draft_for_a_decoder_beside_an_encoder(tmp_path: Path) -> None:
+    model = encoder_decoder("bart")
+    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=3)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[3, 4, 5, 6], [7, 8, 9, 9]]), "max_new_tokens": 9}
+    found = spec.generate(**inputs, do_sample=False)
+    assert torch.equal(found.sequences, model.generate(**inputs, do_sample=False))
+    assert found.stats.drafted
