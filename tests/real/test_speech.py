@@ -87,6 +87,8 @@ def test_a_transcript_is_that_of_generate(
     speech.check(draft, inputs, return_timestamps=timestamps or whole, **more)
 
 
+# Of transformers' own code.
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 @pytest.mark.parametrize("numbers", [(8,), (16, 17, 18, 19)], ids=str)
 def test_words_are_where_generate_finds_them(speech: Speech, numbers: tuple[int, ...]) -> None:
     options: dict[str, Any] = {**speech.inputs(*numbers), "return_timestamps": True, "return_token_timestamps": True}
