@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -25,7 +25,7 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_methods, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Costs, CostsOfReading
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
 from selfspec.decode.limits import Limits
@@ -46,14 +46,17 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.files.writing import check_output_folder, writing
+from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
 from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.weights_read import bytes_read, widening
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import TOKENS_AT_ONCE
@@ -519,6 +522,7 @@ class SelfSpeculative:
         self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
+        choice = self._behind(choice, request.lengths)
         controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
@@ -613,7 +617,19 @@ class SelfSpeculative:
         draft.prepare(self.model, self.substitutes)
         if choice.costs:
             return choice
-        return replace(choice, costs=Costs.assumed(draft.cost(self.model, self.adapter), self.model.device))
+        cost, wider = draft.cost(self.model, self.adapter), widening(self.model, self.adapter)
+        costs = Costs.assumed(cost, self.model.device, wider)
+        return replace(choice, costs=CostsOfReading(costs, bytes_read(self.model, self.adapter)))
+
+    def _behind(self, choice: DraftChoice, lengths: Sequence[int]) -> DraftChoice:
+        """Return the choice with the costs of rounds behind texts of these lengths, where they are estimates."""
+        if choice.draft is None or not isinstance(choice.costs, CostsOfReading) or has_encoder(self.model):
+            return choice
+        config = self.model.config.get_text_config(decoder=True)
+        path = LayerPath.full(len(self.adapter.decoder_layers(self.model)))
+        target = sum(cache_bytes_read(config, self.model.dtype, path, length) for length in lengths)
+        draft = sum(choice.draft.cache_bytes_read(self.model, self.adapter, length) for length in lengths)
+        return replace(choice, costs=choice.costs.behind(target, draft))
 
     def _check_depth(self, draft: Drafter) -> None:
         if not isinstance(draft, Drafter):

@@ -8,7 +8,7 @@ round's block: the last committed token, then the nodes of the draft. Passes rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -24,10 +24,12 @@ from selfspec.cache.host_layer import HostLayer
 from selfspec.cache.masks import Window, attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
+from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
 from selfspec.cache.rounded_layer import RoundedLayer
 from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
+from selfspec.errors import DraftConfigError
 
 _STEPS = 16
 _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
@@ -43,6 +45,8 @@ class Slots:
         visible: numbers of the slots that the pass looks at, `[visible]`, counted from 0.
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
         block: what the tokens belong to; None: each sees all slots before its own.
+        copied: how many of the first slots of each row are seen by their copies, `[batch]`; None: there are none.
+        copies: of each layer levels and factors of keys and of values, see `through_copy`.
     """
 
     slot_mapping: Tensor
@@ -50,6 +54,13 @@ class Slots:
     visible: Tensor
     buffers: tuple[Tensor, ...]
     block: OpenBlock | None = None
+    copied: Tensor | None = None
+    copies: tuple[Tensor, ...] = ()
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All that passes find at its place: copies and buffers."""
+        return self.copies + self.buffers
 
 
 class SharedCache(Cache):
@@ -99,6 +110,7 @@ class SharedCache(Cache):
         super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        self._copies: dict[CacheBits, RoundedCopy] = {}
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -122,9 +134,10 @@ class SharedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, an encoder's output among them, and the most that recurrent states have taken."""
+        """Bytes of keys and values, their copies, an encoder's output, and the most that states have taken."""
         source = 0 if self.source is None else self.source.nbytes
-        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes + source
+        copies = sum(copy.nbytes for copy in list(self._copies.values()))
+        return sum(layer.nbytes for layer in self._slotted) + copies + self.state_bytes + source
 
     @property
     def state_bytes(self) -> int:
@@ -192,6 +205,7 @@ class SharedCache(Cache):
         Raises:
             ValueError: there is no storage for them; see `hold`.
         """
+        self._forget_copies()
         first, rows = len(self.seq_lens), len(other.seq_lens)
         if first + rows > self.held or max(other.seq_lens) > self.room:
             raise ValueError(f"storage for {self.held} rows of {self.room} tokens cannot take {list(other.seq_lens)}")
@@ -218,6 +232,7 @@ class SharedCache(Cache):
         """
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
+        self._forget_copies()
         self._cursors.seq_lens = [length]
         self._cursors.offsets = [other._cursors.offsets[row]]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
@@ -240,6 +255,7 @@ class SharedCache(Cache):
         Args:
             rows: none of them before its own number: a row may move to the front alone.
         """
+        self._forget_copies()
         lengths = [self.seq_lens[row] for row in rows]
         for layer in self._slotted:
             layer.move_slots(rows, lengths)
@@ -276,8 +292,10 @@ class SharedCache(Cache):
         self._cursors.read = min(self._cursors.read, len(tree) + 1)
 
     @contextmanager
-    def reading(self, width: int, first: int = -1) -> Iterator[None]:
+    def reading(self, width: int, first: int = -1, bits: CacheBits | None = None) -> Iterator[None]:
         """Run a pass within this context over `width` nodes of the block, from node `first` on.
+
+        With `bits` it sees committed tokens by their copy in so many.
 
         Raises:
             ValueError: the open tree has fewer nodes.
@@ -287,9 +305,33 @@ class SharedCache(Cache):
         self._cursors.first = first
         self._cursors.read = max(self._cursors.read, first + 1 + width)
         try:
-            yield
+            with nullcontext() if bits is None else self._copy(bits).shown():
+                yield
         finally:
             self._cursors.first = -1
+
+    def check_copies(self) -> None:
+        """Refuse to be read by copies in fewer bits.
+
+        Raises:
+            DraftConfigError: keys and values are not kept exactly, on the device.
+        """
+        if self._kept != "exact":
+            raise DraftConfigError(
+                f"a draft cannot read keys and values in fewer bits where they are kept as cache={self._kept!r}; leave "
+                "out one of the two"
+            )
+
+    def _copy(self, bits: CacheBits) -> RoundedCopy:
+        """The copy in so many bits, up to the cursors."""
+        copy = self._copies.setdefault(bits, RoundedCopy(self._slotted, bits))
+        copy.follow(self.seq_lens)
+        return copy
+
+    def _forget_copies(self) -> None:
+        """Copy anew before the next draft: rows have changed."""
+        for copy in self._copies.values():
+            copy.forget()
 
     def commit(self, counts: Sequence[int]) -> None:
         """Make the first tokens of the block final by moving each row's cursor over `counts[row]` of them.
@@ -348,6 +390,7 @@ class SharedCache(Cache):
     def narrow(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given. What the others hold is freed."""
         self._most_bytes = self.most_bytes
+        self._forget_copies()
         self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
         self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         self._cursors.held = len(rows)
@@ -417,8 +460,8 @@ class SharedCache(Cache):
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self._cursors.padded(width)
 
-    def slots(self, width: int, first: int = -1) -> Slots | None:
-        """All that a pass needs to know of this cache, ready to be written to.
+    def slots(self, width: int, first: int = -1, bits: CacheBits | None = None) -> Slots | None:
+        """All that a pass needs to know of this cache, ready to be written to; `bits` as in `reading`.
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
         where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
@@ -434,6 +477,7 @@ class SharedCache(Cache):
             torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
+            *(() if bits is None else self._copy(bits).tensors),
         )
 
     def attention_mask(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +27,9 @@ class SharedLayer(CacheLayerMixin):
 
     Args:
         cursors: where each row ends.
+
+    Attributes:
+        seen_through: what passes see in place of keys and values; None: these.
     """
 
     is_sliding = False
@@ -38,6 +41,7 @@ class SharedLayer(CacheLayerMixin):
         self._stored: tuple[Tensor, ...] | None = None
         self._shown: tuple[Tensor, ...] = ()
         self._capacity = 0
+        self.seen_through: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +104,8 @@ class SharedLayer(CacheLayerMixin):
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values that a pass over `width` tokens may look at."""
-        return self._seen(self.keys, width), self._seen(self.values, width)
+        seen = self._seen(self.keys, width), self._seen(self.values, width)
+        return seen if self.seen_through is None else self.seen_through(*seen)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, as passes read them."""

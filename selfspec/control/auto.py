@@ -13,6 +13,7 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.draft.registry import AUTO, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
+from selfspec.model.weights_read import widening
 
 # Of a draft in 8 bits: what it accepts at least on the checkpoints that were looked at, and the gain that is clear.
 _ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
@@ -46,7 +47,7 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
         draft.check_model(model, adapter)
     except DraftConfigError:
         return None
-    costs = Costs.assumed(draft.cost(model, adapter), model.device)
+    costs = Costs.assumed(draft.cost(model, adapter), model.device, widening(model, adapter))
     if model.device.type != "cpu" or forecast(_ACCEPTED, costs).speedup < _CLEAR_GAIN:
         return None
     return Cascade(PromptLookup(), draft)

@@ -70,11 +70,17 @@ class Costs:
             )
 
     @classmethod
-    def assumed(cls, draft: float, device: torch.device) -> Costs:
-        """Where only c is known: what a target pass and all else cost on the machines that were looked at."""
+    def assumed(cls, draft: float, device: torch.device, widening: float = 0.0) -> Costs:
+        """Where only c is known: what a target pass and all else cost on the machines that were looked at.
+
+        Args:
+            draft: c.
+            device: that passes run on.
+            widening: what a further token of a pass reads for itself, in steps.
+        """
         # Two CPUs were looked at, and no GPU.
         each_row = 0.08 if device.type == "cpu" else 0.0
-        return cls(draft, verify=1.1, widening=0.03, overhead=0.05, each_row=each_row)
+        return cls(draft, verify=1.1, widening=0.03 + widening, overhead=0.05, each_row=each_row + widening)
 
     def in_batch(self, rows: int) -> Costs:
         """The same for another number of rows, taking a pass to cost in proportion to its tokens.
@@ -98,6 +104,35 @@ class Costs:
     def of_round(self, steps: int, drafted: int) -> float:
         """Return the cost of a round: of its draft steps, and of a target pass that verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
+
+
+@dataclass(frozen=True)
+class CostsOfReading:
+    """The costs of rounds by what passes read: weights, and keys and values of the text, which grow with it.
+
+    Attributes:
+        costs: where there is no text.
+        step: bytes of the weights that a target step reads.
+    """
+
+    costs: Costs
+    step: int
+
+    def in_batch(self, rows: int) -> Costs:
+        """The costs of rounds over `rows` rows of short texts."""
+        return self.costs.in_batch(rows)
+
+    def behind(self, target: float, draft: float) -> Costs:
+        """The costs behind texts of which a target step and a draft step read so many bytes of keys and values."""
+        step = 1 + target / self.step
+        return replace(
+            self.costs,
+            draft=(self.costs.draft + draft / self.step) / step,
+            verify=1 + (self.costs.verify - 1) / step,
+            widening=self.costs.widening / step,
+            overhead=self.costs.overhead / step,
+            each_row=self.costs.each_row / step,
+        )
 
 
 @dataclass(frozen=True)

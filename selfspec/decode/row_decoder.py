@@ -25,6 +25,7 @@ from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.decode.target import Target
 from selfspec.draft import Drafter
+from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.rope import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
@@ -244,9 +245,8 @@ class RowDecoder:
         cache.commit([1])
         states = cache.state_bytes * (self._slack + 2)
         drafters = {each.drafter for each in self._drafting.values() if each.drafter is not None}
-        own = [drafter.own_bytes(self._target.model) for drafter in drafters]
-        token, row = sum(each.token for each in own), sum(each.row for each in own)
-        return CacheSizes(slots // cache.capacity + token, states + row, self._slack)
+        own = sum((drafter.own_bytes(self._target.model) for drafter in drafters), OwnBytes())
+        return CacheSizes(slots // cache.capacity + own.of_token, states + own.row, self._slack)
 
     @property
     def _device(self) -> torch.device:

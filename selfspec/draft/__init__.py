@@ -1,6 +1,7 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.assistant import Assistant
+from selfspec.draft.cache_in_bits import CacheInBits
 from selfspec.draft.cache_window import CacheWindow
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.declaration import drafter
@@ -8,6 +9,7 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.fewer_experts import FewerExperts
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.heads.hydra import Hydra
@@ -32,6 +34,7 @@ from selfspec.draft.verdict import RowVerdict, Verdict
 __all__ = [
     "Assistant",
     "Budget",
+    "CacheInBits",
     "CacheWindow",
     "Cascade",
     "DFlash",
@@ -40,6 +43,7 @@ __all__ = [
     "Eagle",
     "EarlyExit",
     "ExitHead",
+    "FewerExperts",
     "FreeProposer",
     "Hydra",
     "LayerSkip",

@@ -16,11 +16,15 @@ from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import follow, grow
 from selfspec.errors import DraftConfigError
+from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import share_read
+
+LONG = 1024
+"""Tokens of a text from which on reading less of the cache than all of it may pay."""
 
 
 class LayerPathDrafter(Drafter):
@@ -51,9 +55,9 @@ class LayerPathDrafter(Drafter):
         return CHANCES
 
     @property
-    def attends_to_all(self) -> bool:
-        """Whether a step attends to the whole text before it."""
-        return True
+    def runs_exact_layers(self) -> bool:
+        """Whether the layers that a step runs compute what they compute in the target."""
+        return self.bits is None
 
     def early_exit(self, depth: int) -> Exit | None:
         """Where a network of `depth` layers is left, between two of them, having skipped nothing; None: it is not."""
@@ -68,6 +72,10 @@ class LayerPathDrafter(Drafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
+
+    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, length: int) -> float:
+        config, path = model.config.get_text_config(decoder=True), self.path(len(adapter.decoder_layers(model)))
+        return cache_bytes_read(config, model.dtype, path, length)
 
     def begin(self, rows: RowsView) -> LayerPathProposer:
         return LayerPathProposer(self, rows.runner.depth)
@@ -93,8 +101,8 @@ class AroundLayerPath(LayerPathDrafter):
         return self.draft_with.head
 
     @property
-    def attends_to_all(self) -> bool:
-        return self.draft_with.attends_to_all
+    def runs_exact_layers(self) -> bool:
+        return self.draft_with.runs_exact_layers
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
         found = self.draft_with.mapped(change)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import Window
-from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
+from selfspec.draft.along_layer_path import LONG, AroundLayerPath, LayerPathDrafter
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
@@ -45,7 +46,7 @@ class CacheWindow(AroundLayerPath):
                 raise DraftConfigError(f"a window's {name} must be an integer of at least {least}, got {shown(value)}")
 
     @classmethod
-    def spelled_behind(cls, before: Drafter, argument: str | None) -> CacheWindow:
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> CacheWindow:
         if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
             raise ValueError(argument)
         return cls(before, int(argument))
@@ -56,8 +57,12 @@ class CacheWindow(AroundLayerPath):
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
     @property
-    def attends_to_all(self) -> bool:
+    def runs_exact_layers(self) -> bool:
         return False
+
+    @classmethod
+    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
+        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)

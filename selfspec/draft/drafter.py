@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
@@ -46,11 +46,22 @@ class OwnBytes:
         weights: bytes of its weights.
         token: bytes of its keys and values of one token of a row.
         row: bytes of a row whatever its length.
+        copies: bytes of one token of a row that are made again of the model's own keys and values where they lack.
     """
 
     weights: int = 0
     token: int = 0
     row: int = 0
+    copies: int = 0
+
+    @property
+    def of_token(self) -> int:
+        """Bytes of one token of a row."""
+        return self.token + self.copies
+
+    def __add__(self, other: OwnBytes) -> OwnBytes:
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return OwnBytes(**sums)
 
 
 class DraftMemory:
@@ -205,10 +216,13 @@ class Drafter(ABC):
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return max((source.cost(model, adapter) for source in self.sources), default=0.0)
 
+    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, length: int) -> float:
+        """Count bytes of the model's keys and values that a draft step reads behind a text of `length` tokens."""
+        return max((source.cache_bytes_read(model, adapter, length) for source in self.sources), default=0.0)
+
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         """Count what it takes beside a model, whose weights may be on the meta device; of substitutes nothing."""
-        each = [source.own_bytes(model) for source in self.sources]
-        return OwnBytes(sum(own.weights for own in each), sum(own.token for own in each), sum(own.row for own in each))
+        return sum((source.own_bytes(model) for source in self.sources), OwnBytes())
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
         """Return what drafts the same with a copy of the model that is saved to another folder."""
@@ -245,8 +259,8 @@ class Drafter(ABC):
         return cls()
 
     @classmethod
-    def spelled_behind(cls, before: Drafter, argument: str | None) -> Drafter:
-        """Return the drafter that is written behind another one, `before+name:argument`.
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> Drafter:
+        """Return the drafter that is written behind another one, `before+name:argument`; it declares the name.
 
         Raises:
             ValueError: the argument is not of the grammar, or it does not go behind that one.
@@ -265,6 +279,11 @@ class Drafter(ABC):
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
         """Return what `selfspec calibrate` tries of this kind on a network of `depth` layers."""
+        return ()
+
+    @classmethod
+    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
+        """Return what `selfspec calibrate` tries of this kind behind another draft, over texts of `context` tokens."""
         return ()
 
 

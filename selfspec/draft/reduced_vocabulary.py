@@ -62,7 +62,7 @@ class ReducedVocabulary(AroundLayerPath):
         return cls(draft_with, read_json(place, _Vocabulary, DraftConfigError, remedy).tokens, str(file))
 
     @classmethod
-    def spelled_behind(cls, before: Drafter, argument: str | None) -> ReducedVocabulary:
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> ReducedVocabulary:
         if not argument or not isinstance(before, LayerPathDrafter) or isinstance(before, ReducedVocabulary):
             raise ValueError(argument)
         return cls.from_file(before, argument)

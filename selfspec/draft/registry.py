@@ -108,7 +108,7 @@ def _joined(parts: Sequence[str]) -> Drafter:
         if kind is not None and written == "behind":
             if not sources:
                 raise ValueError(part)
-            sources[-1] = kind.spelled_behind(sources[-1], argument.strip() if colon else None)
+            sources[-1] = kind.spelled_behind(sources[-1], name.strip(), argument.strip() if colon else None)
             continue
         found = _foreign(part) if kind is None else kind.spelled(name.strip(), argument.strip() if colon else None)
         together = sources[-1].followed_by(found) if sources else None

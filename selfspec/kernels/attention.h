@@ -6,11 +6,12 @@
 
 #include <array>
 #include <limits>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include "functions.h"
 #include "lanes.h"
+#include "rounded_slots.h"
 
 // What a query sees: the slots of a few sinks, and all from `first` on and before `end`; of the block's, where there is
 // one, those in `sees`.
@@ -68,43 +69,17 @@ struct FloatSlots {
 constexpr int kQueriesTogether = 24;
 constexpr int64_t kSlotsTogether = 64;
 
-#if defined(__GNUC__) && !defined(__clang__)
-// Of two vectors of which `2 * Half` numbers each belong to one sum, the sums of the halves of these, first those of `x`.
-template <int Half, int... Lane>
-inline FloatLanes halved(FloatLanes x, FloatLanes z, std::integer_sequence<int, Lane...>) {
-  constexpr int lanes = sizeof...(Lane);
-  constexpr auto place = [](int lane) {
-    const int own = lane % (lanes / 2);
-    return own / Half * 2 * Half + own % Half + (lane < lanes / 2 ? 0 : lanes);
-  };
-  return __builtin_shuffle(x, z, IntLanes{place(Lane)...}) + __builtin_shuffle(x, z, IntLanes{(place(Lane) + Half)...});
-}
-
-template <int Half>
-inline FloatLanes totals_of(FloatLanes* sums) {
-  for (int i = 0; i < Half; ++i) {
-    sums[i] = halved<Half>(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, kLanes<float>>{});
-  }
-  if constexpr (Half > 1) return totals_of<Half / 2>(sums);
-  return sums[0];
-}
-#else
-template <int Half>
-inline FloatLanes totals_of(FloatLanes* sums) {
-  FloatLanes found;
-  for (int i = 0; i < kLanes<float>; ++i) found[i] = total<float, kLanes<float>>(sums[i]);
-  return found;
-}
-#endif
-
-// The totals of as many vectors as one has numbers, each summed as `total` does.
-inline FloatLanes totals(FloatLanes* sums) { return totals_of<kLanes<float> / 2>(sums); }
-
 // Keys or values of one head, `[slots, size]`.
 template <typename Slots>
 struct Head {
   const typename Slots::Stored* at;
   int64_t size;
+
+  const Head& slots(int64_t, int64_t, float*) const { return *this; }
+
+  void read_slot(int64_t slot, float* to) const {
+    for (int64_t i = 0; i < size; ++i) to[i] = Slots::number(at[slot * size + i]);
+  }
 
   template <int Vectors>
   inline void dots(const float* query, int64_t first, int64_t end, float* scores) const {
@@ -166,6 +141,27 @@ struct Head {
   }
 };
 
+// Keys or values of one head, of which the first slots are seen by their copy.
+template <typename Slots, int Bits>
+struct WithCopy {
+  Head<Slots> exact;
+  RoundedHead<Bits> copy;
+  int64_t copied;
+  int64_t size;
+
+  // Some slots as floats, in `room`, so that all queries over them share the work.
+  Head<FloatSlots> slots(int64_t first, int64_t end, float* room) const {
+    if constexpr (std::is_same_v<Slots, FloatSlots>) {
+      if (first >= copied) return exact;
+    }
+    for (int64_t slot = first; slot < end; ++slot) {
+      float* to = room + (slot - first) * size;
+      slot < copied ? copy.read_slot(slot, to) : exact.read_slot(slot, to);
+    }
+    return {room - first * size, size};
+  }
+};
+
 // One query of a head. Its scores lie in a row, those of sinks first; there is room for a vector more.
 struct Query {
   const float* at;
@@ -220,31 +216,39 @@ struct Query {
   }
 };
 
-// Some queries over the same keys and values.
-template <typename Slots>
-void attend(const std::vector<Query>& queries, const Head<Slots>& keys, const Head<Slots>& values, float scale,
-            float cap) {
+// Calls `work` with a query, a range of slots that it sees, their scores, and keys or values of these; for some slots at
+// a time, so that they are read from memory once for all queries.
+template <typename Kept, typename Work>
+void over_slots(const std::vector<Query>& queries, const Kept& kept, float* room, const Work& work) {
   int64_t end = 0;
   for (const Query& query : queries) end = std::max(end, query.sight.end);
   for (int64_t slot = 0; slot < end; slot += kSlotsTogether) {
+    const int64_t next = slot + kSlotsTogether;
+    bool seen = false;
+    for (const Query& query : queries) query.within(slot, next, [&](int64_t, int64_t, float*) { seen = true; });
+    if (!seen) continue;
+    const auto& some = kept.slots(slot, std::min(next, end), room);
     for (const Query& query : queries) {
-      query.within(slot, slot + kSlotsTogether, [&](int64_t from, int64_t to, float* scores) {
-        keys.score(query.at, from, to, scores);
-      });
+      query.within(slot, next, [&](int64_t from, int64_t to, float* scores) { work(some, query, from, to, scores); });
     }
   }
+}
+
+// Some queries over the same keys and values. There is room for the numbers of so many slots as are gone over together.
+template <typename Kept>
+void attend(const std::vector<Query>& queries, const Kept& keys, const Kept& values, float scale, float cap,
+            float* room) {
+  over_slots(queries, keys, room, [](const auto& some, const Query& query, int64_t from, int64_t to, float* scores) {
+    some.score(query.at, from, to, scores);
+  });
   std::array<float, kQueriesTogether> sums;
   for (size_t i = 0; i < queries.size(); ++i) {
     sums[i] = queries[i].weigh(scale, cap);
     std::fill(queries[i].y, queries[i].y + values.size, 0.f);
   }
-  for (int64_t slot = 0; slot < end; slot += kSlotsTogether) {
-    for (const Query& query : queries) {
-      query.within(slot, slot + kSlotsTogether, [&](int64_t from, int64_t to, float* shares) {
-        values.add(shares, from, to, query.y);
-      });
-    }
-  }
+  over_slots(queries, values, room, [](const auto& some, const Query& query, int64_t from, int64_t to, float* shares) {
+    some.add(shares, from, to, query.y);
+  });
   for (size_t i = 0; i < queries.size(); ++i) {
     for (int64_t place = 0; place < values.size; ++place) queries[i].y[place] *= 1 / sums[i];
   }

@@ -4,11 +4,44 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lanes.h"
 
 using FloatLanes = Lanes<float, kLanes<float>>::Vector;
 using IntLanes = Lanes<int32_t, kLanes<float>>::Vector;
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Of two vectors of which `2 * Half` numbers each belong to one sum, the sums of the halves of these, first those of `x`.
+template <int Half, int... Lane>
+inline FloatLanes halved(FloatLanes x, FloatLanes z, std::integer_sequence<int, Lane...>) {
+  constexpr int lanes = sizeof...(Lane);
+  constexpr auto place = [](int lane) {
+    const int own = lane % (lanes / 2);
+    return own / Half * 2 * Half + own % Half + (lane < lanes / 2 ? 0 : lanes);
+  };
+  return __builtin_shuffle(x, z, IntLanes{place(Lane)...}) + __builtin_shuffle(x, z, IntLanes{(place(Lane) + Half)...});
+}
+
+template <int Half>
+inline FloatLanes totals_of(FloatLanes* sums) {
+  for (int i = 0; i < Half; ++i) {
+    sums[i] = halved<Half>(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, kLanes<float>>{});
+  }
+  if constexpr (Half > 1) return totals_of<Half / 2>(sums);
+  return sums[0];
+}
+#else
+template <int Half>
+inline FloatLanes totals_of(FloatLanes* sums) {
+  FloatLanes found;
+  for (int i = 0; i < kLanes<float>; ++i) found[i] = total<float, kLanes<float>>(sums[i]);
+  return found;
+}
+#endif
+
+// The totals of as many vectors as one has numbers, each summed as `total` does.
+inline FloatLanes totals(FloatLanes* sums) { return totals_of<kLanes<float> / 2>(sums); }
 
 // By powers of two and a polynomial between them; zero below what a normal number holds.
 inline FloatLanes exp_of(FloatLanes x) {

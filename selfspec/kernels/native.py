@@ -31,21 +31,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
 
-_NAMES = (
-    "native.cpp",
-    "four_bits.cpp",
-    "program.cpp",
-    "attention.h",
-    "eight_bits.h",
-    "four_bits.h",
-    "functions.h",
-    "lanes.h",
-    "products.h",
-    "rounding.h",
-    "states.h",
-    "team.h",
-)
-_SOURCES = tuple(map(Path(__file__).with_name, _NAMES))
+_SOURCES = tuple(sorted(each for each in Path(__file__).parent.iterdir() if each.suffix in (".cpp", ".h")))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
 
 

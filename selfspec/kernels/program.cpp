@@ -205,6 +205,12 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* keys = words.operand<const typename Slots::Stored>();
   const auto* values = words.operand<const typename Slots::Stored>();
   float* y = words.operand<float>();
+  const int64_t bits = words.number();
+  const auto* copied = words.operand<const int64_t>();
+  const auto *levels = words.operand<const uint8_t>();
+  const auto *factors = words.operand<const float>();
+  const auto *levels_of_values = words.operand<const uint8_t>();
+  const auto *factors_of_values = words.operand<const float>();
   const auto& table = words.table;
   const int64_t capacity = table[kCapacity], nodes = table[kNodes];
   const auto* slots = reinterpret_cast<const int64_t*>(table[kSlots]);
@@ -212,7 +218,9 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* depths = reinterpret_cast<const int64_t*>(table[kDepths]);
   const auto* sees = reinterpret_cast<const bool*>(table[kSees]);
   const int64_t room = capacity + kLanes<float>;
-  float* scores = worker.room.of<float>(kQueriesTogether * room);
+  const int64_t of_block = bits ? kSlotsTogether * std::max(size, size_of_values) : 0;
+  float* block = worker.room.of<float>(of_block + kQueriesTogether * room);
+  float* scores = block + of_block;
   const Range share = worker.share(batch * heads * tokens);
   // Heads that share their keys come after each other.
   std::vector<Query> together;
@@ -238,9 +246,27 @@ void attend_slots(Words& words, Worker& worker) {
                         scores + together.size() * room, y + ((row * tokens + token) * heads + head) * size_of_values});
     const bool last = number + 1 == share.end || (number + 1) % alike_heads == 0;
     if (!last && together.size() < kQueriesTogether) continue;
-    const int64_t of_cache = number / alike_heads * capacity;
-    attend<Slots>(together, {keys + of_cache * size, size}, {values + of_cache * size_of_values, size_of_values}, scale,
-                  cap);
+    const int64_t head_of_cache = number / alike_heads, first = head_of_cache * capacity;
+    const Head<Slots> exact_keys = {keys + first * size, size};
+    const Head<Slots> exact_values = {values + first * size_of_values, size_of_values};
+    const auto by_copies = [&](auto of_bits) {
+      constexpr int64_t each = decltype(of_bits)::value;
+      const auto part = [&](const Head<Slots>& exact, const uint8_t* of_levels, const float* of_factors) {
+        const int64_t held = exact.size, groups = held / slot_group(held);
+        const RoundedHead<each> copy = {of_levels + first * held * each / 8, of_factors + 2 * groups * first, held,
+                                        capacity};
+        return WithCopy<Slots, each>{exact, copy, copied[row], held};
+      };
+      attend(together, part(exact_keys, levels, factors), part(exact_values, levels_of_values, factors_of_values),
+             scale, cap, block);
+    };
+    if (bits == 8) {
+      by_copies(std::integral_constant<int, 8>{});
+    } else if (bits == 4) {
+      by_copies(std::integral_constant<int, 4>{});
+    } else {
+      attend(together, exact_keys, exact_values, scale, cap, block);
+    }
     together.clear();
   }
 }
@@ -248,7 +274,8 @@ void attend_slots(Words& words, Worker& worker) {
 // kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether all rows
 // have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
 // the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y,
-// `[batch, tokens, heads, size of values]`.
+// `[batch, tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they hold, levels and factors
+// of keys and of values.
 void run_attend(Words& words, Worker& worker) {
   if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
   attend_slots<BFloat16Slots>(words, worker);
@@ -480,6 +507,42 @@ std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memo
   return confidences;
 }
 
+// Rounds slots of all layers, those of each row from `begins` on and before `ends`. `exact` are keys and values, and
+// `copies` levels and factors of each.
+void round_slots(at::TensorList exact, at::TensorList copies, at::IntArrayRef begins, at::IntArrayRef ends,
+                 int64_t bits) {
+  const auto work = [&](auto of_bits, auto slots, int64_t number, int64_t head) {
+    constexpr int each = decltype(of_bits)::value;
+    using Slots = decltype(slots);
+    const at::Tensor& from = exact[number];
+    const int64_t heads = from.size(1), capacity = copies[2 * number].size(2), size = from.size(3);
+    const int64_t row = head / heads, bytes = size * each / 8;
+    const auto* states = static_cast<const typename Slots::Stored*>(from.const_data_ptr()) + row * from.stride(0) +
+                         head % heads * from.stride(1);
+    auto* levels = copies[2 * number].mutable_data_ptr<uint8_t>() + head * capacity * bytes;
+    auto* factors = copies[2 * number + 1].mutable_data_ptr<float>() + head * copies[2 * number + 1].size(2) * capacity;
+    for (int64_t slot = begins[row]; slot < ends[row]; ++slot) {
+      round_slot<each, Slots>(states + slot * from.stride(2), size, levels + slot * bytes, factors + slot, capacity);
+    }
+  };
+  int64_t most = 0;
+  for (size_t row = 0; row < ends.size(); ++row) most = std::max(most, ends[row] - begins[row]);
+  for (size_t number = 0; number < exact.size(); ++number) {
+    const at::Tensor& from = exact[number];
+    TORCH_CHECK(from.stride(3) == 1 && copies[2 * number].is_contiguous() && copies[2 * number + 1].is_contiguous(),
+                "round_slots: numbers of a slot lie side by side");
+    const bool wide = from.scalar_type() == at::kFloat;
+    const auto heads = [&](auto of_bits, auto slots) {
+      at::parallel_for(0, from.size(0) * from.size(1), std::max<int64_t>(1, 1024 / std::max<int64_t>(1, most)),
+                       [&](int64_t begin, int64_t end) {
+                         for (int64_t head = begin; head < end; ++head) work(of_bits, slots, number, head);
+                       });
+    };
+    const auto of = [&](auto of_bits) { wide ? heads(of_bits, FloatSlots{}) : heads(of_bits, BFloat16Slots{}); };
+    bits == 8 ? of(std::integral_constant<int, 8>{}) : of(std::integral_constant<int, 4>{});
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(selfspec, m) {
@@ -487,10 +550,12 @@ TORCH_LIBRARY_FRAGMENT(selfspec, m) {
       "draft_step(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads, float temperature, "
       "int top_k, float top_p, Tensor uniform, Tensor? q, int step) -> float[]");
   m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
+  m.def("round_slots(Tensor[] exact, Tensor(a!)[] copies, int[] begins, int[] ends, int bits) -> ()");
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(selfspec, CPU, m) {
   m.impl("run_program", run_program);
+  m.impl("round_slots", round_slots);
   m.impl("draft_step", draft_step);
 }

@@ -24,6 +24,8 @@ from selfspec.runtime.runner import ModelRunner
 TEMPERATURES = (0.8, 1.0)
 # Logits compared at a time: 64 MiB in float32.
 _VALUES = 2**24
+# Tokens of a text that a draft over copies of the cache reads at a time, exactly: more than a draft has.
+_PIECE = 16
 
 
 @dataclass
@@ -173,11 +175,28 @@ def forced_logits(
                 head = left.head or DraftHead()
                 draft = head.alone(readout.logits(head.adapted(states[left.layer][:, judged])))[0]
             else:
-                cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
-                cache.reserve(ids.shape[1])
-                runner = ModelRunner(model, adapter, cache, substitutes)
-                draft = runner.logits(drafter.path(readout.depth), ids, head=drafter.head).logits[0, judged]
+                draft = _draft_logits(model, adapter, drafter, ids, substitutes)[judged]
             yield ForcedLogits(name, full, draft)
+
+
+def _draft_logits(
+    model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter, ids: Tensor, substitutes: Substitutes
+) -> Tensor:
+    """Logits of draft steps at all positions of a text, `[tokens, vocab]`."""
+    length = ids.shape[1]
+    cache = adapter.shared_cache(model, 1, length + _PIECE, _PIECE)
+    cache.reserve(length)
+    runner = ModelRunner(model, adapter, cache, substitutes)
+    path = drafter.path(runner.depth)
+    if path.cache_bits is None:
+        return runner.logits(path, ids, head=drafter.head).logits[0]
+    # Copies are of tokens that the target has read.
+    found = []
+    for piece in ids.split(_PIECE, 1):
+        found.append(runner.logits(path, piece, head=drafter.head).logits[0])
+        runner.prefill(piece, [piece.shape[1]])
+        cache.commit([piece.shape[1]])
+    return torch.cat(found)
 
 
 def _as_text(sequence: Tensor | Continuation) -> Continuation:

@@ -19,7 +19,9 @@ from selfspec.architecture import Adapter
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.compat import cache_name
+from selfspec.errors import DraftConfigError
 from selfspec.kernels.rounded import Precision
+from selfspec.model.experts import with_fewer_experts
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
@@ -100,6 +102,8 @@ class GatedModel:
             layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
         if path.lora is not None:
             layers = path.lora.lora.within(layers, ".".join(adapter.path(model)), path.lora.first)
+        if path.experts is not None:
+            layers = _with_experts(path.experts, layers, adapter, model)
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)
         self._tap: FeatureTap | None = None
@@ -163,6 +167,17 @@ def _in_precision(
                 changed[sublayer.layer] = layer = view_with_parts(layer, {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
         raise no_substitutes(model, precision)
+    return changed
+
+
+def _with_experts(most: int, layers: Sequence[nn.Module], adapter: Adapter, model: nn.Module) -> list[nn.Module]:
+    """The layers, whose MLPs send a token to so many experts."""
+    changed = [with_fewer_experts(layer, adapter.modules_of(layer, Part.MLP), most) for layer in layers]
+    if all(after is before for after, before in zip(changed, layers, strict=True)):
+        raise DraftConfigError(
+            f"no layer of {type(model).__name__} can send tokens to {most} experts, since others run in its routers' "
+            "place (hooks, compiled modules); draft with int8, or undo that"
+        )
     return changed
 
 

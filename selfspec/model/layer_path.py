@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from selfspec.architecture import Part as Part
 from selfspec.cache.masks import Window
+from selfspec.cache.rounded_copy import CacheBits
 from selfspec.kernels.rounded import Precision
 from selfspec.model.row_lora import LoraRows
 
@@ -33,6 +34,8 @@ class LayerPath:
         head_substituted: whether the language-model head does, too.
         window: what of the cache its tokens attend to; None: all.
         lora: low-rank additions that its last tokens use; None: there are none.
+        cache_bits: of the copies of committed keys and values that its tokens read; None: they read the exact ones.
+        experts: how many routed experts a token is sent to at most; None: as many as the network does.
     """
 
     depth: int
@@ -43,6 +46,8 @@ class LayerPath:
     head_substituted: bool = False
     window: Window | None = None
     lora: LoraRows | None = None
+    cache_bits: CacheBits | None = None
+    experts: int | None = None
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
@@ -82,7 +87,7 @@ class LayerPath:
 
         All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
         """
-        if self.window is not None:
+        if any(each is not None for each in (self.window, self.cache_bits, self.experts)):
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

@@ -92,6 +92,28 @@ class CacheSummary:
 
 
 @dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of a layer.
+
+    Attributes:
+        heads: of keys and values; 0: it keeps none of its own.
+        key: numbers in a head's key.
+        value: numbers in a head's value.
+        window: how far back its attention looks, in tokens; None: all the way.
+    """
+
+    heads: int
+    key: int
+    value: int
+    window: int | None
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one token."""
+        return self.heads * (self.key + self.value)
+
+
+@dataclass(frozen=True)
 class SubstitutesSummary:
     """What drafting in fewer bits takes beside the weights.
 
@@ -236,31 +258,45 @@ def cache_summary(config: PreTrainedConfig, dtype: torch.dtype) -> CacheSummary:
     return _cache(config, dtype, _windows(config, config.num_hidden_layers))
 
 
-def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheSummary:
+def layer_caches(config: PreTrainedConfig) -> list[LayerCache]:
+    """Describe the keys and values of each layer of a network of this configuration."""
+    return _layer_caches(config, _windows(config, config.num_hidden_layers))
+
+
+def _layer_caches(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerCache]:
     # The last layers may read what earlier ones keep, and keep nothing themselves.
-    keeping = range(len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0))
+    keeping = len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0)
     recurrent = recurrent_layers(config)
     stateful = [layer for layer, stock in recurrent.items() if not isinstance(stock, CacheLayerMixin)]
     each = getattr(config, "per_layer_config", None)
-    shapes = [_shape(each[layer] if each else config) for layer in keeping if layer not in stateful]
-    heads, key, value = shapes[0] if shapes else (0, 0, 0)
+    return [
+        LayerCache(0, 0, 0, None)
+        if layer >= keeping or layer in stateful
+        else _layer_cache(each[layer] if each else config, window)
+        for layer, window in enumerate(windows)
+    ]
+
+
+def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheSummary:
+    caches = _layer_caches(config, windows)
+    first = next((each for each in caches if each.heads), LayerCache(0, 0, 0, None))
+    recurrent = recurrent_layers(config)
     return CacheSummary(
-        heads=heads,
-        head_dim=key,
-        value_dim=value,
-        bytes_per_token=dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes),
+        heads=first.heads,
+        head_dim=first.key,
+        value_dim=first.value,
+        bytes_per_token=dtype.itemsize * sum(each.numbers for each in caches),
         sliding_layers=sum(window is not None for window in windows),
         recurrent_layers=len(recurrent),
     )
 
 
-def _shape(config: PreTrainedConfig) -> Sequence[int]:
-    """Key and value heads of a layer, numbers in a key, numbers in a value."""
+def _layer_cache(config: PreTrainedConfig, window: int | None) -> LayerCache:
     queries: int = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
         # Latent attention keeps the latent vector and the rotated part of the key.
-        return [1, config.kv_lora_rank, config.qk_rope_head_dim]
+        return LayerCache(1, config.kv_lora_rank, config.qk_rope_head_dim, window)
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // queries
     shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
     heads: int = 1 if shared else getattr(config, "num_key_value_heads", None) or queries
-    return [heads, head_dim, getattr(config, "v_head_dim", None) or head_dim]
+    return LayerCache(heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, window)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.model.early_head import DraftHead
+from selfspec.model.experts import Experts, routed_experts, shares_read, widening_by_experts
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import substituted_weights
@@ -29,9 +30,11 @@ def share_read(
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
-    rows, full = _sum(price, output.parameters()), _sum(price, _read_by_a_step(model, adapter))
-    read = full - rows - sum(_sum(price, layer.parameters()) for layer in layers)
-    read += sum(_layer_price(layer, index, adapter, path, price) for index, layer in enumerate(layers))
+    experts = _experts(model, adapter)
+    of_full, of_path = (_of_one_token(price, shares_read(experts, most)) for most in (None, path.experts))
+    rows, full = _sum(price, output.parameters()), _sum(of_full, _read_by_a_step(model, adapter))
+    read = full - rows - sum(_sum(of_full, layer.parameters()) for layer in layers)
+    read += sum(_layer_price(layer, index, adapter, path, of_path) for index, layer in enumerate(layers))
     if head is None or head.tokens is None:
         read += rows * _bits_of(path, output.weight) if path.head_substituted else rows
     else:
@@ -43,7 +46,28 @@ def share_read(
 
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
     """Bytes of the weights that a step of the full network reads, head included and embeddings not."""
-    return sum(weight.nbytes for weight in _read_by_a_step(model, adapter))
+    price = _of_one_token(lambda weight: weight.nbytes, shares_read(_experts(model, adapter)))
+    return round(_sum(price, _read_by_a_step(model, adapter)))
+
+
+def widening(model: PreTrainedModel, adapter: Adapter) -> float:
+    """Return what a further token of a target pass reads, in steps: tokens of a mixture are sent to other experts."""
+    return widening_by_experts(_experts(model, adapter), bytes_read(model, adapter))
+
+
+def _experts(model: PreTrainedModel, adapter: Adapter) -> list[Experts]:
+    layers = adapter.decoder_layers(model)
+    return [each for layer in layers for each in routed_experts(layer, adapter.modules_of(layer, Part.MLP))]
+
+
+def _of_one_token(price: Callable[[Tensor], float], shares: Mapping[int, float]) -> Callable[[Tensor], float]:
+    """The price of what one token reads of a weight: of those of all experts a share, but where they are streamed."""
+
+    def priced(weight: Tensor) -> float:
+        is_read_whole = weight.ndim != 3 or weight.is_meta
+        return price(weight) if is_read_whole else price(weight) * shares.get(weight.shape[0], 1.0)
+
+    return priced
 
 
 def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -88,7 +88,7 @@ def plan_checkpoint(
 
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
-        keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.row + own.token * size))
+        keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.row + own.of_token * size))
         return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, bits, beside))
 
     found = _first_that_fits(planned, list(product(contexts, kinds)))

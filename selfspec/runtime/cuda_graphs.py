@@ -57,7 +57,7 @@ class CudaGraphs(Runtime):
     def program(self, function: Function, example: PassTensors) -> Function:
         # What waits for the device would fail a capture half-way.
         run_watched(lambda: function(example.flat()))
-        return _Graphs(function, len(example.slots.buffers), self.recorder(example.tokens.device))
+        return _Graphs(function, len(example.slots.memory), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:
         """Captures the launches on a device."""

@@ -71,7 +71,8 @@ class PassTensors:
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
-        return (self.tokens, *places, *entering, *slots.buffers)
+        copied = () if slots.copied is None else (slots.copied,)
+        return (self.tokens, *places, *entering, *copied, *slots.memory)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class PassFunction:
         """What the pass gives under a mask."""
         tokens, slots, entering = self._parted(tensors)
         inputs = {
-            self.cache_name: SlotCache(slots, self.kind.padded),
+            self.cache_name: SlotCache(slots, self.kind.padded, self.kind.path.cache_bits),
             **model_inputs(tokens, slots.positions, mask),
         }
         return run_view(self.view, self.kind.base, entering, inputs)
@@ -156,7 +157,13 @@ class PassFunction:
             count = len(self.kind.entering)
             attention = dict(zip(self.kind.entering, rest[:count], strict=True))
             entering, rest = ExactStates(hidden, attention), rest[count:]
-        return tokens, Slots(slot_mapping, positions, visible, tuple(rest), block), entering
+        copied, copies = None, 0
+        if self.kind.path.cache_bits is not None:
+            copied, *rest = rest
+            # Of each layer four, and two buffers.
+            copies = len(rest) * 4 // 6
+        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, copied, tuple(rest[:copies]))
+        return tokens, slots, entering
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

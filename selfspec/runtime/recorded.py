@@ -40,7 +40,7 @@ class RecordedRunner(ModelRunner):
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         width = call.tokens.shape[1]
-        slots = self._cache.slots(width, call.first)
+        slots = self._cache.slots(width, call.first, call.path.cache_bits)
         if slots is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
         kind, tensors = self._kind(call, slots), PassTensors(call.tokens.contiguous(), call.entering, slots)
@@ -56,7 +56,7 @@ class RecordedRunner(ModelRunner):
         )
 
     def chain(self, path: LayerPath, tokens: Tensor, draws: Draws) -> Chain | None:
-        call, slots = PassCall(path, tokens), self._cache.slots(1)
+        call, slots = PassCall(path, tokens), self._cache.slots(1, bits=path.cache_bits)
         # Positions of steps are counted up, and none may lie beyond the last.
         ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
         if slots is None or slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):
@@ -88,7 +88,8 @@ class RecordedRunner(ModelRunner):
         most = kind.width + slots.buffers[0].shape[2] - slots.visible.shape[0]
         found = replace(kind, width=self._programs.runtime.width(kind.width))
         more = self._programs.serving(found, most).width - kind.width
-        wide = self._cache.slots(kind.width + more, call.first) if 0 < more <= most - kind.width else None
+        wider = 0 < more <= most - kind.width
+        wide = self._cache.slots(kind.width + more, call.first, call.path.cache_bits) if wider else None
         if wide is None:
             return None
         behind = (0, 0) * (call.tokens.ndim - 2) + (0, more)

@@ -236,7 +236,7 @@ class ModelRunner:
         """Prepare the cache for a pass over nodes of the open block."""
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(call.tokens.shape[1], call.first), for_new_lengths(self.device):
+        with self._cache.reading(call.tokens.shape[1], call.first, call.path.cache_bits), for_new_lengths(self.device):
             yield
 
     def _run_stock(self, call: PassCall) -> PassResult:

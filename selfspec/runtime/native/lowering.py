@@ -70,16 +70,34 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Keys or values of committed tokens in fewer bits.
+
+    Attributes:
+        levels, factors: see `selfspec.cache.rounded_copy.through_copy`.
+        lengths: of each row, how many slots are seen so.
+        bits: of a level.
+    """
+
+    levels: Place
+    factors: Place
+    lengths: Place
+    bits: int
+
+
+@dataclass(frozen=True)
 class Value:
     """A tensor of the graph.
 
     Attributes:
         storage: where it lies.
         layout: its sizes, strides, offset and dtype, on the meta device. What a program keeps is in float32.
+        copy: what is seen in place of the first slots, of keys or values; None: they are as they are.
     """
 
     storage: Storage
     layout: Tensor
+    copy: Copy | None = None
 
     @property
     def place(self) -> Place:
@@ -147,6 +165,7 @@ class _Lowering:
             torch.ops.selfspec.few_rows_in_four_bits.default: self._product_in_four_bits,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
+            torch.ops.selfspec.through_copy.default: self._through_copy,
             patterns.rms_norm: self._rms_norm,
             patterns.rotate: self._rotate,
             patterns.gated: self._gated,
@@ -216,6 +235,8 @@ class _Lowering:
             self._masks[node] = self._masks[node.args[0]]
             return None
         value = self._value(node.args[0])
+        if value.copy is not None:
+            raise RecordingError("programs attend to copies as they are")
         try:
             return Value(value.storage, node.target(value.layout, *node.args[1:], **node.kwargs))
         except RuntimeError:
@@ -427,6 +448,11 @@ class _Lowering:
         words: list[Word] = [DTYPES[buffer.layout.dtype], *states.layout.shape, self._uniform, buffer.place]
         return self._emit(Kind.WRITE, [*words, states.place, *states.layout.stride()], buffer)
 
+    def _through_copy(self, node: Any) -> Value:
+        exact, levels, factors, lengths, bits = node.args
+        value, of_levels, of_factors, of_lengths = map(self._value, (exact, levels, factors, lengths))
+        return Value(value.storage, value.layout, Copy(of_levels.place, of_factors.place, of_lengths.place, bits))
+
     def _attend(self, node: Any) -> Value:
         query, key, value, mask, scale, cap = node.args
         queries, keys, values = self._rows(self._value(query)), self._value(key), self._value(value)
@@ -444,6 +470,7 @@ class _Lowering:
         recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
         words += [self._uniform, self._tree, sight.sliding or 0, recent, sinks, float(scale), float(cap)]
         words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place]
+        words += _copied(keys.copy, values.copy)
         return self._emit(Kind.ATTEND, words, result)
 
     def _embedding(self, node: Any) -> Value:
@@ -473,6 +500,13 @@ def _rows_of(weight: Value, dim: int = 0) -> _Outputs:
     if dim == 0 and not weight.layout.is_contiguous():
         raise RecordingError("programs read weights row by row")
     return _Outputs(weight.layout.shape[dim], DTYPES[weight.layout.dtype])
+
+
+def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
+    """The words of the copies that an attention reads."""
+    if keys is None or values is None:
+        return [0, *[NOWHERE] * 5]
+    return [keys.bits, keys.lengths, keys.levels, keys.factors, values.levels, values.factors]
 
 
 def _place(value: Value | None) -> Place:

@@ -112,7 +112,7 @@ def calibrate(
     found = adapter or find_adapter(model)
     prompts = read_given(model, prompts, tokenizer)
     drafters = None if drafts is None else [_drafter(each) for each in drafts]
-    every = considered(len(found.decoder_layers(model)), drafters)
+    every = considered(len(found.decoder_layers(model)), drafters, max(prompt.shape[1] for prompt in prompts))
     # A model may refuse what it was not asked for: one that is quantised has no use for fewer bits.
     for drafter in drafters or ():
         drafter.check_model(model, found)

@@ -48,17 +48,25 @@ class Candidate:
         return longest if self.nodes is None else min(longest, self.nodes)
 
 
-def considered(depth: int, drafters: Sequence[Drafter] | None) -> dict[str, Drafter]:
+def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0) -> dict[str, Drafter]:
     """Return the drafts to consider by name: those given, else what drafters declare.
 
-    What needs no training is always tried: 8 and 4 bits, and what a checkpoint brings along.
+    What needs no training is always tried: 8 and 4 bits, and what a checkpoint brings along. Over texts of many
+    tokens, `context`, what reads less of the cache is tried behind these.
 
     Raises:
         DraftConfigError: one is no draft, does not fit the depth, is named twice, or has no name for a profile.
     """
     declared = [each for each in _declared(depth) if each.runs != "nothing"]
-    untrained = [LowPrecision(8), LowPrecision(4), *(each for each in declared if each.runs == "model")]
-    usual = declared if drafters is None else [*drafters, *(each for each in untrained if each not in drafters)]
+    rounded = [LowPrecision(8), LowPrecision(4)]
+    behind = [each for kind in _kinds() for each in kind.variants_behind(rounded[0], context)]
+    untrained = [*rounded, *behind, *(each for each in declared if each.runs == "model")]
+    spelled = {getattr(each, "spelling", None) for each in drafters or ()}
+    usual = (
+        [*declared, *behind]
+        if drafters is None
+        else [*drafters, *(each for each in untrained if each.spelling not in spelled)]
+    )
     named: dict[str, Drafter] = {}
     for draft in usual:
         if not isinstance(draft, Drafter):
@@ -86,8 +94,12 @@ def paths_of(drafters: Mapping[str, Drafter]) -> dict[str, LayerPathDrafter]:
 
 def _declared(depth: int) -> Iterator[Drafter]:
     """What the drafters there are, those of other packages too, say is worth trying."""
-    for kind in dict.fromkeys(kinds().values()):
+    for kind in _kinds():
         yield from kind.variants(depth)
+
+
+def _kinds() -> list[type[Drafter]]:
+    return list(dict.fromkeys(kinds().values()))
 
 
 def fitting(drafters: Mapping[str, Drafter], model: PreTrainedModel, adapter: Adapter) -> dict[str, Drafter]:

@@ -145,7 +145,7 @@ def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter) -> bool:
     """Whether many such drafts can be judged by one reading of a text: those of exact layers that keep no states."""
     if adapter.recurrent or adapter.publishes is not None:
         return False
-    exact = isinstance(drafter, LayerPathDrafter) and drafter.bits is None and drafter.attends_to_all
+    exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers
     return exact and type(drafter).begin is LayerPathDrafter.begin
 
 

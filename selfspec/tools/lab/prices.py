@@ -21,7 +21,7 @@ from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.model.weights_read import share_read
+from selfspec.model.weights_read import share_read, widening
 from selfspec.runtime import Eager
 from selfspec.tools.lab.drafts import content
 from selfspec.tools.lab.runs import Asked, Run
@@ -145,7 +145,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
         for part in Part
     )
     known = SublayerPrices(1.0 - sum(attention) - sum(mlp), attention, mlp)
-    return Prices(known, known, known, Costs.assumed(0.0, model.device))
+    return Prices(known, known, known, Costs.assumed(0.0, model.device, widening(model, adapter)))
 
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:

@@ -39,6 +39,8 @@ DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
     "int8": selfspec.drafts.LowPrecision(),
     "int4": selfspec.drafts.LowPrecision(bits=4),
     "window": selfspec.drafts.CacheWindow(selfspec.drafts.LowPrecision(), 8, 2),
+    "8-bit cache": selfspec.drafts.CacheInBits(selfspec.drafts.LowPrecision(), 8),
+    "4-bit cache": selfspec.drafts.CacheInBits(selfspec.drafts.EarlyExit(2), 4),
 }
 GROUPED = {"num_key_value_heads": 2}
 FAMILIES = {
@@ -227,6 +229,17 @@ def test_trees_attend_to_a_window_that_holds_them() -> None:
         drafted = [kind for kind in spec.programs.proved if kind.path.window is not None and kind.nodes is not None]
         assert bool(drafted) == known
         assert bool(spec.programs.refusals) != known
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [64, 128])
+def test_copies_of_wide_heads_are_read_in_groups(size: int, bits: Any) -> None:
+    model, ids = tiny.llama(head_dim=size).float(), tiny.prompt(40)
+    spec = wrapped(model, Native(after=0), selfspec.drafts.CacheInBits(selfspec.drafts.EarlyExit(2), bits))
+    found = spec.generate(ids, max_new_tokens=NEW, do_sample=False).sequences
+    assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
+    assert any(kind.path.cache_bits == bits for kind in spec.programs.proved)
+    assert not spec.programs.refusals
 
 
 @torch.no_grad()

@@ -1,0 +1,84 @@
+"""Routed experts of mixtures: how many a token is sent to, layers that send it to fewer, and what a pass reads of them.
+
+A router is a module with `top_k`, as in `transformers`; experts are weights of three dimensions beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from selfspec.model.view import view_of, view_with, view_with_parts
+
+# Tokens of a pass that the cost of another one is told from.
+_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of an MLP.
+
+    Attributes:
+        weights: of all of them, `[experts, ...]` each.
+        active: how many a token is sent to.
+    """
+
+    weights: tuple[Tensor, ...]
+    active: int
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return int(self.weights[0].shape[0])
+
+    def share(self, tokens: int = 1, most: int | None = None) -> float:
+        """Return the share that a pass over some tokens reads, each sent to `most` of them or fewer.
+
+        Tokens are taken to choose apart from each other.
+        """
+        return 1 - (1 - min(self.active, most or self.active, self.number) / self.number) ** tokens
+
+
+def routed_experts(layer: nn.Module, mlps: Sequence[str]) -> Iterator[Experts]:
+    """Yield the routed experts of a decoder layer, whose MLPs have these names."""
+    for name in mlps:
+        mlp = layer.get_submodule(name)
+        active = max((_active(module) for module in mlp.modules()), default=0)
+        weights = tuple(weight for weight in mlp.parameters() if weight.ndim == 3)
+        if active and weights:
+            yield Experts(weights, active)
+
+
+def shares_read(experts: Sequence[Experts], most: int | None = None) -> Mapping[int, float]:
+    """Return the share of the weights of so many experts that one token reads."""
+    return {each.number: each.share(most=most) for each in experts}
+
+
+def widening_by_experts(experts: Sequence[Experts], step: float) -> float:
+    """Return what a further token of a pass reads of other experts, in steps that read `step` bytes."""
+    more = sum((each.share(_TOKENS) - each.share()) * weight.nbytes for each in experts for weight in each.weights)
+    return more / (_TOKENS - 1) / step
+
+
+def with_fewer_experts(layer: nn.Module, mlps: Sequence[str], most: int) -> nn.Module:
+    """A view of a layer whose MLPs, of these names, send a token to `most` experts; itself if it is sent to no more."""
+    parts = {name: view_of(layer.get_submodule(name), partial(_limited, most)) for name in mlps}
+    changed = {name: part for name, part in parts.items() if part is not layer.get_submodule(name)}
+    return view_with_parts(layer, changed) if changed else layer
+
+
+def _active(module: nn.Module) -> int:
+    """How many experts a router sends a token to; 0: it is none."""
+    top_k = vars(module).get("top_k")
+    return top_k if type(top_k) is int else 0
+
+
+def _limited(most: int, module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
+    if _active(module) <= most:
+        return None
+    view = view_with(module, others)
+    view.__dict__["top_k"] = most
+    return view
