@@ -396,8 +396,8 @@ def test_a_mixture_is_priced_by_what_runs_in_fewer_bits() -> None:
         stock = shrunken(model_type, torch.float32)
         costs[model_type] = selfspec.drafts.LowPrecision().cost(stock, selfspec.wrap(stock).adapter)
     assert costs["mixtral"] < 0.3
-    # Experts of its own kind, which are most of it, run exactly.
-    assert costs["llama4_text"] > 0.7
+    # Experts of its own kind, half of which a step reads, run exactly.
+    assert costs["llama4_text"] > 0.6
 
 
 def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
