@@ -155,7 +155,7 @@ def _misread(text: object) -> DraftConfigError:
     listed = ", ".join(
         name if len(form) > _LONG_FORM or form == f"{name}:FOLDER" else form for name, form in forms.items()
     )
-    listed += "; join drafts by +, as in lookup+int8"
+    listed += "; joined by +: lookup+int8"
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")
     parts = text.strip().split("+")

@@ -334,7 +334,7 @@ def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytes
     monkeypatch.setattr(running, "confirm", _confirming({0.0: wide, 0.8: _confirmed(lookup=0.9)}, {4: 1.1, 16: 1.1}))
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
     # Which path promises most is a matter of time, where there are several.
-    monkeypatch.setattr(running, "considered", lambda depth, drafters: {"exit:3": EarlyExit(3)})
+    monkeypatch.setattr(running, "considered", lambda depth, drafters, context: {"exit:3": EarlyExit(3)})
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], replace(SETTINGS, nodes=8, longest_draft=2))
     assert (found.greedy.draft, found.greedy.nodes, found.greedy.longest) == ("exit:3", 8, 2)
     assert list(found.report["greedy"]["in_batches"]) == ["4", "16"]
