@@ -333,6 +333,7 @@ def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytes
     wide = [replace(each, name="exit:3, 8 nodes") for each in _confirmed(exit_3=1.5)]
     monkeypatch.setattr(running, "confirm", _confirming({0.0: wide, 0.8: _confirmed(lookup=0.9)}, {4: 1.1, 16: 1.1}))
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    monkeypatch.setattr(candidates, "_MOST_PATHS", 9)
     # Which path promises most is a matter of time, where there are several.
     monkeypatch.setattr(running, "considered", lambda depth, drafters, context: {"exit:3": EarlyExit(3)})
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], replace(SETTINGS, nodes=8, longest_draft=2))
@@ -351,6 +352,7 @@ def test_what_was_chosen_is_measured_in_batches_of_other_sizes(
     monkeypatch.setattr(running, "confirm", _confirming(confirmed, {4: 1.1, 16: 1.1}))
     # A draft is to be promising whatever the clock says.
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    monkeypatch.setattr(candidates, "_MOST_PATHS", 9)
     measured: list[MeasuredCosts] = []
 
     def noted(*args: Any, **options: Any) -> MeasuredCosts:
@@ -390,6 +392,7 @@ def test_batches_in_which_drafts_lose_are_decoded_plainly(
     confirmed = {0.0: _confirmed(exit_3=1.5), 0.8: _confirmed(lookup=0.9)}
     monkeypatch.setattr(running, "confirm", _confirming(confirmed, in_batches))
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
+    monkeypatch.setattr(candidates, "_MOST_PATHS", 9)
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
     assert [int(rows) for rows in found.report["greedy"]["in_batches"]] == tried
     assert (found.greedy.draft, found.greedy.most_rows) == ("exit:3", most_rows)
