@@ -184,7 +184,7 @@ class ControllerByLoad(Controller):
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
         return self._inner.prefers(match, behind)
 
-    def price(self, steps: int, nodes: int) -> float:
+    def price(self, steps: float, nodes: int) -> float:
         return self._inner.price(steps, nodes)
 
     def round_cost(self, steps: int, nodes: int) -> float:

@@ -107,7 +107,7 @@ class Controller(DraftController):
             tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
             self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.block)))
 
-    def price(self, steps: int, nodes: int) -> float:
+    def price(self, steps: float, nodes: int) -> float:
         return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)
 
     def _gain(self, match: int) -> LossBudget:

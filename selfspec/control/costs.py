@@ -101,7 +101,7 @@ class Costs:
             each_row=self.each_row / step,
         )
 
-    def of_round(self, steps: int, drafted: int) -> float:
+    def of_round(self, steps: float, drafted: int) -> float:
         """Return the cost of a round: of its draft steps, and of a target pass that verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 

@@ -57,7 +57,7 @@ class Generation(Iterator[Round]):
         if target.limits is not None:
             target.limits.check(rows, longest)
         # No draft is deeper than what remains to be generated, whatever the controller allows.
-        slack = control.most.within(request.stopping.max_new_tokens).nodes
+        slack = control.most.within(request.stopping.max_new_tokens).nodes + (draft.own_nodes if draft else 0)
         cache = target.cache(rows, longest, slack, device)
         cache.source = request.source
         if request.offsets is not None:

@@ -56,9 +56,15 @@ def verify(batch: Batch, draft: Draft) -> Tensor:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
         batch.features = {}
         return batch.runner.logits_of_embeddings(embeddings)
+    block, target = torch.cat([batch.last_tokens, draft.tokens], 1), LayerPath.full(batch.runner.depth)
+    if draft.trial is not None:
+        batch.cache.open(draft.trial.behind(draft.tree))
+        result = batch.runner.try_paths(draft.trial, block, draft.tree, batch.taps)
+        # The trial's nodes are of no use any more.
+        batch.cache.open(draft.tree)
+        batch.features, batch.tried = result.features, result.tried
+        return result.logits
     batch.cache.open(draft.block)
-    target = LayerPath.full(batch.runner.depth)
-    block = torch.cat([batch.last_tokens, draft.tokens], 1)
     judged = block.shape[1]
     if draft.masks is not None:
         block = torch.cat([block, draft.masks.tokens], 1)

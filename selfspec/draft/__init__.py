@@ -9,6 +9,7 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
+from selfspec.draft.exit_range import ChosenExit
 from selfspec.draft.fewer_experts import FewerExperts
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle
@@ -26,6 +27,7 @@ from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.rows_apart import chains
 from selfspec.draft.rows_view import RowsView
+from selfspec.draft.skip_choice import ChosenSkips
 from selfspec.draft.skip_file import SkipFile
 from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union
@@ -37,6 +39,8 @@ __all__ = [
     "CacheInBits",
     "CacheWindow",
     "Cascade",
+    "ChosenExit",
+    "ChosenSkips",
     "DFlash",
     "Draft",
     "Drafter",

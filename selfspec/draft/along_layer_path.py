@@ -124,9 +124,7 @@ class LayerPathProposer(GrowingProposer):
 
     def __init__(self, drafter: LayerPathDrafter, depth: int) -> None:
         super().__init__(drafter.chances)
-        self._path = drafter.path(depth)
-        self._head = drafter.head
-        self._early_exit = drafter.early_exit(depth)
+        self._path, self._head, self._early_exit = drafter.path(depth), drafter.head, drafter.early_exit(depth)
 
     @property
     def early_exit(self) -> Exit | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
+from selfspec.model.path_trial import Trial
 from selfspec.model.row_lora import Lora
 
 
@@ -92,6 +93,7 @@ class Draft:
             else 0.
         row_lengths: how many of its tokens are meant for each row; the others only fill it up. None: all of them.
         masks: what the target pass reads behind it for the next draft; None: nothing.
+        trial: paths that verification tries on its tokens; None: none.
 
     Raises:
         ValueError: `tokens` has another number of nodes than `tree`.
@@ -105,6 +107,7 @@ class Draft:
     match_length: int = 0
     row_lengths: tuple[int, ...] | None = None
     masks: MaskRows | None = None
+    trial: Trial | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape[1] != len(self.tree):

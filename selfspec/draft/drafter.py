@@ -157,12 +157,17 @@ class Drafter(ABC):
         runs: what a draft step runs.
         bits: of the substitutes that it runs layers with; None: it runs none.
         sources: the drafters that it is made of, in order; none: it is one itself.
+        own_nodes: the most nodes that verification reads for it besides those of a draft.
     """
 
     declared: ClassVar[tuple[Declaration, ...]] = ()
     runs: Literal["nothing", "layers", "model"] = "nothing"
     bits: int | None = None
     sources: tuple[Drafter, ...] = ()
+
+    @property
+    def own_nodes(self) -> int:
+        return max((source.own_nodes for source in self.sources), default=0)
 
     @abstractmethod
     def begin(self, rows: RowsView) -> Proposer:

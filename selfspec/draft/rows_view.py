@@ -13,6 +13,7 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 from selfspec.model.features import Features
+from selfspec.model.path_trial import Tried
 from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
@@ -53,7 +54,7 @@ class DraftController(Protocol):
     def round_cost(self, steps: int, nodes: int) -> float:
         """Return the cost of a round of so many draft steps and draft tokens, in plain steps."""
 
-    def price(self, steps: int, nodes: int) -> float:
+    def price(self, steps: float, nodes: int) -> float:
         """Return what a round is held to cost where drafts of different sources are compared, in plain steps.
 
         Unlike `round_cost` it is an estimate that no length is chosen by, and the same in batches of any size.
@@ -199,6 +200,11 @@ class RowsView(Protocol):
     @property
     def guessed(self) -> Tensor | None:
         """Logits of the mask rows that the target's last pass read, `[rows, tokens, vocab]`; None: it read none."""
+        ...
+
+    @property
+    def tried(self) -> Tried | None:
+        """What came of the last trial of paths that a draft asked for."""
         ...
 
     @property

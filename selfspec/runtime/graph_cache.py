@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
@@ -220,6 +221,11 @@ class BoundPrograms:
         candidate = self.candidates.get(kind)
         program = None if candidate is None or not candidate.proved else candidate.program
         return self.runtime.chain(program.function, first, draws) if program is not None and program.is_plain else None
+
+    def forget(self, path: LayerPath) -> None:
+        """Drop the programs of passes along a path, so that there is room for others."""
+        for kind in [kind for kind in list(self.candidates) if kind.path == path]:
+            self.candidates.pop(kind, None)
 
     def _try(
         self,

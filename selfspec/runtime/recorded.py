@@ -64,6 +64,10 @@ class RecordedRunner(ModelRunner):
         chain = self._programs.chain(self._kind(call, slots), PassTensors(tokens.clone(), None, slots), draws)
         return None if chain is None else Chain(chain.probs, self._read(chain.steps))
 
+    def forget(self, path: LayerPath) -> None:
+        super().forget(path)
+        self._programs.forget(path)
+
     def _read(self, steps: Iterator[ChainStep]) -> Iterator[ChainStep]:
         """Let the cache know of each step."""
         for node, step in enumerate(steps, -1):

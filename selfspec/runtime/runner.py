@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.masks import Window
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.tree import Tree
 from selfspec.compat import cache_argument
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.path_trial import Trial, Tried
 from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
@@ -45,11 +47,13 @@ class Pass:
         logits: `[batch, tokens, vocab]`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
         features: of its tokens, at the points that were asked for.
+        tried: what came of a trial of paths; None: there was none.
     """
 
     logits: Tensor
     states: ExactStates | None
     features: Features = field(default_factory=dict)
+    tried: Tried | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,31 @@ class ModelRunner:
         self._cache.record(tokens.shape[1])
         return tap.take()
 
+    def try_paths(self, trial: Trial, block: Tensor, tree: Tree, taps: tuple[Point, ...] = ()) -> Pass:
+        """Run the whole model over a block, and try paths on some of its tokens.
+
+        Args:
+            trial: what is tried.
+            block: the last committed token and those of a draft, `[batch, 1 + nodes]`.
+            tree: of the draft; the one that is open has the trial's nodes, too.
+            taps: as in `PassCall`.
+        """
+        choices: list[Tensor] = []
+        (rows, width), tokens = block.shape, trial.added_to(block, tree)
+        with self._reading(PassCall(LayerPath.full(self.depth), tokens)):
+            whole = self._view(LayerPath.full(self.depth), None).module
+            view = trial.view(whole, self._adapter, width, choices)
+            tap = FeatureTap(view, self._adapter, self._base, taps)
+            logits = tap.module(**self._called_with(tap.module, tokens)).logits
+        # What is tried lies in further rows or behind the block.
+        features = {point: states[..., :rows, :width, :] for point, states in tap.take().items()}
+        result = self._spread(PassResult(logits[:rows, :width], None, features), None)
+        return replace(result, tried=trial.tried(logits, width, choices))
+
+    def forget(self, path: LayerPath) -> None:
+        """Drop what was made for passes along a path; it is made again where they come again."""
+        self._gated = {place: view for place, view in self._gated.items() if place[0] != path}
+
     def _spread(self, result: PassResult, head: DraftHead | None) -> Pass:
         """What a pass gave, with logits of the whole vocabulary."""
         assert result.logits is not None
@@ -278,7 +307,7 @@ class ModelRunner:
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
 
     def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:
-        """What the model, or the part of it that runs, is called with to read the first tokens of prompts."""
+        """What the model, or the part of it that runs, is called with to read the first tokens of prompts or blocks."""
         inputs, source = self._inputs(tokens), self._cache.source
         return inputs if source is None else beside_source(module, inputs, source)
 

@@ -23,6 +23,8 @@ from selfspec.draft import (
     Assistant,
     Budget,
     Cascade,
+    ChosenExit,
+    ChosenSkips,
     Draft,
     Drafter,
     EarlyExit,
@@ -47,6 +49,8 @@ def _assistant() -> Assistant:
 
 DRAFTS: dict[str, Any] = {
     "exit": lambda: EarlyExit(1),
+    "clasp": lambda: ChosenSkips(1),
+    "del": lambda: ChosenExit(1, 2),
     "int8": lambda: LowPrecision(8),
     "recycle": lambda: Recycling(candidates=3),
     "suffix": lambda: Suffixes(),

@@ -1,0 +1,229 @@
+"""Drafting along one of a family of paths: all of them are tried every few rounds, and the best one drafts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import Drafter, DraftMemory, Exit
+from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.rows_view import RowsView
+from selfspec.draft.verdict import Verdict
+from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.path_trial import Trial, Tried
+from selfspec.model.registry import find_adapter
+
+# Paths of a family, and paths whose recorded passes a wrapper keeps.
+FAMILY = 6
+# Tokens of a trial, all rows together.
+TOKENS = 4
+# The most rounds between two trials.
+_LONGEST = 32
+# How much faster a path must promise to be than the one that drafts.
+_CLEAR = 1.01
+# How much what a trial said counts at the next one, and for how many tokens it counts that a path is like all others.
+_MEMORY, _PRIOR = 0.8, 2.0
+
+
+class ChosenPath(Drafter):
+    """Drafts along one path of a family, all of which leave out whole layers, and chooses among them as it goes.
+
+    Every few rounds verification tries all paths on the first tokens that it reads; see `PathTrial`. What it
+    says of accepted tokens counts: how often a path's tokens would be accepted, for what the path costs. Trials become
+    rare while family and choice stay the same. These depend on earlier rounds alone, so the output is exact under every
+    rule.
+    Where drafts of a row may not depend on other rows (see `FixedLength`), the first path drafts.
+    """
+
+    runs = "layers"
+
+    @abstractmethod
+    def family(self, depth: int) -> Sequence[LayerPathDrafter]:
+        """Return the paths for a network of `depth` layers, the first of which drafts before any trial.
+
+        Raises:
+            DraftConfigError: the network has no such paths.
+        """
+
+    @abstractmethod
+    def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
+        """Return the trial of a family's paths, in their order."""
+
+    @property
+    def looked_for(self) -> int:
+        """How many layers sets leave out that trials add to the family; 0: it stays as it is."""
+        return 0
+
+    def check(self, depth: int) -> None:
+        for each in self.family(depth):
+            each.check(depth)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        adapter.check_trees(model)
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        return self.family(len(adapter.decoder_layers(model)))[0].cost(model, adapter)
+
+    def begin(self, rows: RowsView) -> ChosenPathProposer:
+        return ChosenPathProposer(self, rows)
+
+
+def tokens_of(rows: RowsView) -> int:
+    """Return how many tokens of each row a trial is to read."""
+    return max(TOKENS // len(rows.running), 1)
+
+
+@dataclass
+class Worth:
+    """What trials said of a path: their tokens, how many of them would have been accepted, and what a step costs."""
+
+    cost: float
+    accepted: float = 0.0
+    tokens: float = 0.0
+
+    def count(self, chance: float, tokens: int) -> None:
+        """Count a trial, of so many tokens that are accepted with this chance."""
+        self.accepted = _MEMORY * self.accepted + chance * tokens
+        self.tokens = _MEMORY * self.tokens + tokens
+
+
+class RecentPaths(DraftMemory):
+    """The paths that a wrapper has lately drafted along."""
+
+    def __init__(self) -> None:
+        self._paths: OrderedDict[LayerPath, None] = OrderedDict()
+
+    def use(self, path: LayerPath, rows: RowsView) -> None:
+        """Note that a path drafts, and drop what was recorded for the one that has not for longest."""
+        self._paths[path] = None
+        self._paths.move_to_end(path)
+        if len(self._paths) > FAMILY:
+            rows.runner.forget(self._paths.popitem(last=False)[0])
+
+
+class ChosenPathProposer(LayerPathProposer):
+    """Drafts for one generation.
+
+    Attributes:
+        family: the paths, with what is known of each.
+        chosen: the one that drafts.
+        votes: how often each layer was left out by the sets that trials found, of late.
+    """
+
+    def __init__(self, drafter: ChosenPath, rows: RowsView) -> None:
+        family = drafter.family(rows.runner.depth)
+        super().__init__(family[0], rows.runner.depth)
+        self._drafter, self._looked_for, self._memory = drafter, drafter.looked_for, (type(drafter), "paths")
+        self._model, self._depth = rows.runner.model, rows.runner.depth
+        self._adapter = find_adapter(self._model)
+        self.family = {each: self._unknown(each) for each in family}
+        self.chosen, self._first_cost = family[0], self.family[family[0]].cost
+        self.votes = [0.0] * self._depth
+        self._rounds, self._due, self._gap, self._added = 0, 0, 1, False
+        self._exchanges = 0
+
+    def _unknown(self, path: LayerPathDrafter) -> Worth:
+        return Worth(path.cost(self._model, self._adapter))
+
+    @property
+    def early_exit(self) -> Exit | None:
+        return None
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        draft = super().propose(rows, budget)
+        if self._looked_for:
+            # Verification would resume at another sublayer for each set, and each would have a recorded pass.
+            draft = replace(draft, resume=None)
+        if not draft.steps or self._rounds < self._due or rows.rows_apart:
+            return draft
+        return replace(draft, trial=self._drafter.trial(list(self.family), self._depth, rows))
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        super().learn(rows, draft, logits, verdict)
+        self._rounds += draft.steps > 0
+        if draft.trial is None or rows.tried is None:
+            return
+        first = draft.trial.first
+        read = [
+            (place, token, list(verdict.rows[number].path[: first + token + 1]) == [*range(first + token + 1)])
+            for place, number in enumerate(rows.running)
+            for token in range(rows.tried.chances.shape[1])
+            if number in verdict.rows
+        ]
+        # Rejected tokens are none of the text. But a path none of whose tokens is accepted must be left, too.
+        standing = [(place, token) for place, token, accepted in read if accepted]
+        self._count(rows.tried, standing or [(place, token) for place, token, _ in read if not token])
+        self._choose(rows)
+
+    def _count(self, tried: Tried, read: Sequence[tuple[int, int]]) -> None:
+        """Count what a trial says of some tokens, each given by its row's place and its number."""
+        places, tokens = map(list, zip(*read, strict=True))
+        chances: list[float] = tried.chances[places, tokens].mean(0).tolist()
+        for worth, chance in zip(self.family.values(), chances[1 + self._looked_for :], strict=True):
+            worth.count(chance, len(read))
+        if not self._looked_for:
+            return
+        self.votes = [_MEMORY * votes for votes in self.votes]
+        for place, token in read:
+            for layer in tried.found(place, token):
+                self.votes[layer] += 1
+        order = sorted(range(self._depth), key=lambda layer: -self.votes[layer])
+        voted = LayerSkip(layers=sorted(order[: self._looked_for]))
+        self._added = voted not in self.family
+        self._add(self._exchanged())
+        self._add(voted)
+
+    def _exchanged(self) -> LayerSkip:
+        """Return the set that drafts with one layer of it exchanged for another, each time other ones."""
+        out = sorted(each.layer for each in self.chosen.path(self._depth).skipped if each.part is Part.ATTENTION)
+        others = [layer for layer in range(self._depth) if layer not in out]
+        self._exchanges += 1
+        # Far from the last one, and in the end all of them.
+        out[self._exchanges % len(out)] = others[int(self._exchanges * 0.618 * len(others)) % len(others)]
+        return LayerSkip(layers=sorted(out))
+
+    def _add(self, path: LayerPathDrafter) -> None:
+        """Take a path into the family, in place of the worst other one."""
+        if path in self.family:
+            return
+        if len(self.family) == FAMILY:
+            rates = self._rates()
+            del self.family[min(rates.keys() - {self.chosen}, key=rates.__getitem__)]
+        self.family[path] = self._unknown(path)
+
+    def _rates(self) -> dict[LayerPathDrafter, float]:
+        """How often tokens of each path are accepted, drawn towards the mean of all."""
+        worths = self.family.values()
+        mean = sum(each.accepted for each in worths) / sum(each.tokens for each in worths)
+        return {path: (each.accepted + _PRIOR * mean) / (each.tokens + _PRIOR) for path, each in self.family.items()}
+
+    def _choose(self, rows: RowsView) -> None:
+        """Draft along the path that commits most for its cost, at the draft length that is best for it."""
+
+        def speed(path: LayerPathDrafter) -> float:
+            steps, rate = self.family[path].cost / self._first_cost, rates[path]
+            return max(
+                sum(rate**token for token in range(length + 1)) / rows.controller.price(steps * length, length)
+                for length in range(1, rows.controller.most.depth + 1)
+            )
+
+        rates = self._rates()
+        best = max(self.family, key=speed)
+        stays = speed(best) < _CLEAR * speed(self.chosen)
+        self._gap = min(2 * self._gap, _LONGEST) if stays and not self._added else self._gap
+        self._due = self._rounds + self._gap
+        if stays:
+            return
+        self.chosen, self._path = best, best.path(self._depth)
+        if self._looked_for:
+            recent = rows.memories.setdefault(self._memory, RecentPaths())
+            assert isinstance(recent, RecentPaths)
+            recent.use(self._path, rows)
