@@ -152,8 +152,12 @@ def _misread(text: object) -> DraftConfigError:
     """Return the error for a draft that is not of the grammar: how it is written, or what was probably meant."""
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
+    short = {f"{name}{form}" for name in forms for form in (":FOLDER", "[:FOLDER]")}
+    # Those that go behind another draft are left to `selfspec drafts`.
     listed = ", ".join(
-        name if len(form) > _LONG_FORM or form == f"{name}:FOLDER" else form for name, form in forms.items()
+        name if len(form) > _LONG_FORM or form in short else form
+        for name, form in forms.items()
+        if not form.startswith("draft+")
     )
     listed += "; joined by +: lookup+int8"
     if not isinstance(text, str) or not text.strip():
