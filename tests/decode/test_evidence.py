@@ -112,7 +112,8 @@ def test_a_draft_that_is_worth_nothing_on_the_prompt_is_not_tried_in_a_short_tex
     out = spec.generate(tiny.prompt(30), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert out.stats.drafted == 0
     # Without a prompt to go by it is tried, and given up.
-    cheap = CostAware(costs=selfspec.Costs.assumed(spec.draft.cost(llama, spec.adapter), llama.device))
+    cost = selfspec.drafts.EarlyExit(1).cost(llama, spec.adapter)
+    cheap = CostAware(costs=selfspec.Costs.assumed(cost, llama.device))
     out = spec.generate(tiny.prompt(3), max_new_tokens=NEW, do_sample=False, eos_token_id=None, draft_length=cheap)
     assert 0 < out.stats.drafted < 9
 
