@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 
-def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.contract) -> list[Any]:
+def in_turns(
+    *axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.contract, slow: Collection[str] = ()
+) -> list[Any]:
     """Combine the values of some axes, for `parametrize`; few of the cases are in the plain tier.
 
     Each combination of all axes but the last comes once there, with the values of the last axis in turns.
@@ -17,6 +19,7 @@ def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.co
     Args:
         axes: the values of each, or a dictionary of them by what they are called.
         mark: of all other combinations.
+        slow: names of values of the first axis none of whose combinations are in the plain tier.
     """
     named = [
         list(axis.items()) if isinstance(axis, dict) else [(_name(value), value) for value in axis] for axis in axes
@@ -28,7 +31,7 @@ def in_turns(*axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.co
             pytest.param(
                 *(value for _, value in values),
                 id="-".join(name for name, _ in values),
-                marks=mark if sum(places) % len(named[-1]) else (),
+                marks=mark if sum(places) % len(named[-1]) or values[0][0] in slow else (),
             )
         )
     return cases

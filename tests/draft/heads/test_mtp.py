@@ -20,12 +20,14 @@ from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
 from selfspec.errors import HeadError
 
+# Their layers with states read token by token.
+SLOW = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "control"), in_turns(list(published_heads.MTP), [3, selfspec.FixedLength(3, nodes=6)])
+    ("kind", "control"), in_turns(list(published_heads.MTP), [3, selfspec.FixedLength(3, nodes=6)], slow=SLOW)
 )
 def test_a_module_drafts_what_it_was_trained_for(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,6 +45,7 @@ def test_a_module_drafts_what_it_was_trained_for(
     in_turns(
         ["deepseek_v3", "qwen3_next", "ernie4_5_moe", "mellum", "mimo_v2_flash", "step3p7"],
         [5, selfspec.FixedLength(4, nodes=9)],
+        slow=SLOW,
     ),
 )
 def test_several_modules_draft_in_their_order(
@@ -95,7 +98,8 @@ def test_its_first_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("kind", "control"), in_turns([*published_heads.MTP, "glm4_moe x 3"], [None, selfspec.FixedLength(3, nodes=6)])
+    ("kind", "control"),
+    in_turns([*published_heads.MTP, "glm4_moe x 3"], [None, selfspec.FixedLength(3, nodes=6)], slow=SLOW[::2]),
 )
 def test_greedy_rows_are_stock_rows(kind: str, control: Any, tmp_path: Path) -> None:
     kind, _, modules = kind.partition(" x ")
