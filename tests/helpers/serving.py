@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,3 +302,15 @@ def caches_alive() -> int:
 def small(**options: Any) -> PreTrainedModel:
     """A model for mixes."""
     return tiny.llama(vocab_size=24, num_hidden_layers=3, hidden_size=16, intermediate_size=16, **options)
+
+
+def assert_joining_rows_are_stock(spec: selfspec.SelfSpeculative, prompts: Sequence[tuple[int, ...]]) -> None:
+    """Rows that join and leave, four at a time, are what `model.generate` gives for their prompts alone."""
+    engine, greedy = Stepped(spec, 4, 8), SamplingParams(temperature=0.0)
+    seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
+    engine.run()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
+        ids = torch.tensor([prompt])
+        whole = spec.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **options)
+        assert list(each.tokens) == whole[0, len(prompt) :].tolist()

@@ -13,10 +13,9 @@ from helpers import published_heads, reference_heads, tiny
 from helpers.encoder_decoders import encoder_decoder
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
-from helpers.serving import Stepped
+from helpers.serving import assert_joining_rows_are_stock
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.errors import HeadError
-from selfspec.serve.row_request import RowRequest, SamplingParams
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -70,15 +69,8 @@ def test_twenty_thousand_samples_follow_the_exact_joint(tmp_path: Path, rule: st
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
     model = small()
     spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=3)
-    engine = Stepped(spec, 4, 8)
     prompts = [(1, 2, 3), (2,), (3, 1, 4, 1), (2, 2, 1, 3, 1, 4, 2, 3, 1, 1), (4, 4), (1, 3)] * 2
-    greedy = SamplingParams(temperature=0.0)
-    seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
-    engine.run()
-    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **OPTIONS)
-        assert list(each.tokens) == whole[0, len(prompt) :].tolist()
+    assert_joining_rows_are_stock(spec, prompts)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ import selfspec
 from helpers import reference_heads, tiny
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, VOCAB, Warp, assert_rows_are_stock, p_values
-from helpers.serving import Stepped
+from helpers.serving import assert_joining_rows_are_stock
 from helpers.shrunken import shrunken
 from selfspec.draft.heads.queries import QueriesProposer
 from selfspec.errors import HeadError
-from selfspec.serve.row_request import RowRequest, SamplingParams
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -105,15 +104,8 @@ def test_samples_follow_the_exact_joint(tmp_path: Path) -> None:
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
     model = shrunken("gemma4_text")
     spec = selfspec.wrap(model, f"queries:{written(tmp_path, model)}", draft_length=3)
-    engine = Stepped(spec, 4, 8)
     prompts = [(4, 5, 6), (5,), (6, 4, 7, 4), (5, 5, 4, 6, 4, 7, 5, 6, 4, 4), (7, 7), (4, 6)]
-    greedy = SamplingParams(temperature=0.0)
-    seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
-    engine.run()
-    for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **OPTIONS)
-        assert list(each.tokens) == whole[0, len(prompt) :].tolist()
+    assert_joining_rows_are_stock(spec, prompts)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

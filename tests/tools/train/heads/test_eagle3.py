@@ -30,13 +30,6 @@ def model() -> PreTrainedModel:
     return tiny.llama(num_hidden_layers=8, rms_norm_eps=1e-5)
 
 
-@pytest.fixture(scope="module")
-def text(model: PreTrainedModel) -> Blocks:
-    """What the model itself says, greedily, so that there is something to learn."""
-    ids = torch.cat([tiny.prompt(3, seed=seed) for seed in range(6)])
-    return Blocks.of(model.generate(ids, max_new_tokens=13, do_sample=False, eos_token_id=None, pad_token_id=0))
-
-
 def lesson_on(model: PreTrainedModel, text: Blocks, recipe: HeadRecipe = RECIPE) -> Eagle3Lesson:
     """A head whose weights are all other than those that it begins with."""
     lesson = Eagle3Lesson(model, recipe, Split(text, text), 0)

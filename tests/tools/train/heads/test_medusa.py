@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import lessons, reference_heads, tiny
+from helpers import lessons, reference_heads
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
@@ -21,18 +21,6 @@ from selfspec.tools.train.recipe import HeadRecipe
 
 RECIPE = HeadRecipe(kind="medusa", depth=3)
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny.llama()
-
-
-@pytest.fixture(scope="module")
-def text(model: PreTrainedModel) -> Blocks:
-    """What the model itself says, greedily, so that there is something to learn."""
-    ids = torch.cat([tiny.prompt(3, seed=seed) for seed in range(6)])
-    return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
 
 
 def trained(model: PreTrainedModel, text: Blocks, steps: int) -> MedusaLesson:
