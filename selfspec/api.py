@@ -627,8 +627,8 @@ class SelfSpeculative:
             return choice
         config = self.model.config.get_text_config(decoder=True)
         path = LayerPath.full(len(self.adapter.decoder_layers(self.model)))
-        target = sum(cache_bytes_read(config, self.model.dtype, path, length) for length in lengths)
-        draft = sum(choice.draft.cache_bytes_read(self.model, self.adapter, length) for length in lengths)
+        target = cache_bytes_read(config, self.model.dtype, path, lengths)
+        draft = choice.draft.cache_bytes_read(self.model, self.adapter, lengths)
         return replace(choice, costs=choice.costs.behind(target, draft))
 
     def _check_depth(self, draft: Drafter) -> None:

@@ -39,6 +39,7 @@ class RoundedCopy:
         self._bits = bits
         self._parts: list[Tensor] = []
         self._lengths: list[int] = []
+        self._capacity = 0
         self._held = torch.tensor(self._lengths)
 
     @property
@@ -50,8 +51,16 @@ class RoundedCopy:
         """Hold nothing any more: rows have changed their places, or their texts."""
         self._lengths = []
 
-    def follow(self, seq_lens: Sequence[int]) -> None:
-        """Copy what rows have committed since the last call; `seq_lens` is where they end."""
+    def follow(self, seq_lens: Sequence[int], capacity: int) -> None:
+        """Copy what rows have committed since the last call, and make room as the cache has.
+
+        Args:
+            seq_lens: where rows end.
+            capacity: slots of each row.
+        """
+        if self._lengths == list(seq_lens) and self._capacity == capacity:
+            return
+        self._capacity = capacity
         # Layers that read the keys of others have none.
         self._layers = [layer for layer in self._all_layers if layer.parts]
         exact = list(chain.from_iterable(layer.grown() for layer in self._layers))

@@ -324,9 +324,10 @@ class SharedCache(Cache):
 
     def _copy(self, bits: CacheBits) -> RoundedCopy:
         """The copy in so many bits, up to the cursors."""
-        copy = self._copies.setdefault(bits, RoundedCopy(self._slotted, bits))
-        copy.follow(self.seq_lens)
-        return copy
+        if bits not in self._copies:
+            self._copies[bits] = RoundedCopy(self._slotted, bits)
+        self._copies[bits].follow(self.seq_lens, self.capacity)
+        return self._copies[bits]
 
     def _forget_copies(self) -> None:
         """Copy anew before the next draft: rows have changed."""

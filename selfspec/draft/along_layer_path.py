@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.drafter import MODEL, Drafter, Exit
+from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
 from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import follow, grow
@@ -73,11 +74,13 @@ class LayerPathDrafter(Drafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_read(model, adapter, self.path(len(adapter.decoder_layers(model))), self.head)
 
-    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, length: int) -> float:
+    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int]) -> float:
         config, path = model.config.get_text_config(decoder=True), self.path(len(adapter.decoder_layers(model)))
-        return cache_bytes_read(config, model.dtype, path, length)
+        return cache_bytes_read(config, model.dtype, path, lengths)
 
     def begin(self, rows: RowsView) -> LayerPathProposer:
+        if self.path(rows.runner.depth).cache_bits is not None:
+            rows.runner.cache.check_copies()
         return LayerPathProposer(self, rows.runner.depth)
 
 
@@ -115,8 +118,38 @@ class AroundLayerPath(LayerPathDrafter):
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         self.draft_with.prepare(model, substitutes)
 
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        return self.draft_with.own_bytes(model)
+
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.draft_with.check_model(model, adapter)
+
+
+@dataclass(frozen=True, eq=False)
+class OverLessOfCache(AroundLayerPath):
+    """Another path drafter, whose steps read less of the cache than is there.
+
+    Attributes:
+        needs_masks: what is said of a model that does not take 4-D masks, which such a draft needs.
+    """
+
+    needs_masks: ClassVar[str]
+
+    @property
+    def runs_exact_layers(self) -> bool:
+        return False
+
+    @classmethod
+    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
+        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        if adapter.ragged != "mask":
+            raise DraftConfigError(
+                f"{type(model).__name__} {self.needs_masks}; draft with "
+                f"{self.draft_with.spelling or 'the same drafter'} alone"
+            )
 
 
 class LayerPathProposer(GrowingProposer):

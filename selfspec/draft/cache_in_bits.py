@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.cache.rounded_copy import CacheBits, copied_bytes
-from selfspec.draft.along_layer_path import LONG, AroundLayerPath, LayerPathDrafter, LayerPathProposer
+from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
-from selfspec.draft.rows_view import RowsView
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.summary import cache_summary
@@ -33,12 +30,14 @@ from selfspec.values import shown
     help="any of these whose steps read keys and values in 8 bits, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class CacheInBits(AroundLayerPath):
+class CacheInBits(OverLessOfCache):
     """Another path drafter, whose draft steps read the keys and values of committed tokens in `cache_bits` bits.
 
     They lie beside the exact ones, which the target reads, and take an eighth of their bytes in 4 bits of float32.
     QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts so.
     """
+
+    needs_masks = "reads its cache in another order, so that a draft cannot read copies of it"
 
     cache_bits: CacheBits = 4
 
@@ -58,33 +57,13 @@ class CacheInBits(AroundLayerPath):
         before = self.draft_with.spelling
         return None if before is None else f"{before}+kv{self.cache_bits}"
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        return False
-
-    @classmethod
-    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
-        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
-
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
         if path.cache_bits is not None:
             raise DraftConfigError("a draft reads one copy of keys and values; write +kv4 or +kv8 once")
         return replace(path, cache_bits=self.cache_bits)
 
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        super().check_model(model, adapter)
-        if adapter.ragged != "mask":
-            raise DraftConfigError(
-                f"{type(model).__name__} reads its cache in another order, so that a draft cannot read copies of it; "
-                f"draft with {self.draft_with.spelling or 'the same drafter'} alone"
-            )
-
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         cache = cache_summary(model.config.get_text_config(decoder=True), model.dtype)
         copied = copied_bytes(cache.bytes_per_token // model.dtype.itemsize, cache.head_dim, self.cache_bits)
-        return self.draft_with.own_bytes(model) + OwnBytes(copies=copied)
-
-    def begin(self, rows: RowsView) -> LayerPathProposer:
-        rows.runner.cache.check_copies()
-        return super().begin(rows)
+        return super().own_bytes(model) + OwnBytes(copies=copied)

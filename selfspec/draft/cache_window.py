@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel
-
-from selfspec.architecture import Adapter
 from selfspec.cache.masks import Window
-from selfspec.draft.along_layer_path import LONG, AroundLayerPath, LayerPathDrafter
+from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
@@ -28,13 +24,15 @@ SINKS = 4
     help="any of these whose steps attend to the latest N tokens and the first 4, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class CacheWindow(AroundLayerPath):
+class CacheWindow(OverLessOfCache):
     """Another path drafter, whose draft steps attend to the `recent` latest tokens and to the first few, the `sinks`.
 
     At long contexts a step reads more of the cache than of the weights; this bounds what a draft step reads. The target
     attends to all. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec (Sadhukhan et al.,
     2024, arXiv 2408.11049) drafts this way.
     """
+
+    needs_masks = "makes its masks itself, so that a draft cannot attend to a window"
 
     recent: int = 512
     sinks: int = SINKS
@@ -56,24 +54,8 @@ class CacheWindow(AroundLayerPath):
         before = self.draft_with.spelling
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        return False
-
-    @classmethod
-    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
-        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
-
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
         if path.window is not None:
             raise DraftConfigError("a draft has one window of the cache; write +window once")
         return replace(path, window=Window(self.recent, self.sinks))
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        super().check_model(model, adapter)
-        if adapter.ragged != "mask":
-            raise DraftConfigError(
-                f"{type(model).__name__} makes its masks itself, so that a draft cannot attend to a window; draft with "
-                f"{self.draft_with.spelling or 'the same drafter'} alone"
-            )

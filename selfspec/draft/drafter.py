@@ -221,9 +221,9 @@ class Drafter(ABC):
         """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
         return max((source.cost(model, adapter) for source in self.sources), default=0.0)
 
-    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, length: int) -> float:
-        """Count bytes of the model's keys and values that a draft step reads behind a text of `length` tokens."""
-        return max((source.cache_bytes_read(model, adapter, length) for source in self.sources), default=0.0)
+    def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int]) -> float:
+        """Count bytes of the model's keys and values that a draft step reads behind rows of these lengths."""
+        return max((source.cache_bytes_read(model, adapter, lengths) for source in self.sources), default=0.0)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         """Count what it takes beside a model, whose weights may be on the meta device; of substitutes nothing."""

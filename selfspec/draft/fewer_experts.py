@@ -11,8 +11,8 @@ from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
-from selfspec.model.experts import routed_experts
-from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.experts import experts_of
+from selfspec.model.layer_path import LayerPath
 from selfspec.values import shown
 
 
@@ -74,9 +74,7 @@ class FewerExperts(AroundLayerPath):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
-        layers = adapter.decoder_layers(model)
-        found = [each for layer in layers for each in routed_experts(layer, adapter.modules_of(layer, Part.MLP))]
-        active = max((each.active for each in found), default=0)
+        active = max((each.active for each in experts_of(model, adapter)), default=0)
         if active <= self.most:
             said = (
                 f"sends each token to {active} experts"

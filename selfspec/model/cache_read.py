@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedConfig
 
@@ -10,24 +12,22 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.summary import layer_caches
 
 
-def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, length: int) -> float:
-    """Count the bytes of keys and values that a pass over one token reads behind `length` others.
+def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, lengths: Sequence[int]) -> float:
+    """Count the bytes of keys and values that a pass over one token of each row reads behind the row's others.
 
     Args:
         config: of the text model.
         dtype: of its keys and values.
         path: that the pass runs.
-        length: of the text, in tokens.
+        lengths: of the rows' texts, in tokens.
     """
     read = 0.0
+    of_path = None if path.window is None else path.window.recent + path.window.sinks
     for layer, cache in enumerate(layer_caches(config)):
         if not path.runs(Sublayer(layer, Part.ATTENTION)):
             continue
-        tokens = length if cache.window is None else min(length, cache.window)
-        if path.window is not None:
-            tokens = min(tokens, path.window.recent + path.window.sinks)
+        seen = [most for most in (cache.window, of_path) if most is not None]
         bits = path.cache_bits
-        read += tokens * (
-            cache.numbers * dtype.itemsize if bits is None else copied_bytes(cache.numbers, cache.key, bits)
-        )
+        each = cache.numbers * dtype.itemsize if bits is None else copied_bytes(cache.numbers, cache.key, bits)
+        read += each * sum(min(length, *seen) if seen else length for length in lengths)
     return read

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from selfspec.architecture import Adapter, Part
 from selfspec.model.view import view_of, view_with, view_with_parts
 
 # Tokens of a pass that the cost of another one is told from.
@@ -42,14 +43,19 @@ class Experts:
         return 1 - (1 - min(self.active, most or self.active, self.number) / self.number) ** tokens
 
 
-def routed_experts(layer: nn.Module, mlps: Sequence[str]) -> Iterator[Experts]:
-    """Yield the routed experts of a decoder layer, whose MLPs have these names."""
+def _of_layer(layer: nn.Module, mlps: Sequence[str]) -> Iterator[Experts]:
     for name in mlps:
         mlp = layer.get_submodule(name)
         active = max((_active(module) for module in mlp.modules()), default=0)
         weights = tuple(weight for weight in mlp.parameters() if weight.ndim == 3)
         if active and weights:
             yield Experts(weights, active)
+
+
+def experts_of(model: nn.Module, adapter: Adapter) -> list[Experts]:
+    """Return the routed experts of all decoder layers of a model."""
+    layers = adapter.decoder_layers(model)
+    return [each for layer in layers for each in _of_layer(layer, adapter.modules_of(layer, Part.MLP))]
 
 
 def shares_read(experts: Sequence[Experts], most: int | None = None) -> Mapping[int, float]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.model.early_head import DraftHead
-from selfspec.model.experts import Experts, routed_experts, shares_read, widening_by_experts
+from selfspec.model.experts import experts_of, shares_read, widening_by_experts
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import substituted_weights
@@ -30,7 +30,7 @@ def share_read(
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
-    experts = _experts(model, adapter)
+    experts = experts_of(model, adapter)
     of_full, of_path = (_of_one_token(price, shares_read(experts, most)) for most in (None, path.experts))
     rows, full = _sum(price, output.parameters()), _sum(of_full, _read_by_a_step(model, adapter))
     read = full - rows - sum(_sum(of_full, layer.parameters()) for layer in layers)
@@ -46,18 +46,13 @@ def share_read(
 
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
     """Bytes of the weights that a step of the full network reads, head included and embeddings not."""
-    price = _of_one_token(lambda weight: weight.nbytes, shares_read(_experts(model, adapter)))
+    price = _of_one_token(lambda weight: weight.nbytes, shares_read(experts_of(model, adapter)))
     return round(_sum(price, _read_by_a_step(model, adapter)))
 
 
 def widening(model: PreTrainedModel, adapter: Adapter) -> float:
     """Return what a further token of a target pass reads, in steps: tokens of a mixture are sent to other experts."""
-    return widening_by_experts(_experts(model, adapter), bytes_read(model, adapter))
-
-
-def _experts(model: PreTrainedModel, adapter: Adapter) -> list[Experts]:
-    layers = adapter.decoder_layers(model)
-    return [each for layer in layers for each in routed_experts(layer, adapter.modules_of(layer, Part.MLP))]
+    return widening_by_experts(experts_of(model, adapter), bytes_read(model, adapter))
 
 
 def _of_one_token(price: Callable[[Tensor], float], shares: Mapping[int, float]) -> Callable[[Tensor], float]:

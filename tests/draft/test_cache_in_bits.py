@@ -86,8 +86,9 @@ def test_a_model_that_makes_its_masks_itself_is_refused(llama: PreTrainedModel) 
         selfspec.wrap(llama, CacheInBits(LowPrecision()), adapter=adapter)
 
 
-def test_a_cache_in_8_bits_is_refused_before_any_pass(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, "int8+kv4")
+@pytest.mark.parametrize("draft", ["int8+kv4", "int8+kv4+window:8", "lookup+int8+kv4"])
+def test_a_cache_in_8_bits_is_refused_before_any_pass(llama: PreTrainedModel, draft: str) -> None:
+    spec = selfspec.wrap(llama, draft)
     spec.limits = Limits(1000, 1000, "int8")
     with pytest.raises(DraftConfigError, match="cache='int8'"):
         spec.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False)
@@ -99,6 +100,7 @@ def test_its_bytes_of_a_token_are_told(llama: PreTrainedModel) -> None:
     own = CacheInBits(LowPrecision(), 8).own_bytes(llama)
     assert own.of_token == own.copies == numbers + 8 * numbers // config.head_dim
     assert own.token == 0
+    assert CacheWindow(CacheInBits(LowPrecision(), 8), 8).own_bytes(llama) == own
 
 
 @pytest.mark.statistical

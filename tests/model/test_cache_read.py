@@ -32,13 +32,13 @@ TOKEN = 2 * 2 * 8 * 4
     ],
 )
 def test_a_pass_reads_what_its_path_attends_to(path: LayerPath, tokens: float) -> None:
-    assert cache_bytes_read(tiny.llama().config, torch.float32, path, 100) == tokens * TOKEN
+    assert cache_bytes_read(tiny.llama().config, torch.float32, path, [100]) == tokens * TOKEN
 
 
 def test_sliding_layers_read_their_window() -> None:
     config = tiny.qwen2().config
     assert config.layer_types.count("sliding_attention") == 2
-    read = cache_bytes_read(config, torch.float32, LayerPath.full(4), 100)
+    read = cache_bytes_read(config, torch.float32, LayerPath.full(4), [100])
     assert read == (2 * 100 + 2 * tiny.WINDOW) * TOKEN
 
 
@@ -46,10 +46,10 @@ def test_behind_long_texts_a_step_that_reads_all_of_them_is_no_longer_cheap(llam
     adapter = find_adapter(llama)
     costs = CostsOfReading(Costs(0.25, verify=1.1, widening=0.04, overhead=0.06, each_row=0.08), 1000)
     assert costs.in_batch(3) == costs.costs.in_batch(3)
-    target = cache_bytes_read(llama.config, llama.dtype, LayerPath.full(4), 500)
+    target = cache_bytes_read(llama.config, llama.dtype, LayerPath.full(4), [500])
     drafts = [selfspec.wrap(llama, name).draft for name in DRAFTS]
     reads = [
-        draft.cache_bytes_read(llama, adapter, 500) for draft in drafts if isinstance(draft, selfspec.drafts.Drafter)
+        draft.cache_bytes_read(llama, adapter, [500]) for draft in drafts if isinstance(draft, selfspec.drafts.Drafter)
     ]
     assert reads == [target, target * 24 / 500, 0]
     assert costs.behind(1000, 1000) == Costs(1.25 / 2, verify=1.05, widening=0.02, overhead=0.03, each_row=0.04)

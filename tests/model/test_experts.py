@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers import tiny
 from helpers.shrunken import shrunken
-from selfspec.architecture import Part
 from selfspec.control.costs import Costs
 from selfspec.errors import DraftConfigError
-from selfspec.model.experts import Experts, routed_experts
+from selfspec.model.experts import Experts, experts_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import bytes_read, share_read, widening
@@ -22,17 +21,15 @@ from selfspec.runtime.runner import ModelRunner
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "ernie4_5_moe")
 
 
-def experts_of(model: PreTrainedModel) -> list[Experts]:
-    adapter = find_adapter(model)
-    layers = adapter.decoder_layers(model)
-    return [each for layer in layers for each in routed_experts(layer, adapter.modules_of(layer, Part.MLP))]
+def found_in(model: PreTrainedModel) -> list[Experts]:
+    return experts_of(model, find_adapter(model))
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 @torch.no_grad()
 def test_fewer_experts_run_as_in_a_model_made_with_so_few(family: str) -> None:
     model = shrunken(family)
-    assert {(each.number, each.active) for each in experts_of(model)} == {(4, 2)}
+    assert {(each.number, each.active) for each in found_in(model)} == {(4, 2)}
     config = deepcopy(model.config)
     name = "moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok"
     assert getattr(config, name) == 2
@@ -48,7 +45,7 @@ def test_fewer_experts_run_as_in_a_model_made_with_so_few(family: str) -> None:
 
 
 def test_networks_without_routers_have_none(llama: PreTrainedModel) -> None:
-    assert experts_of(llama) == []
+    assert found_in(llama) == []
     assert widening(llama, find_adapter(llama)) == 0
     cache = find_adapter(llama).shared_cache(llama, 1, 32, 0)
     with pytest.raises(DraftConfigError, match="no layer of LlamaForCausalLM"):
@@ -57,7 +54,7 @@ def test_networks_without_routers_have_none(llama: PreTrainedModel) -> None:
 
 def test_a_step_reads_the_experts_of_one_token() -> None:
     model = shrunken("mixtral")
-    adapter, experts = find_adapter(model), sum(w.nbytes for each in experts_of(model) for w in each.weights)
+    adapter, experts = find_adapter(model), sum(w.nbytes for each in found_in(model) for w in each.weights)
     looked_up = model.get_input_embeddings().weight.nbytes
     others = sum(weight.nbytes for weight in model.parameters()) - experts - looked_up
     assert bytes_read(model, adapter) == others + experts // 2
@@ -75,7 +72,7 @@ def test_further_tokens_of_a_pass_read_further_experts() -> None:
     assert experts.share(tokens=2) == pytest.approx(1 - 0.75**2)
     model = shrunken("mixtral")
     wider = widening(model, find_adapter(model))
-    of_all = sum(w.nbytes for each in experts_of(model) for w in each.weights)
+    of_all = sum(w.nbytes for each in found_in(model) for w in each.weights)
     assert wider == pytest.approx(of_all * (1 - 0.5**5 - 0.5) / 4 / bytes_read(model, find_adapter(model)))
     cpu = torch.device("cpu")
     assert Costs.assumed(0.2, cpu, wider).widening == pytest.approx(Costs.assumed(0.2, cpu).widening + wider)
