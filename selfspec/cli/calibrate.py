@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,8 +53,8 @@ def calibrate(
         typer.Option(
             metavar="DRAFT",
             help="What to consider in place of exits: `head:FOLDER`, `skip:layers=7-9`, `module:Class`, ...; may be "
-            "repeated. Always considered are 8 and 4 bits, look-ups alone and before a path, trees along the best, "
-            "and plain decoding.",
+            "repeated. Always considered are 8 and 4 bits, with fewer rows of a large head too, look-ups alone and "
+            "before a path, trees along the best, and plain decoding.",
         ),
     ] = None,
     corpus: Annotated[
@@ -120,14 +121,22 @@ def calibrate(
     measurements = replace(measurements, **fitted.sizes)
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
-        profile = run(checkpoint.model, ids, drafters, measurements, corpus=over, watch=StepBar(progress))
+        profile = run(
+            checkpoint.model,
+            ids,
+            drafters,
+            measurements,
+            corpus=over,
+            vocabulary=None if to is None else to.with_suffix(".vocabulary.json"),
+            watch=StepBar(progress),
+        )
     seconds = time.perf_counter() - started
     if keep is not None:
         write_data(_calls(profile), dict(profile.report["settings"]), keep, "calls")
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)
     if output == "text":
-        _print(model.model, profile, seconds)
+        _print(model.model, profile, seconds, file)
         for doubt in profile.report["doubts"]:
             console().print("", doubt, sep="\n", soft_wrap=True)
         auto = "auto" if to is None else f"auto:{file}"
@@ -150,11 +159,12 @@ def _calls(profile: Profile) -> list[dict[str, Any]]:
     return rows
 
 
-def _print(model: str, profile: Profile, seconds: float) -> None:
-    out, setting = console(), profile.setting
+def _print(model: str, profile: Profile, seconds: float, file: Path) -> None:
+    # Files beside the profile go by their names.
+    out, setting, beside = console(), profile.setting, f"{file.parent}{os.sep}"
     threads = f", {setting.threads} threads" if setting.threads else ""
     out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s", "", sep="\n")
-    out.print(_costs([profile.report["costs"], *profile.report["in_batches"]]))
+    out.print(_costs([profile.report["costs"], *profile.report["in_batches"]], beside))
     out.print(
         "step: a plain one. c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
         "of that many rows, medians. out of step: a plain round over rows at different places. alpha: acceptance rate, "
@@ -163,10 +173,10 @@ def _print(model: str, profile: Profile, seconds: float) -> None:
         style="dim",
     )
     for kind, chosen in ((profile.report["greedy"], profile.greedy), (profile.report["sampled"], profile.sampled)):
-        out.print("", _found(kind), _sentence(chosen), sep="\n")
+        out.print("", _found(kind, beside), _sentence(chosen), sep="\n")
 
 
-def _costs(measured: Sequence[Mapping[str, Any]]) -> Table:
+def _costs(measured: Sequence[Mapping[str, Any]], beside: str) -> Table:
     """Costs of every draft, and of what was chosen in batches of other sizes."""
     from rich.table import Column
 
@@ -177,7 +187,7 @@ def _costs(measured: Sequence[Mapping[str, Any]]) -> Table:
     for costs in measured:
         for name, c in costs["draft"].items():
             table.add_row(
-                "look-up" if name == PLAIN else name,
+                "look-up" if name == PLAIN else name.replace(beside, ""),
                 str(costs["batch"]),
                 f"{costs['step_seconds']['value'] * 1000:.2f}",
                 f"{c['value']:.3f}",
@@ -188,7 +198,7 @@ def _costs(measured: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _found(kind: Mapping[str, Any]) -> Table:
+def _found(kind: Mapping[str, Any], beside: str) -> Table:
     """What the formula promises of every draft, and what the candidates were worth."""
     from rich.table import Column
 
@@ -209,7 +219,7 @@ def _found(kind: Mapping[str, Any]) -> Table:
             speedup, rate = each["speedup"], each["acceptance_rate"]
             cells.append(Estimate(**speedup).shown(2))
             cells += ["-" if rate is None else f"{rate:.2f}", f"{each['mean_accepted_length']:.2f}"]
-        table.add_row(name, *cells)
+        table.add_row(name.replace(beside, ""), *cells)
     return table
 
 

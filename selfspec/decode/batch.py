@@ -214,7 +214,7 @@ class Batch:
         if choice is None or self.last_tokens.device.type != "cpu":
             return None
         numbers = self.noise.numbers(Purpose.DRAFT, 0, steps, self.runner.vocabulary)
-        return Draws(choice, torch.stack(numbers))
+        return Draws(choice, torch.stack(numbers), self.runner.vocabulary)
 
     def begin(self, drafter: Drafter) -> Proposer:
         """Let a drafter begin to draft for the rows, before their first pass, and return its proposer."""

@@ -175,10 +175,10 @@ class LayerPathProposer(GrowingProposer):
             return step.logits
 
         tree, start = self.tree(rows, budget), self._path.resume_point
-        draws = rows.draws(tree.depth) if tree.is_chain and start is None and self._head is None else None
+        draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)
-            chain = rows.runner.chain(self._path, rows.last_tokens, draws)
+            chain = rows.runner.chain(self._path, rows.last_tokens, draws, self._head)
             if chain is not None:
                 return follow(rows, chain, tree.depth)
         draft = grow(rows, tree, read)

@@ -482,9 +482,12 @@ bool run_program(const at::Tensor& program, const at::Tensor& memory, at::Tensor
 std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors,
                                at::IntArrayRef places, int64_t threads, double temperature, int64_t top_k,
                                double top_p, const at::Tensor& uniform, const std::optional<at::Tensor>& q,
-                               int64_t step) {
+                               int64_t step, const std::optional<at::Tensor>& kept,
+                               const std::optional<at::Tensor>& spread) {
   TORCH_CHECK(run_program(program, memory, tensors, places, threads), "the buffers of a chain do not fit its program");
-  const at::Tensor& logits = tensors[tensors.size() - 1];
+  const at::Tensor& given = tensors[tensors.size() - 1];
+  // Of tokens that a reduced vocabulary leaves out, -inf lies there already.
+  const at::Tensor& logits = spread ? *spread : given;
   const int64_t rows = logits.size(0), vocabulary = logits.size(-1);
   auto* tokens = tensors[0].mutable_data_ptr<int64_t>();
   const auto* numbers = uniform.const_data_ptr<double>();
@@ -492,6 +495,12 @@ std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memo
   std::vector<double> confidences(rows);
   Drawing drawing;
   for (int64_t row = 0; row < rows; ++row) {
+    if (spread) {
+      const auto* ids = kept->const_data_ptr<int64_t>();
+      const auto* from = given.const_data_ptr<float>() + row * kept->numel();
+      auto* to = spread->mutable_data_ptr<float>() + row * vocabulary;
+      for (int64_t i = 0; i < kept->numel(); ++i) to[ids[i]] = from[i];
+    }
     float* of_row = q ? q->mutable_data_ptr<float>() + (row * q->size(1) + step) * vocabulary : nullptr;
     const double* number = numbers + row * steps + step;
     const Chosen chosen =
@@ -548,7 +557,7 @@ void round_slots(at::TensorList exact, at::TensorList copies, at::IntArrayRef be
 TORCH_LIBRARY_FRAGMENT(selfspec, m) {
   m.def(
       "draft_step(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads, float temperature, "
-      "int top_k, float top_p, Tensor uniform, Tensor? q, int step) -> float[]");
+      "int top_k, float top_p, Tensor uniform, Tensor? q, int step, Tensor? kept, Tensor? spread) -> float[]");
   m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
   m.def("round_slots(Tensor[] exact, Tensor(a!)[] copies, int[] begins, int[] ends, int bits) -> ()");
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");

@@ -28,11 +28,13 @@ class DraftHead:
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
 
-    def install(self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None) -> None:
+    def install(
+        self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None, rows: nn.Module | None = None
+    ) -> None:
         """Put it into a view of a model, whose modules on the way to layers and head are views of the view's own.
 
         `layer` is the view's layer whose input is the last state of the path, and which passes it through; None: the
-        path runs to the end, and has no adapter.
+        path runs to the end, and has no adapter. `rows` gives the logits of `tokens`; None: the head's own rows do.
 
         Raises:
             UnsupportedModelError: rows cannot be left out of this model's head.
@@ -43,7 +45,7 @@ class DraftHead:
             holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
         if self.tokens is not None:
             name = head_name(model)
-            set_head(view, name, _Rows(model.get_submodule(name), self.tokens))
+            set_head(view, name, rows or _Rows(model.get_submodule(name), self.tokens))
 
     def adapted(self, states: Tensor) -> Tensor:
         """Change states at the exit into what the model's final norm reads: `[..., hidden]` to the same."""

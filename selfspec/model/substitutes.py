@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -211,6 +212,22 @@ class Substitutes:
         }
         others = {child: new for child, new in children.items() if new is not module._modules[child]}
         return view_with(module, others) if others else module
+
+    def of_rows(self, head: nn.Module, precision: Precision, rows: Tensor) -> Substitute | None:
+        """Make the substitute of the language-model head with some of its outputs, `[kept]`, alone.
+
+        None: it has none, or a bias, which would not follow the head's own.
+        """
+        products = _products(head)
+        if self._head is None or any(each.bias is not None or not each.takes(precision) for each in products):
+            return None
+        name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
+        with self._lock:
+            made = self._made.get((precision, name))
+            if made is None or not made.fits(products):
+                kept = [round_head(each.weight[rows.to(each.weight.device)], precision) for each in products]
+                made = self._keep(head, name, precision, kept)
+        return made.substitute
 
     def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
         products = _products(module)

@@ -35,10 +35,8 @@ def share_read(
     rows, full = _sum(price, output.parameters()), _sum(of_full, _read_by_a_step(model, adapter))
     read = full - rows - sum(_sum(of_full, layer.parameters()) for layer in layers)
     read += sum(_layer_price(layer, index, adapter, path, of_path) for index, layer in enumerate(layers))
-    if head is None or head.tokens is None:
-        read += rows * _bits_of(path, output.weight) if path.head_substituted else rows
-    else:
-        read += rows * len(head.tokens) / output.weight.shape[0]
+    kept = 1 if head is None or head.tokens is None else len(head.tokens) / output.weight.shape[0]
+    read += kept * rows * (_bits_of(path, output.weight) if path.head_substituted else 1)
     if head is not None and head.adapter is not None:
         read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
     return float(read / full)

@@ -31,10 +31,12 @@ class Draws:
         choice: how each token is chosen.
         uniform: the numbers in [0, 1) that choose, float64, `[1 or 2, rows, steps]`; with two of them the first chooses
             a block of 256 tokens and the second one of these, see `selfspec.decode.noise.drawn_by_blocks`.
+        vocabulary: how many token ids there are.
     """
 
     choice: Choice
     uniform: Tensor
+    vocabulary: int
 
     @property
     def steps(self) -> int:

@@ -55,8 +55,8 @@ class RecordedRunner(ModelRunner):
             function=lambda: self._function(kind),
         )
 
-    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws) -> Chain | None:
-        call, slots = PassCall(path, tokens), self._cache.slots(1, bits=path.cache_bits)
+    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws, head: DraftHead | None = None) -> Chain | None:
+        call, slots = PassCall(path, tokens, head=head), self._cache.slots(1, bits=path.cache_bits)
         # Positions of steps are counted up, and none may lie beyond the last.
         ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
         if slots is None or slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):

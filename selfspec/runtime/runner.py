@@ -156,13 +156,14 @@ class ModelRunner:
         with self._reading(call):
             return self._spread(self._run_in_block(call), head)
 
-    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws) -> Chain | None:
+    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws, head: DraftHead | None = None) -> Chain | None:
         """Take draft steps along `path` in one go, each over the token that the one before it chose.
 
         Args:
-            path: leaves no states, and ends with the model's own head.
+            path: leaves no states.
             tokens: the last committed ones, `[batch, 1]`, of the open block, which is a chain.
             draws: of the tokens, as many as there are nodes.
+            head: reads the last states of the path; None: the model's own norm and head.
 
         Returns:
             None: they are to be taken one by one.
@@ -286,15 +287,18 @@ class ModelRunner:
         self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None, taps: tuple[Point, ...] = ()
     ) -> GatedModel:
         gated = GatedModel(model, self._adapter, path, self.substitutes)
-        name = plain_head(self._stock_model) if path.head_substituted else None
+        name, rows = plain_head(self._stock_model) if path.head_substituted else None, None
         # Heads of other kinds run exactly.
-        if path.precision is not None and name is not None and (head is None or head.tokens is None):
-            substitute = self.substitutes.within(model.get_submodule(name), name, path.precision)
-            set_head(gated.module, name, substitute)
+        if path.precision is not None and name is not None:
+            whole = model.get_submodule(name)
+            if head is None or head.tokens is None:
+                set_head(gated.module, name, self.substitutes.within(whole, name, path.precision))
+            else:
+                rows = self.substitutes.of_rows(whole, path.precision, head.tokens)
         if head is not None:
             end = path.exit_point
             layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
-            head.install(gated.module, model, layer)
+            head.install(gated.module, model, layer, rows)
         gated.tap(self._adapter, self._base, taps)
         return gated
 

@@ -122,3 +122,25 @@ def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path, content: str) -
     (tmp_path / "v.json").write_text(content)
     with pytest.raises(DraftConfigError):
         selfspec.drafts.ReducedVocabulary.from_file(selfspec.drafts.EarlyExit(1), tmp_path / "v.json")
+
+
+def test_rows_in_fewer_bits_are_kept_and_follow_the_head() -> None:
+    model, ids = tiny.llama(dtype=torch.float32), tiny.prompt(7)
+    spec = selfspec.wrap(model, draft=selfspec.drafts.ReducedVocabulary(selfspec.drafts.LowPrecision(), _KEPT))
+    whole = selfspec.wrap(model, draft=selfspec.drafts.LowPrecision())
+
+    def drafted() -> set[int]:
+        rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
+        return {token for row in rounds for token in row.draft}
+
+    assert drafted() <= set(_KEPT)
+    kept = spec.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    assert kept == spec.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    assert kept < whole.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    with torch.no_grad():
+        model.lm_head.weight[:] = 0
+        model.lm_head.weight[4] = model.model.norm.weight
+    # All else has the same logit, and no draft is of another token.
+    assert drafted() <= {1, 4}

@@ -77,9 +77,12 @@ def _model(vocabulary: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("vocabulary", [50, 8450])
-def test_tokens_are_those_of_single_steps(counted: Counted, warp: str, vocabulary: int) -> None:
-    spec = wrapped(_model(vocabulary), Native(after=0), INT8)
+def test_tokens_are_those_of_single_steps(counted: Counted, warp: str, reduced: bool, vocabulary: int) -> None:
+    kept = tuple(range(1, vocabulary, 3))
+    draft = selfspec.drafts.ReducedVocabulary(INT8, kept) if reduced else INT8
+    spec = wrapped(_model(vocabulary), Native(after=0), draft)
     prompts, mask = torch.cat([tiny.prompt(6, seed=seed) for seed in range(2)]), torch.ones(2, 6, dtype=torch.long)
     mask[1, :2] = 0
     options: dict[str, Any] = {"do_sample": True, **WARPS[warp]}
@@ -167,7 +170,7 @@ class Chained:
 
 def _draws(choice: Choice, vocabulary: int, steps: int = 5) -> Draws:
     numbers = torch.rand(1 + (vocabulary > 8192), 2, steps, dtype=torch.float64, generator=_generator())
-    return Draws(choice, numbers)
+    return Draws(choice, numbers, vocabulary)
 
 
 def _generator() -> torch.Generator:

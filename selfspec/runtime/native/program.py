@@ -83,13 +83,18 @@ class Native(Runtime):
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
             capture = captured(function, example)
-        return _Program(lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers), example)
+        kept = None if function.kind.head is None else function.kind.head.tokens
+        return _Program(lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers), example, kept)
 
 
 class _Program:
-    """A native program, called like the pass. It reads weights where they are."""
+    """A native program, called like the pass. It reads weights where they are.
 
-    def __init__(self, pass_: Lowered, example: PassTensors) -> None:
+    `kept` are the ids that its logits are of; None: all.
+    """
+
+    def __init__(self, pass_: Lowered, example: PassTensors, kept: Tensor | None) -> None:
+        self._kept = kept
         flat = example.flat()
         slots, place = example.slots, {id(tensor): place for place, tensor in enumerate(flat)}
         block = (-1, -1, -1) if slots.block is None else [place[id(each)] for each in slots.block.tensors]
@@ -117,17 +122,18 @@ class _Program:
         (shape,), buffers = self._shapes, first.slots.buffers
         if any(not each.is_contiguous() or each.shape[2] != buffers[0].shape[2] for each in buffers):
             return None
-        probs = torch.empty(shape[0], draws.steps, shape[2]) if draws.choice.temperature else None
+        probs = torch.empty(shape[0], draws.steps, draws.vocabulary) if draws.choice.temperature else None
         return Chain(probs, self._steps(first.flat(), draws, probs))
 
     def _steps(self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None) -> Iterator[ChainStep]:
         logits, choice = torch.empty(self._shapes[0]), draws.choice
         how = choice.temperature, choice.top_k, choice.top_p, draws.uniform.contiguous(), probs
+        spread = None if self._kept is None else torch.full((len(logits), draws.vocabulary), -torch.inf)
         given = [*tensors, logits]
         for step in range(draws.steps):
             with self._memory() as memory:
                 confidences = torch.ops.selfspec.draft_step(
-                    self._words, memory, given, self._places, self._threads, *how, step
+                    self._words, memory, given, self._places, self._threads, *how, step, self._kept, spread
                 )
             yield ChainStep(tensors[0].clone(), confidences)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from selfspec.architecture import Adapter
 from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
 from selfspec.control.profile import Chosen, Profile
+from selfspec.control.profile_place import default_file
 from selfspec.control.setting import Setting
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
@@ -43,6 +46,7 @@ from selfspec.tools.calibrate.candidates import (
 )
 from selfspec.tools.calibrate.confirm import Confirmed, batches, confirm, generation_options
 from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.calibrate.own_vocabulary import with_own_vocabulary
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7
@@ -80,6 +84,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     accept: str | Rule | None = None,
     corpus: str | None = None,
+    vocabulary: str | Path | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
 ) -> Profile:
@@ -87,8 +92,9 @@ def calibrate(
 
     Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
     drafts given in place of exits), a head that the checkpoint brings along, look-ups before each, recycling, and trees
-    along the best. The formula narrows them down; what is chosen was the fastest in real generations in turns with
-    plain decoding, and surely faster than that.
+    along the best. Where most of what a draft step reads is the head, they are considered with fewer rows of it as
+    well, which the model's own text chooses. The formula narrows them down; what is chosen was the fastest in real
+    generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
@@ -99,14 +105,17 @@ def calibrate(
         tokenizer: for prompts that are texts.
         accept: acceptance rule of the candidates; None: selfspec's default.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
+        vocabulary: the file for the reduced vocabulary of what was chosen, written where there is one. None: beside the
+            place where `draft="auto"` looks for the profile.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: shows progress, stage by stage.
 
     Returns:
-        What was chosen, not written anywhere yet; its report has all that was measured.
+        What was chosen; the profile itself is not written anywhere yet. Its report has all that was measured.
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
+        StorageError: the vocabulary cannot be written.
     """
     asked, progress = measurements or Measurements(), watch or Unwatched()
     found = adapter or find_adapter(model)
@@ -126,14 +135,22 @@ def calibrate(
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
+    file = default_file(setting).with_suffix(".vocabulary.json") if vocabulary is None else Path(vocabulary)
     busy = CoreWatch()
     plain = wrap(bare(model), adapter=found, accept=accept, runtime=Native(after=0))
     grouped = _checked(plain, prompts, asked)
 
     temperatures = (0.0, asked.temperature)
+    written = [
+        continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
+        for temperature in temperatures
+    ]
+    reduced = with_own_vocabulary(model, found, named, written, file)
+    if reduced:
+        check_output_file(file)
+    named |= {draft_name(each): each for each in reduced}
     acceptances, rates = [], []
-    for temperature in temperatures:
-        texts = continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
+    for temperature, texts in zip(temperatures, written, strict=True):
         acceptances.append(teacher_forced(model, found, named, texts, (asked.temperature,), progress))
         rates.append({name: each.alpha(temperature).value for name, each in acceptances[-1].items()})
     measure = partial(
@@ -163,6 +180,8 @@ def calibrate(
         kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
     won = {winner.name: winner.draft for winner in winners if winner is not None}
     paths = paths_of(won)
+    if any(each in reduced for each in paths.values()):
+        write_sealed(file, {"tokens": reduced[0].tokens})
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows of several lengths cannot be run.
     for rows in _BATCHES if won and found.ragged != "none" else ():
