@@ -52,6 +52,7 @@ class _Candidate:
     """How far a kind has come on the way to its program."""
 
     passes: int = 0
+    waited: float = 0.0
     program: _Program | None = None
     lengths: list[int] = field(default_factory=list)
     stock_seconds: list[float] = field(default_factory=list)
@@ -152,8 +153,8 @@ class BoundPrograms:
 
         It is `kind` itself where that has one or is to get one, else the least wide of those that have.
         """
-        candidate, after = self.candidates.get(kind), self.runtime.after
-        if candidate is None or after is None or candidate.program is not None or candidate.passes > after:
+        candidate = self.candidates.get(kind)
+        if candidate is None or candidate.program is not None or self._is_due(candidate):
             return kind
         wider = [
             other
@@ -200,15 +201,22 @@ class BoundPrograms:
                 candidate.refuse(_said(error))
                 return stock()
         candidate.passes += 1
-        after = self.runtime.after
-        wanted = candidate.refused is None and after is not None and candidate.passes > after
+        wanted = candidate.refused is None and self._is_due(candidate)
         # Another thread may be making the program.
         if not wanted or not self.runtime.takes(tensors) or not candidate.making.acquire(blocking=False):
-            return stock()
+            began = self._clock()
+            result = stock()
+            candidate.waited += self._clock() - began
+            return result
         try:
             return self._try(kind, candidate, tensors, width, stock, function)
         finally:
             candidate.making.release()
+
+    def _is_due(self, candidate: _Candidate) -> bool:
+        """Whether enough passes of a kind have come, or have taken as long as a program takes to make."""
+        after = self.runtime.after
+        return after is not None and (candidate.passes > after or candidate.waited > self.runtime.making_seconds)
 
     def chain(self, kind: PassKind, first: PassTensors, draws: Draws) -> Chain | None:
         """Take draft steps in one go by the program of `kind`; None: there is none, or it takes them one by one.

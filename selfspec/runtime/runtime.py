@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ class Runtime(ABC):
     def after(self) -> int | None:
         """Passes of a kind that the stock modules run before a program replaces them; None: all."""
         return None
+
+    @property
+    def making_seconds(self) -> float:
+        """Seconds that passes of a kind take by the stock modules before a program replaces them, if these come first.
+
+        Where passes run on when they have been called it is infinite: nothing then says what they take.
+        """
+        return math.inf
 
     @property
     def bucket(self) -> int:

@@ -41,6 +41,22 @@ def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrai
     assert spec.programs.proved == proved
 
 
+@dataclass(frozen=True)
+class Costly(Again):
+    """Programs that take as long to make as two passes by a clock that is `ticking`."""
+
+    after: int = 1000
+    making_seconds: float = 0.55
+
+
+def test_fewer_passes_are_enough_where_they_take_long(llama: PreTrainedModel) -> None:
+    usual, costly = wrapped(llama, Again(after=1000)), wrapped(llama, Costly())
+    for spec in (usual, costly):
+        spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
+    assert not usual.programs.proved
+    assert [kind.width for kind in costly.programs.proved] == [1]
+
+
 def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
     spec = wrapped(llama, Again(after=0))
     prompt = tiny.prompt(PROMPT)
