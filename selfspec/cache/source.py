@@ -7,11 +7,13 @@ depend on its text, and are never rolled back; draft and target read the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
@@ -35,6 +37,7 @@ class Source:
         self.mask = mask
         self.text: list[list[int]] | None = None
         self.cross = DynamicCache()
+        self._as_tensors: ReadSource | None = None
 
     @property
     def states(self) -> Tensor:
@@ -57,13 +60,60 @@ class Source:
         """Return what a stock model takes as its cache: keys and values of the text, and these."""
         return EncoderDecoderCache(cache, self.cross)
 
+    def as_tensors(self, depth: int) -> ReadSource | None:
+        """Return all that passes of `depth` layers find of it, as tensors.
+
+        None before each layer has made its keys and values, and where tensors of one length a row are not all there is
+        to know: where the encoder gives more than states, or a row is nothing but padding.
+        """
+        if self._as_tensors is None:
+            kept = [each for layer in self.cross.layers for each in (layer.keys, layer.values) if each is not None]
+            lengths = {each.shape[2] for each in kept}
+            empty = self.mask is not None and not bool((self.mask != 0).flatten(1).any(1).all())
+            if len(kept) < 2 * depth or len(lengths) > 1 or len(_tensors(self.outputs)) > 1 or empty:
+                return None
+            mask = self.mask
+            if mask is not None and mask.shape == self.states.shape[:2]:
+                mask = (mask != 0)[:, None, None]
+            self._as_tensors = ReadSource(self.states, mask, tuple(kept))
+        return self._as_tensors
+
     def narrow(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
+        self._as_tensors = None
         index = torch.tensor(rows, device=self.states.device)
         self.outputs = type(self.outputs)(**{name: each[index] for name, each in _tensors(self.outputs).items()})
         self.mask = None if self.mask is None else self.mask[index.to(self.mask.device)]
         self.text = None if self.text is None else [self.text[row] for row in rows]
         self.cross.batch_select_indices(index)
+
+
+@dataclass(frozen=True)
+class ReadSource:
+    """A source of which cross-attention has made all its keys and values.
+
+    Attributes:
+        states: the encoder's last states, `[rows, places, hidden]`.
+        mask: which places hold input, `[rows, 1, 1, places]`, or as the model takes it; None: all.
+        cross: keys and values of each layer in turn, `[rows, heads, places, head_dim]`.
+    """
+
+    states: Tensor
+    mask: Tensor | None
+    cross: tuple[Tensor, ...]
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (self.states, *(() if self.mask is None else (self.mask,)), *self.cross)
+
+    def source(self) -> Source:
+        """What a pass reads of these tensors, which it does not change."""
+        source = Source(BaseModelOutput(last_hidden_state=self.states), self.mask)
+        for keys, values in zip(self.cross[::2], self.cross[1::2], strict=True):
+            layer = DynamicLayer()
+            layer.keys, layer.values, layer.is_initialized = keys, values, True
+            source.cross.layers.append(layer)
+        return source
 
 
 def _tensors(outputs: ModelOutput) -> dict[str, Any]:

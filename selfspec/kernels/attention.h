@@ -22,7 +22,7 @@ struct Sight {
   int64_t end;
   int64_t block;          // first slot of the block
   const bool* sees;       // of the block's slots; null: all before `end`
-  const int64_t* depths;  // of the block's slots
+  const int64_t* depths;  // of the block's slots; null: there is no window
   int64_t reach;          // smallest position that the window holds, counted from the block's
 
   // How many slots come before `first`.
@@ -30,7 +30,7 @@ struct Sight {
 
   bool hides(int64_t slot) const {
     if (!sees || slot < block) return false;
-    return !sees[slot - block] || depths[slot - block] < reach;
+    return !sees[slot - block] || (depths && depths[slot - block] < reach);
   }
 };
 

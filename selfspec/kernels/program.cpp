@@ -31,7 +31,7 @@ enum class Kind : int64_t { kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAtte
 enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns };
 
 // What the table has before the addresses of the tensors of a call.
-enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kFirstTensor };
+enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kFirstTensor };
 
 constexpr int64_t kChunk = 256;
 constexpr int kDims = 4;
@@ -197,7 +197,7 @@ void run_write(Words& words, Worker& worker) {
 template <typename Slots>
 void attend_slots(Words& words, Worker& worker) {
   const auto [batch, heads, shared, tokens, size, size_of_values] = words.numbers<6>();
-  const bool alike = words.number(), tree = words.number();
+  const bool source = words.number(), alike = words.number(), tree = words.number();
   const auto [window, recent, sinks] = words.numbers<3>();
   const float scale = words.real(), cap = words.real();
   const float* queries = words.operand<const float>();
@@ -211,8 +211,9 @@ void attend_slots(Words& words, Worker& worker) {
   const auto *factors = words.operand<const float>();
   const auto *levels_of_values = words.operand<const uint8_t>();
   const auto *factors_of_values = words.operand<const float>();
+  const auto* seen = words.operand<const bool>();
   const auto& table = words.table;
-  const int64_t capacity = table[kCapacity], nodes = table[kNodes];
+  const int64_t capacity = table[source ? kPlaces : kCapacity], nodes = table[kNodes];
   const auto* slots = reinterpret_cast<const int64_t*>(table[kSlots]);
   const auto* starts = reinterpret_cast<const int64_t*>(table[kStart]);
   const auto* depths = reinterpret_cast<const int64_t*>(table[kDepths]);
@@ -227,8 +228,8 @@ void attend_slots(Words& words, Worker& worker) {
   const int64_t alike_heads = heads / shared * tokens;
   for (int64_t number = share.begin; number < share.end; ++number) {
     const int64_t token = number % tokens, head = number / tokens % heads, row = number / tokens / heads;
-    const int64_t slot = slots[(alike ? 0 : row * tokens) + token];
-    Sight sight = {0, 0, 0, slot + 1, 0, nullptr, nullptr, 0};
+    const int64_t slot = source ? capacity - 1 : slots[(alike ? 0 : row * tokens) + token];
+    Sight sight = {0, 0, 0, slot + 1, 0, seen ? seen + row * capacity : nullptr, nullptr, 0};
     int64_t position = slot;
     if (tree) {
       const int64_t start = starts[alike ? 0 : row], node = slot - start;
@@ -271,11 +272,11 @@ void attend_slots(Words& words, Worker& worker) {
   }
 }
 
-// kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether all rows
-// have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
+// kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether keys and
+// values are those of what an encoder has read, all of which is seen but for what a mask hides, whether all rows have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
 // the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y,
 // `[batch, tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they hold, levels and factors
-// of keys and of values.
+// of keys and of values; the mask, `[batch, places]`.
 void run_attend(Words& words, Worker& worker) {
   if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
   attend_slots<BFloat16Slots>(words, worker);
@@ -429,7 +430,7 @@ struct Call {
   std::vector<int64_t> table;
   std::vector<at::Tensor> copies;
 
-  // `places` of tensors, or -1: the first and the last buffer, slots, start, depths, sees.
+  // `places` of tensors, or -1: the first and the last buffer, slots, start, depths, sees, keys of an encoder's places.
   Call(const at::Tensor& memory, at::TensorList tensors, at::IntArrayRef places) : table(kFirstTensor) {
     for (const auto& each : tensors) {
       const auto& held = each.is_contiguous() ? each : copies.emplace_back(each.contiguous());
@@ -443,6 +444,7 @@ struct Call {
     table[kDepths] = address(places[4]);
     table[kSees] = address(places[5]);
     table[kNodes] = places[4] < 0 ? 0 : tensors[places[4]].size(0);
+    table[kPlaces] = places[6] < 0 ? 0 : tensors[places[6]].size(2);
   }
 };
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.architecture import Adapter
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import CACHE_LENGTH_NAMES
 from selfspec.model.view import replaced, view_with_parts
 
@@ -36,9 +35,9 @@ class RowPositions:
         embed = _by_ids if isinstance(stock, nn.Embedding) and "position_ids" in named else _by_length
         self.module = view_with_parts(model, {path: replaced(stock, partial(embed, stock, self._positions))})
 
-    def place(self, cache: SharedCache, width: int, first: int) -> None:
-        """Say where the next pass is; arguments as in `SharedCache.positions`."""
-        self._positions[:] = [cache.positions(width, first)]
+    def place(self, positions: Tensor) -> None:
+        """Say where the next pass is: positions as of `SharedCache.positions`, `[rows or 1, width]`."""
+        self._positions[:] = [positions]
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 
 from selfspec.architecture import takes
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.shared_cache import Slots
-from selfspec.cache.source import Source
+from selfspec.cache.source import ReadSource, Source
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Features, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.row_positions import RowPositions
 from selfspec.runtime.slot_cache import SlotCache
 
 
@@ -36,6 +37,7 @@ class PassKind:
         padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
         taps: points whose states are kept.
+        masked_source: whether some of what an encoder has read may be hidden; None: there is no encoder.
     """
 
     path: LayerPath
@@ -49,6 +51,7 @@ class PassKind:
     padded: bool
     entering: tuple[str, ...] | None
     taps: tuple[Point, ...]
+    masked_source: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,13 @@ class PassTensors:
         tokens: `[rows, width]`, or embeddings, `[rows, width, hidden]`.
         entering: what enters at the start of the path; None: nothing.
         slots: where keys and values are.
+        source: what an encoder has read; None: there is none.
     """
 
     tokens: Tensor
     entering: ExactStates | None
     slots: Slots
+    source: ReadSource | None = None
 
     def flat(self) -> tuple[Tensor, ...]:
         """All of them, in an order that `PassFunction` knows."""
@@ -71,8 +76,9 @@ class PassTensors:
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
+        source = () if self.source is None else self.source.flat()
         copied = () if slots.copied is None else (slots.copied,)
-        return (self.tokens, *places, *entering, *copied, *slots.memory)
+        return (self.tokens, *places, *entering, *source, *copied, *slots.memory)
 
 
 @dataclass(frozen=True)
@@ -108,12 +114,16 @@ class PassFunction:
 
     Attributes:
         view: runs the path.
+        takes_positions: whether the model takes position ids.
+        placed: tells the view where each row is, where the model counts that by the length of its cache; else None.
     """
 
     view: GatedModel
     kind: PassKind
     cache_name: str
     config: PreTrainedConfig
+    takes_positions: bool = True
+    placed: RowPositions | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.masked(tensors, self._masks(tensors, self.kind.padded)).flat()
@@ -124,16 +134,21 @@ class PassFunction:
 
     def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
         """What the pass gives under a mask."""
-        tokens, slots, entering = self._parted(tensors)
-        inputs = {
-            self.cache_name: SlotCache(slots, self.kind.padded, self.kind.path.cache_bits),
-            **model_inputs(tokens, slots.positions, mask),
-        }
-        return run_view(self.view, self.kind.base, entering, inputs)
+        parts = self._parted(tensors)
+        slots, source = parts.slots, None if parts.source is None else parts.source.source()
+        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.cache_bits)
+        if source is not None:
+            cache = source.beside(cache)
+        if self.placed is not None:
+            self.placed.place(slots.positions)
+        positions = slots.positions if self.takes_positions else None
+        inputs = {self.cache_name: cache, **model_inputs(parts.tokens, positions, mask)}
+        return run_view(self.view, self.kind.base, parts.entering, inputs, source)
 
     def _masks(self, tensors: tuple[Tensor, ...], padded: bool) -> Any:
-        tokens, slots, _ = self._parted(tensors)
-        rows, seen, dtype = tokens.shape[0], slots.visible.shape[0], slots.buffers[0].dtype
+        parts = self._parted(tensors)
+        slots, rows = parts.slots, parts.tokens.shape[0]
+        seen, dtype = slots.visible.shape[0], slots.buffers[0].dtype
         return attention_mask(
             self.config,
             slots.slot_mapping,
@@ -145,7 +160,7 @@ class PassFunction:
             window=self.kind.path.window,
         )
 
-    def _parted(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Slots, ExactStates | None]:
+    def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
         tokens, slot_mapping, positions, visible, *rest = tensors
         block = None
         if self.kind.nodes is not None:
@@ -157,13 +172,19 @@ class PassFunction:
             count = len(self.kind.entering)
             attention = dict(zip(self.kind.entering, rest[:count], strict=True))
             entering, rest = ExactStates(hidden, attention), rest[count:]
+        source = None
+        if self.kind.masked_source is not None:
+            states, *rest = rest
+            masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
+            count = 2 * self.kind.path.depth
+            source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
         copied, copies = None, 0
         if self.kind.path.cache_bits is not None:
             copied, *rest = rest
             # Of each layer four, and two buffers.
             copies = len(rest) * 4 // 6
         slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, copied, tuple(rest[:copies]))
-        return tokens, slots, entering
+        return PassTensors(tokens, entering, slots, source)
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter, takes
+from selfspec.architecture import Adapter, takes_positions
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.chain import Chain, ChainStep, Draws
@@ -40,10 +41,10 @@ class RecordedRunner(ModelRunner):
 
     def _run_in_block(self, call: PassCall) -> PassResult:
         width = call.tokens.shape[1]
-        slots = self._cache.slots(width, call.first, call.path.cache_bits)
-        if slots is None or is_watched(call.tokens.device) or self._streams(call):
+        tensors = self._tensors(call, call.tokens.contiguous())
+        if tensors is None or is_watched(call.tokens.device) or self._streams(call):
             return self._run_stock(call)
-        kind, tensors = self._kind(call, slots), PassTensors(call.tokens.contiguous(), call.entering, slots)
+        kind, slots = self._kind(call, tensors), tensors.slots
         wider = self._wider(call, kind, slots)
         if wider is not None:
             kind, tensors = replace(kind, width=wider.tokens.shape[1]), wider
@@ -56,12 +57,13 @@ class RecordedRunner(ModelRunner):
         )
 
     def chain(self, path: LayerPath, tokens: Tensor, draws: Draws, head: DraftHead | None = None) -> Chain | None:
-        call, slots = PassCall(path, tokens, head=head), self._cache.slots(1, bits=path.cache_bits)
+        call = PassCall(path, tokens, head=head)
+        first = self._tensors(call, tokens.clone())
         # Positions of steps are counted up, and none may lie beyond the last.
         ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
-        if slots is None or slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):
+        if first is None or first.slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):
             return None
-        chain = self._programs.chain(self._kind(call, slots), PassTensors(tokens.clone(), None, slots), draws)
+        chain = self._programs.chain(self._kind(call, first), first, draws)
         return None if chain is None else Chain(chain.probs, self._read(chain.steps))
 
     def forget(self, path: LayerPath) -> None:
@@ -93,15 +95,23 @@ class RecordedRunner(ModelRunner):
         found = replace(kind, width=self._programs.runtime.width(kind.width))
         more = self._programs.serving(found, most).width - kind.width
         wider = 0 < more <= most - kind.width
-        wide = self._cache.slots(kind.width + more, call.first, call.path.cache_bits) if wider else None
-        if wide is None:
+        if not wider:
             return None
         behind = (0, 0) * (call.tokens.ndim - 2) + (0, more)
-        tensors = PassTensors(functional.pad(call.tokens, behind), None, wide)
-        return tensors if self._programs.runtime.takes(tensors) else None
+        tensors = self._tensors(call, functional.pad(call.tokens, behind))
+        return tensors if tensors is not None and self._programs.runtime.takes(tensors) else None
 
-    def _kind(self, call: PassCall, slots: Slots) -> PassKind:
+    def _tensors(self, call: PassCall, tokens: Tensor) -> PassTensors | None:
+        """What a program takes for a call over these tokens; None: there is more to know than tensors say."""
+        slots = self._cache.slots(tokens.shape[1], call.first, call.path.cache_bits)
+        source = None if self._cache.source is None else self._cache.source.as_tensors(self.depth)
+        if slots is None or (self._cache.source is not None and source is None):
+            return None
+        return PassTensors(tokens, call.entering, slots, source)
+
+    def _kind(self, call: PassCall, tensors: PassTensors) -> PassKind:
         rows, width = call.tokens.shape[:2]
+        slots, source = tensors.slots, tensors.source
         return PassKind(
             path=call.path,
             head=call.head,
@@ -114,14 +124,16 @@ class RecordedRunner(ModelRunner):
             padded=self._cache.padded(width),
             entering=None if call.entering is None else tuple(call.entering.attention),
             taps=call.taps,
+            masked_source=None if source is None else source.mask is not None,
         )
 
     def _function(self, kind: PassKind) -> PassFunction:
         model = with_kernels(self._programs.runtime.prepared(frozen_view(self._stock_model)))
+        placed = None if self._adapter.positions is None else RowPositions(model, self._adapter)
+        model = model if placed is None else placed.module
         assert isinstance(model, PreTrainedModel)
-        return PassFunction(
-            self._gated_view(model, kind.path, kind.head, kind.taps), kind, self._cache_name, self._config
-        )
+        view = self._gated_view(model, kind.path, kind.head, kind.taps)
+        return PassFunction(view, kind, self._cache_name, self._config, self._takes_positions, placed)
 
 
 def runner_for(
@@ -135,7 +147,7 @@ def runner_for(
 
     Without `programs` the stock modules run every pass.
     """
-    recordable = takes(model, "position_ids") and not adapter.publishes and cache.source is None
+    recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.bucket and recordable:
         bound = programs.bound_to(model)

@@ -307,7 +307,7 @@ class ModelRunner:
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first, window)
         if self._placed is not None:
-            self._placed.place(self._cache, width, first)
+            self._placed.place(self._cache.positions(width, first))
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
 
     def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import selfspec
-from helpers.encoder_decoders import START, encoder_decoder
+from helpers.encoder_decoders import START, encoder_decoder, joint
 from helpers.goodness import p_value
 from selfspec.draft.text_places import OwnText, following, last_match
 from selfspec.errors import DraftConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
@@ -163,7 +163,7 @@ def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
     small = encoder_decoder(model.config.model_type, vocab_size=5)
     source = torch.tensor([[3, 4, 1, 3]])
     spec = selfspec.wrap(small, selfspec.drafts.EarlyExit(1), draft_length=2)
-    exact = _joint(small, source, 3)
+    exact = joint({"input_ids": source}, small, 3)
     texts: list[tuple[int, ...]] = []
     judged = 0
     for seed in range(2):
@@ -172,20 +172,6 @@ def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
         judged += out.stats.judged - out.stats.accepted
     assert judged, "nothing was rejected"
     assert p_value(texts, exact) > 1e-3
-
-
-@torch.no_grad()
-def _joint(model: PreTrainedModel, source: Tensor, tokens: int) -> dict[tuple[int, ...], float]:
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(tokens):
-        ids = torch.tensor([(START, *text) for text in chances])
-        p = model(source.repeat(len(ids), 1), decoder_input_ids=ids).logits[:, -1].softmax(-1).tolist()
-        chances = {
-            (*text, token): chance * each
-            for (text, chance), row in zip(chances.items(), p, strict=True)
-            for token, each in enumerate(row)
-        }
-    return chances
 
 
 @pytest.mark.parametrize(

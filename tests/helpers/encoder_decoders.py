@@ -118,6 +118,22 @@ class EncoderDecoder(Subject):
         return found
 
 
+@torch.no_grad()
+def joint(inputs: dict[str, Tensor], model: PreTrainedModel, tokens: int) -> dict[tuple[int, ...], float]:
+    """The chance of every text of so many tokens, given one row of what the encoder reads."""
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(tokens):
+        ids = torch.tensor([(START, *text) for text in chances])
+        given = {name: value.expand(len(ids), *value.shape[1:]) for name, value in inputs.items()}
+        p = model(**given, decoder_input_ids=ids).logits[:, -1].softmax(-1).tolist()
+        chances = {
+            (*text, token): chance * each
+            for (text, chance), row in zip(chances.items(), p, strict=True)
+            for token, each in enumerate(row)
+        }
+    return chances
+
+
 def _classes() -> dict[str, str]:
     listed = {**MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
     return {name: listed[name] for name in sorted(listed) if CONFIG_MAPPING[name]().is_encoder_decoder}

@@ -58,7 +58,7 @@ class Function(IntEnum):
 MOST_NODES = 64
 """Tokens of a pass that programs run."""
 
-MEMORY, FIRST_TENSOR = 0, 7
+MEMORY, FIRST_TENSOR = 0, 8
 """Places of a call's memory and of its first tensor in the table of addresses."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}

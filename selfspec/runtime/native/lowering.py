@@ -118,7 +118,9 @@ class Lowered:
     shapes: tuple[torch.Size, ...]
 
 
-def lowered(noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int) -> Lowered:
+def lowered(
+    noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int, source: Sequence[int] = ()
+) -> Lowered:
     """Lower the graph of a pass, as `capture` gives it.
 
     Args:
@@ -127,20 +129,27 @@ def lowered(noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, bu
         uniform: whether all rows write the same slots.
         tree: whether the pass is over nodes of a tree.
         buffers: keys and values of all layers, its last arguments before the masks.
+        source: places among the arguments of what an encoder has read, of which calls may have other lengths.
 
     Raises:
         RecordingError: it computes what programs do not.
     """
     patterns.joined(noted.graph)
-    return _Lowering(noted, sights, uniform, tree, buffers).run()
+    return _Lowering(noted, sights, uniform, tree, buffers, source).run()
 
 
 class _Lowering:
-    def __init__(self, noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int) -> None:
+    def __init__(
+        self, noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int, source: Sequence[int]
+    ) -> None:
         self._noted = noted
         self._sights = sights
         self._uniform, self._tree = uniform, tree
         self._buffers = buffers
+        self._of_source = source
+        # Attention alone reads these, since their lengths are those of a call.
+        self._source: dict[Node, Value] = {}
+        self._shifted: dict[Node, tuple[Node, int]] = {}
         self._values: dict[Node, Value] = {}
         self._masks: dict[Node, Sight] = {}
         self._parts: dict[Node, list[Value]] = {}
@@ -150,6 +159,7 @@ class _Lowering:
         self._caches: set[int] = set()
         self._handlers: dict[Any, Callable[[Node], Value | None]] = {
             aten.embedding.default: self._embedding,
+            aten.index.Tensor: self._chosen_rows,
             aten.add.Tensor: self._add,
             aten.arange.default: self._numbers,
             aten.cat.default: self._cat,
@@ -177,7 +187,7 @@ class _Lowering:
         arguments = len(inputs) - len(self._sights)
         for number, node in enumerate(inputs[:arguments]):
             value = Value(Storage(argument=number), _layout(node.meta["val"]))
-            self._values[node] = value
+            (self._source if number in self._of_source else self._values)[node] = value
             if number >= arguments - self._buffers:
                 self._caches.add(id(value.storage))
         self._masks = dict(zip(inputs[arguments:], self._sights, strict=True))
@@ -322,9 +332,13 @@ class _Lowering:
             first += size
         return whole
 
-    def _add(self, node: Any) -> Value:
+    def _add(self, node: Any) -> Value | None:
         if node.kwargs:
             raise RecordingError("programs add without factors")
+        if not node.meta["val"].is_floating_point() and isinstance(node.args[1], int):
+            # Numbers of rows, further down a table.
+            self._shifted[node] = node.args
+            return None
         for product, added in (node.args, reversed(node.args)):
             joint = self._added_to_product(product, added)
             if joint is not None:
@@ -455,31 +469,55 @@ class _Lowering:
 
     def _attend(self, node: Any) -> Value:
         query, key, value, mask, scale, cap = node.args
+        if key in self._source:
+            return self._attend_to_source(node)
         queries, keys, values = self._rows(self._value(query)), self._value(key), self._value(value)
         if not {id(keys.storage), id(values.storage)} <= self._caches or keys.layout.storage_offset():
             raise RecordingError("programs attend to the shared cache alone")
         if mask not in self._masks:
             raise RecordingError("programs do not know this mask")
-        batch, heads, tokens, size = queries.layout.shape
-        shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
-        result = self._new([batch, tokens, heads, size_of_values])
-        words: list[Word] = [DTYPES[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values]
         sight = self._masks[mask]
         if sight.window is not None and self._tree and sight.window.recent < MOST_NODES:
             raise RecordingError("programs take no window that ends within a tree")
         recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
-        words += [self._uniform, self._tree, sight.sliding or 0, recent, sinks, float(scale), float(cap)]
-        words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place]
-        words += _copied(keys.copy, values.copy)
+        how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, float(scale), float(cap)]
+        return self._attended(queries, keys, values, how, [*_copied(keys.copy, values.copy), NOWHERE])
+
+    def _attend_to_source(self, node: Any) -> Value:
+        query, key, value, mask, scale, cap = node.args
+        if value not in self._source or (mask is not None and mask not in self._source):
+            raise RecordingError("programs attend to what an encoder has read as it is")
+        seen = NOWHERE if mask is None else self._source[mask].place
+        how = [True, *[0] * 5, float(scale), float(cap)]
+        queries, keys, values = self._rows(self._value(query)), self._source[key], self._source[value]
+        return self._attended(queries, keys, values, how, [*_copied(None, None), seen])
+
+    def _attended(self, queries: Value, keys: Value, values: Value, how: Sequence[Word], last: Sequence[Word]) -> Value:
+        batch, heads, tokens, size = queries.layout.shape
+        shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
+        result = self._new([batch, tokens, heads, size_of_values])
+        words: list[Word] = [DTYPES[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values, *how]
+        words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place, *last]
         return self._emit(Kind.ATTEND, words, result)
 
+    def _chosen_rows(self, node: Any) -> Value:
+        table, indices = node.args
+        if len(indices) != 1:
+            raise RecordingError("programs choose whole rows")
+        return self._looked_up(table, indices[0])
+
     def _embedding(self, node: Any) -> Value:
-        table, ids = self._value(node.args[0]), self._value(node.args[1])
+        return self._looked_up(*node.args[:2])
+
+    def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
+        of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))
+        table, ids = self._value(of_table), self._value(of_ids)
         if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64 or not table.layout.is_contiguous():
             raise RecordingError("programs look ids up in tables")
         rows, size = table.layout.shape
         result = self._new([*ids.layout.shape, size])
-        words: list[Word] = [DTYPES[table.layout.dtype], rows, size, ids.layout.numel(), table.place, ids.place]
+        first = Place(table.storage, table.place.offset + shift * size * table.layout.element_size())
+        words: list[Word] = [DTYPES[table.layout.dtype], rows - shift, size, ids.layout.numel(), first, ids.place]
         return self._emit(Kind.EMBED, [*words, result.place], result)
 
 

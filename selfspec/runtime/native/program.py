@@ -89,8 +89,10 @@ class Native(Runtime):
         buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
             capture = captured(function, example)
+        places = _places(example.flat(), example.source.flat()) if example.source is not None else ()
         kept = None if function.kind.head is None else function.kind.head.tokens
-        return _Program(lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers), example, kept)
+        found = lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers, places)
+        return _Program(found, example, kept)
 
 
 class _Program:
@@ -102,9 +104,11 @@ class _Program:
     def __init__(self, pass_: Lowered, example: PassTensors, kept: Tensor | None) -> None:
         self._kept = kept
         flat = example.flat()
-        slots, place = example.slots, {id(tensor): place for place, tensor in enumerate(flat)}
-        block = (-1, -1, -1) if slots.block is None else [place[id(each)] for each in slots.block.tensors]
-        self._places = [len(flat) - len(slots.buffers), len(flat) - 1, place[id(slots.slot_mapping)], *block]
+        slots, nowhere = example.slots, (-1, -1, -1)
+        block = nowhere if slots.block is None else _places(flat, slots.block.tensors)
+        cross = nowhere[:1] if example.source is None else _places(flat, example.source.cross[:1])
+        first = len(flat) - len(slots.buffers)
+        self._places = [first, len(flat) - 1, *_places(flat, [slots.slot_mapping]), *block, *cross]
         operations = with_waits(pass_.operations)
         offsets, self._bytes = planned(operations)
         self._shapes = pass_.shapes
@@ -156,6 +160,12 @@ class _Program:
             memory = torch.empty(self._bytes + 2 * _LINE, dtype=torch.uint8)
         yield memory
         self._memories.append(memory)
+
+
+def _places(flat: Sequence[Tensor], some: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where some of the tensors of a call are among all of them."""
+    place = {id(tensor): place for place, tensor in enumerate(flat)}
+    return tuple(place[id(each)] for each in some)
 
 
 def _constants(pass_: Lowered) -> Sequence[Tensor]:
