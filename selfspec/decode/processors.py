@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, generation
 from selfspec.arguments import check_scores
 from selfspec.decode.occurrences import LogitBias
 from selfspec.decode.sequences import Prefixes, first_end
+from selfspec.decode.suppression import Suppression, SuppressionAt, without_search
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.chain import Choice
 
@@ -227,13 +228,13 @@ _WARPERS = frozenset(
         generation.InfNanRemoveLogitsProcessor,
         generation.LogitNormalization,
         generation.MinPLogitsWarper,
-        generation.SuppressTokensLogitsProcessor,
         generation.TemperatureLogitsWarper,
         generation.TopHLogitsWarper,
         generation.TopKLogitsWarper,
         generation.TopPLogitsWarper,
         generation.TypicalLogitsWarper,
         LogitBias,
+        Suppression,
     }
 )
 # Those that depend on the prefix too, and remember nothing.
@@ -249,8 +250,8 @@ _STATELESS = _WARPERS | {
     generation.NoRepeatNGramLogitsProcessor,
     generation.RepetitionPenaltyLogitsProcessor,
     generation.SequenceBiasLogitsProcessor,
-    generation.SuppressTokensAtBeginLogitsProcessor,
     generation.WatermarkLogitsProcessor,
+    SuppressionAt,
     # Of models that write down speech, named after them.
     *(getattr(generation, name) for name in dir(generation) if name.endswith("TimeStampLogitsProcessor")),
 }
@@ -288,6 +289,7 @@ def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit:
                 f"the logits processor {type(processor).__name__} is not supported: it needs a batch of conditional "
                 "and unconditional rows; pass guidance_scale=... instead"
             )
+    processors = LogitsProcessorList(map(without_search, processors))
     if all(map(is_stateless, processors)):
         return _stateless(processors, eos, limit)
     kept = LogitsProcessorList(each for each in processors if is_stateless(each) or _can_roll_back(each))
