@@ -357,7 +357,7 @@ CATALOGUE = (
         "None if self._adapter.positions is None else RowPositions(model, self._adapter)", "None",
         ("test_cross_attention.py::test_greedy_text_is_the_stock_models", "-k", "bart-plain", "-m", "kernels")),
     Mutation("rows that are left read the source of rows that have ended", "Source.narrow", "self._as_tensors = None",
-        "pass", ("test_rows_that_end_take_what_they_read_with_them", "-m", "kernels")),
+        "pass", ("test_rows_that_are_left_have_their_own",)),
     Mutation("programs read a source before every layer has made its keys", "Source.as_tensors",
         "len(kept) < 2 * depth", "not kept", ("test_a_source_is_no_tensors_before_each_layer_has_read_it",)),
     Mutation("tokens suppressed at the begin are suppressed everywhere", "SuppressionAt.__call__",
