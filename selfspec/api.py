@@ -35,6 +35,7 @@ from selfspec.decode.pieces import generate_in_pieces, has_own_generate
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.row_decoder import Drafting, RowDecoder
 from selfspec.decode.target import Target
+from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory
 from selfspec.draft.registry import AUTO, draft_name, parse_draft
@@ -644,7 +645,7 @@ def _default_runtime(model: PreTrainedModel) -> Runtime:
         return Eager() if placement.streams_from_disk else Native()
     # There most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
     devices = {parameter.device for parameter in model.parameters()}
-    return CudaGraphs() if len(devices) == 1 and devices.pop().type == "cuda" else Native()
+    return CudaGraphs() if len(devices) == 1 and has_graphs(devices.pop()) else Native()
 
 
 def _named(draft: Drafter | str | bool) -> Drafter | bool:

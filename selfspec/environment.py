@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from selfspec.device import backend, on_host
 from selfspec.kernels import native
 from selfspec.version import __version__
 
@@ -29,7 +30,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         **versions(),
         "commit": commit(),
         "processor": device_name(torch.device("cpu")),
-        "device": device_name(device) if device.type == "cuda" else device.type,
+        "device": device.type if on_host(device) else device_name(device),
         "threads": torch.get_num_threads(),
         "cpu_kernels": native.load_kernels(),
     }
@@ -37,10 +38,9 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 def device_name(device: torch.device) -> str:
     """What a device calls itself: the name of its processor."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type != "cpu":
-        return device.type
+    if not on_host(device):
+        ask = getattr(backend(device), "get_device_name", None)
+        return device.type if ask is None else str(ask(device))
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

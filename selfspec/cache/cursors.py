@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 
 _SMALLEST_ROOM = 64
 
@@ -138,6 +139,4 @@ class Cursors:
     def _starts(self, ahead: int) -> Tensor:
         """The slot so far ahead of each cursor, `[batch, 1]`."""
         slots = [length + ahead for length in self.seq_lens]
-        # Pinned and not waited for: the upload must not cost the round a synchronisation.
-        cursor = torch.tensor(slots, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        return cursor[:, None]
+        return to_device(slots, self.device)[:, None]

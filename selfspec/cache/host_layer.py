@@ -7,6 +7,7 @@ from torch import Tensor
 
 from selfspec.cache.cursors import Cursors
 from selfspec.cache.shared_layer import SharedLayer
+from selfspec.device import has_streams
 
 
 class HostLayer(SharedLayer):
@@ -37,7 +38,6 @@ class HostLayer(SharedLayer):
     def _slots_like(self, states: Tensor) -> Tensor:
         _, heads, _, head_dim = states.shape
         # Slots side by side, so that those which a pass sees are one copy; page-locked, so that it is a fast one.
-        locked = self._device.type == "cuda"
         shape = (self._cursors.capacity, self._cursors.held, heads, head_dim)
-        slots = torch.zeros(shape, dtype=states.dtype, device="cpu", pin_memory=locked)
+        slots = torch.zeros(shape, dtype=states.dtype, device="cpu", pin_memory=has_streams(self._device))
         return slots.permute(1, 2, 0, 3)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.shared_layer import SharedLayer
+from selfspec.device import to_device
 
 CacheBits = Literal[8, 4]
 
@@ -72,8 +73,7 @@ class RoundedCopy:
         if begins != ends and exact:
             _round_slots(exact, self._parts, begins, ends, self._bits)
             self._lengths, device = ends, exact[0].device
-            # Pinned and not waited for: the upload must not cost the round a synchronisation.
-            self._held = torch.tensor(ends, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            self._held = to_device(ends, device)
 
     @property
     def tensors(self) -> tuple[Tensor, tuple[Tensor, ...]]:

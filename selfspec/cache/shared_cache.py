@@ -29,6 +29,7 @@ from selfspec.cache.rounded_layer import RoundedLayer
 from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
 
 _STEPS = 16
@@ -374,7 +375,7 @@ class SharedCache(Cache):
         ]
         targets = [[length + place for place in places] for length in self.seq_lens]
         device = self._cursors.device
-        slots = torch.tensor([sources, targets], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        slots = to_device([sources, targets], device)
         for layer in self._slotted:
             layer.copy_slots(slots[0], slots[1])
 

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfspec.device import to_device
+
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed number: the increment of splitmix64
 # A counter holds the place, above it the purpose, and above that the round.
 _PLACE_BITS, _PURPOSE_BITS = 24, 3
@@ -95,9 +97,7 @@ class Noise:
                 np.arange(rounds)[:, None, None, None], np.arange(purposes)[:, None, None], np.arange(places)
             )
             numbers = torch.from_numpy(_shifted(bits, 12) * 2.0**-52)
-            # Pinned and not waited for: the upload must not cost the round a synchronisation.
-            numbers = numbers if self._on_host else numbers.pin_memory().to(self._device, non_blocking=True)
-            self._ahead = list(numbers.unbind())[::-1]
+            self._ahead = list(to_device(numbers, self._device).unbind())[::-1]
             self._numbers = self._ahead.pop().unbind()
         return self._numbers[purpose].narrow(1, first, count)
 
@@ -148,9 +148,7 @@ class Noise:
             positions: of the tokens to choose, `[rows or 1, places]`.
             vocabulary: number of all tokens.
         """
-        keys = torch.from_numpy(self._keys)
-        if not self._on_host:
-            keys = keys.pin_memory().to(self._device, non_blocking=True)
+        keys = to_device(torch.from_numpy(self._keys), self._device)
         key = _mixed(keys[:, None] + _GOLDEN * (positions + 1))
         tokens = torch.arange(1, vocabulary + 1, device=self._device)
         bits = _mixed(key[..., None] + _GOLDEN * tokens)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept.tree_paths import tree_tables
+from selfspec.device import to_device
 from selfspec.draft import Draft
 
 
@@ -25,8 +26,7 @@ def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
     if min(lengths) == draft.tree.depth:
         return None
     device = draft.tokens.device
-    # Pinned and not waited for: the upload must not cost the round a synchronisation.
-    limits = torch.tensor(lengths, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    limits = to_device(lengths, device)
     if draft.tree.is_chain:
         return torch.arange(1, draft.length + 1, device=device) <= limits[:, None]
     return tree_tables(draft.tree, device).depths[1:] <= limits[:, None]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from selfspec.device import backend, has_streams
 from selfspec.draft.verdict import Verdict
 
 
@@ -134,18 +135,18 @@ def _add(counts: list[int], positions: int, first: int) -> None:
 
 
 class PhaseClock:
-    """Sums wall time by phase. On CUDA it records events and reads them at the end, so it never synchronises."""
+    """Sums wall time by phase. Where a device has streams it records events and reads them at the end, so no phase waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of a `with` block towards `name`."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if has_streams(self._device):
+            begin, end = (backend(self._device).Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()

@@ -18,6 +18,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import layer_numbers
 from selfspec.errors import DraftConfigError
+from selfspec.kernels.low_bits import has_kernels
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight
 from selfspec.model.compensated_weights import compensated_weights
 from selfspec.model.early_head import plain_head
@@ -26,7 +27,6 @@ from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, write_substitutes
 from selfspec.model.substitutes import (
-    KERNEL_DEVICES,
     Substitutes,
     no_substitutes,
     substituted_weights,
@@ -225,10 +225,9 @@ class LowPrecision(LayerPathDrafter):
         return path.with_substitutes(self._precision, substituted, head=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if model.device.type not in KERNEL_DEVICES:
+        if not has_kernels(model.device.type):
             raise DraftConfigError(
-                f"there are no kernels for low-precision drafts on {model.device.type}; use "
-                + " or ".join(KERNEL_DEVICES)
+                f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
             )
         layers = adapter.decoder_layers(model)
         path = self.path(len(layers))

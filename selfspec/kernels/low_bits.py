@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,8 @@ _ATEN_INPUTS_IN_FOUR_BITS, _ATEN_OUTPUTS = 128, 8
 _ROWS_AT_ONCE = 1024
 # The oldest CUDA devices whose matrix units take what the kernels in Triton give them.
 _LEAST_CAPABILITY = (8, 0)
+# Inputs and outputs of the weight that a device is tried with: every kernel takes it.
+_PROBED = 128
 
 
 class Kernels(Enum):
@@ -47,6 +50,22 @@ def kernels_of(device: torch.device) -> Kernels:
     if device.type == "cuda" and find_spec("triton") and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY:
         return Kernels.TRITON
     return Kernels.ATEN
+
+
+@cache
+def has_kernels(kind: str) -> bool:
+    """Whether layers in fewer bits run on a kind of device, such as "cuda": torch is asked for a small product."""
+    if kind in ("cpu", "cuda", "meta"):
+        return kind != "meta"
+    try:
+        row = torch.zeros(1, _PROBED, dtype=torch.bfloat16, device=kind)
+        levels, scales = torch.zeros(_PROBED, _PROBED, device=kind), row.new_ones(_PROBED)
+        torch.ops.aten._weight_int8pack_mm(row, levels.to(torch.int8), scales)
+        torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2].to(torch.uint8).contiguous(), 8)
+    # What is missing is a NotImplementedError, which is one.
+    except RuntimeError:
+        return False
+    return True
 
 
 class LowBitsLinear(nn.Module, ABC):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from selfspec.device import random_state_kept
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare, end_tokens, until_end
 
@@ -52,7 +54,7 @@ def own_text(
     config = GenerationConfig(do_sample=bool(sampled), max_length=length, eos_token_id=None, pad_token_id=0, **sampled)
     writer, mask = bare(model), torch.ones_like(prompts) if mask is None else mask
     writer.generation_config = config
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()), enabled=bool(sampled)):
+    with random_state_kept() if sampled else nullcontext():
         if sampled:
             torch.manual_seed(seed)
         ids: Tensor = writer.generate(prompts, attention_mask=mask, generation_config=config)

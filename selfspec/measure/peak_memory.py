@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from selfspec.device import backend, on_host
 from selfspec.process_memory import give_back_free_memory, status_bytes
 
 _CLEAR = Path("/proc/self/clear_refs")
@@ -17,14 +18,15 @@ _RESET_PEAK = "5"
 def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
     """Do some work and return the most memory it took above the level before, in bytes.
 
-    On CUDA that is what torch allocated. On a CPU it is the resident set of the process, which Linux counts in pages
-    and which an allocator may hold on to; None where the system does not tell.
+    On a device that is what torch allocated, where it counts that. On a CPU it is the resident set of the process,
+    which Linux counts in pages and which an allocator may hold on to; None where the system does not tell.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if not on_host(device) and hasattr(backend(device), "reset_peak_memory_stats"):
+        backend(device).reset_peak_memory_stats(device)
+        allocated: int = backend(device).memory_allocated(device)
         work()
-        return torch.cuda.max_memory_allocated(device) - before
+        most: int = backend(device).max_memory_allocated(device)
+        return most - allocated
     give_back_free_memory()
     known = device.type == "cpu" and _reset_peak()
     before = status_bytes("VmRSS") if known else 0

@@ -25,9 +25,6 @@ from selfspec.model.substitute_file import REWRITE, SubstituteFile
 from selfspec.model.tensor_parallel import LocalPart, local_part
 from selfspec.model.view import copied, view_with
 
-KERNEL_DEVICES = ("cpu", "cuda")
-"""Devices that have kernels for fewer bits."""
-
 
 class SummedLinear(nn.Module):
     """A linear layer in fewer bits that has a part of the inputs: what the parts give is summed over processes."""
@@ -321,7 +318,7 @@ def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
     """The refusal of a model none of whose layers has substitutes."""
     return DraftConfigError(
         f"no layer of {type(model).__name__} can run in {precision.bits} bits here: there are kernels for plain linear "
-        f"layers on {' and '.join(KERNEL_DEVICES)}, in 4 bits with inputs that groups of {precision.group_size} "
+        f"layers, in 4 bits with inputs that groups of {precision.group_size} "
         "divide, in 8 with multiples of 16; draft with PromptLookup() or an exit, or in other groups (group_size=32)"
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.device import backend, has_graphs
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.process_lock import ProcessLock
@@ -45,7 +46,7 @@ class CudaGraphs(Runtime):
                 raise UnsupportedOptionError(f"{name} must be an integer of at least {least}, got {value!r}")
 
     def check(self, device: torch.device) -> None:
-        if device.type != "cuda":
+        if not has_graphs(device):
             raise UnsupportedOptionError(
                 f"CudaGraphs runs models on a CUDA device, and this one is on {device}; move it there, or leave the "
                 "runtime out"
@@ -72,17 +73,17 @@ class Recorder:
     """Captures the passes of one kind, which share memory for intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()
-            self._done = torch.cuda.Event()
+        self._device, self._backend = device, backend(device)
+        with self._backend.device(device):
+            self._pool = self._backend.graph_pool_handle()
+            self._stream = self._backend.Stream()
+            self._done = self._backend.Event()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Order launches after all earlier work, on any stream."""
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
+        with self._backend.device(self._device):
+            current = self._backend.current_stream()
             current.wait_event(self._done)
             try:
                 yield
@@ -91,9 +92,9 @@ class Recorder:
 
     def warmed(self, launch: Launch) -> tuple[Tensor, ...]:
         """Launch once on the capturing stream, so that kernels do their set-up before the capture."""
-        current = torch.cuda.current_stream()
+        current = self._backend.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with self._backend.stream(self._stream):
             outputs = launch()
         current.wait_stream(self._stream)
         # They were made on the other stream and are read on this one. Only this one is waited for: another thread may
@@ -103,8 +104,8 @@ class Recorder:
 
     def record(self, launch: Launch) -> Recording:
         """Capture the launches. Nothing runs before the first replay."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        graph = self._backend.CUDAGraph()
+        with self._backend.stream(self._stream):
             # Other threads may work meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

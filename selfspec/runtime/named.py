@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import torch
 
+from selfspec.device import has_graphs
 from selfspec.runtime.cuda_graphs import CudaGraphs
 from selfspec.runtime.native.program import Native
 from selfspec.runtime.runtime import Eager, Runtime
@@ -27,7 +28,7 @@ _MAKING_PROGRAMS: dict[RuntimeName, type[Native] | type[CudaGraphs]] = {
 
 def usual_runtime(device: torch.device) -> RuntimeName:
     """Return the runtime that benchmarks take where nobody names one."""
-    return RuntimeName.GRAPHS if device.type == "cuda" else RuntimeName.NATIVE
+    return RuntimeName.GRAPHS if has_graphs(device) else RuntimeName.NATIVE
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:

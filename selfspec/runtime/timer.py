@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from selfspec.device import wait_for
+
 
 class Timer:
     """Times work to its end on the device.
@@ -21,9 +23,7 @@ class Timer:
 
     def now(self) -> float:
         """The time when all that was asked of the device is done."""
-        if self._device.type == "cuda":
-            # Not for the whole device: that fails while another thread captures a graph.
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)
         return self._clock()
 
     def of(self, work: Callable[[], object]) -> float:

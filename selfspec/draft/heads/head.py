@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
+from selfspec.kernels.low_bits import has_kernels
 from selfspec.kernels.rounded import Precision, RoundedWeight
-from selfspec.model.substitutes import KERNEL_DEVICES, Substitutes
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
 
 _GROUP_SIZE = 32
@@ -119,10 +120,10 @@ def check_for_head(model: PreTrainedModel, what: str, bits: int | None) -> None:
         DraftConfigError: its device has no kernels for so few bits.
     """
     check_on_one_process(model, what)
-    if bits is not None and model.device.type not in KERNEL_DEVICES:
+    if bits is not None and not has_kernels(model.device.type):
         raise DraftConfigError(
             f"there are no kernels for {what} in {bits} bits on {model.device.type}; leave int{bits}+ out, or use "
-            + " or ".join(KERNEL_DEVICES)
+            "cpu or cuda"
         )
 
 

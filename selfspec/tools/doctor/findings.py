@@ -10,6 +10,8 @@ from selfspec.tools.doctor.products import Products
 
 # A block of four tokens that costs more than this many steps eats most of what drafts gain.
 _DEAR = 1.5
+# Kinds of accelerators that selfspec has run on.
+_TRIED = ("cuda",)
 
 
 def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
@@ -49,6 +51,11 @@ def _threads(machine: MachineReport) -> Iterator[str]:
 
 
 def _gpu(machine: MachineReport) -> Iterator[str]:
+    if machine.accelerator not in (None, *_TRIED):
+        yield (
+            f"selfspec was never run on {machine.accelerator}, and does not choose it by itself: where you give "
+            f"--device {machine.accelerator}, run selfspec verify with it first"
+        )
     if machine.gpu_without_cuda:
         yield "there is an NVIDIA GPU, but this torch was built for CPUs alone: install a build of torch with CUDA"
 

@@ -46,7 +46,8 @@ class MachineReport:
         memory: bytes of main memory, or of the process's control group; None as above.
         threads: that torch computes with.
         omp_num_threads: the variable of that name; None where it is not set.
-        gpus: names of CUDA devices that torch sees.
+        gpus: names of the accelerators that torch sees.
+        accelerator: what torch calls their kind, such as "cuda"; None: there is none.
         gpu_without_cuda: whether there is a GPU of NVIDIA's, and this torch was built without CUDA.
         kernels: the CPU kernels.
     """
@@ -59,6 +60,7 @@ class MachineReport:
     threads: int
     omp_num_threads: str | None
     gpus: list[str]
+    accelerator: str | None
     gpu_without_cuda: bool
     kernels: KernelState
 
@@ -69,7 +71,9 @@ def read_machine(cores: SpareCores) -> MachineReport:
     Args:
         cores: watched while this process started.
     """
-    gpus = [device_name(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if found is None else torch.accelerator.device_count()
+    gpus = [] if found is None else [device_name(torch.device(found.type, number)) for number in range(count)]
     return MachineReport(
         system=f"{platform.system()} {platform.machine()}",
         processor=device_name(torch.device("cpu")),
@@ -79,6 +83,7 @@ def read_machine(cores: SpareCores) -> MachineReport:
         threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         gpus=gpus,
+        accelerator=None if found is None else found.type,
         gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
         kernels=KernelState(
             native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()

@@ -16,6 +16,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.fixed import control_of
+from selfspec.device import has_graphs, on_host, random_state_kept
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.stock import bare, end_tokens, until_end
@@ -150,7 +151,7 @@ class StockArm:
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         device = self._model.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with random_state_kept():
             torch.manual_seed(seed)
             watch = Stopwatch(device)
             seen = _FirstToken(watch, prompts.ids)
@@ -187,8 +188,8 @@ class StockArm:
             case "assistant":
                 return {"assistant_model": self._assistant}
             case "static":
-                on_cuda = self._model.device.type == "cuda"
-                compiling = CompileConfig() if on_cuda else CompileConfig(mode="default")
+                graphs = has_graphs(self._model.device)
+                compiling = CompileConfig() if graphs else CompileConfig(mode="default")
                 compiling._compile_all_devices = True
                 return {"cache_implementation": "static", "compile_config": compiling}
         return {}
@@ -220,6 +221,6 @@ class _FirstToken(StoppingCriteria):
 
 def _no_compiler(device: torch.device) -> str | None:
     """Say why nothing can be compiled for a device; None: it can be."""
-    if device.type == "cuda" or any(map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))):
+    if not on_host(device) or any(map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))):
         return None
     return f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is there"

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from selfspec.device import backend, on_host
 from selfspec.measure.peak_memory import peak_memory
 from selfspec.model.tensor_parallel import whole
 from selfspec.process_memory import resident_bytes
@@ -89,8 +90,14 @@ def _measure(job: _Job) -> PeakMemory | None:
     growth = peak_memory(lambda: arm.decode(prompts, job.cell, seed=0), job.device)
     if growth is None:
         return None
-    return PeakMemory(weights, loaded - before + growth, "torch" if job.device.type == "cuda" else "system")
+    return PeakMemory(weights, loaded - before + growth, "torch" if _counts(job.device) else "system")
 
 
 def _in_use(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes() or 0
+    allocated: int = backend(device).memory_allocated(device) if _counts(device) else resident_bytes() or 0
+    return allocated
+
+
+def _counts(device: torch.device) -> bool:
+    """Whether torch counts the memory of a device."""
+    return not on_host(device) and hasattr(backend(device), "memory_allocated")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -147,7 +148,8 @@ class Accelerator:
         here, there = self.host(source), self.host(to)
         size = to.numel() * to.element_size()
         if source.device == to.device:
-            return self.launch(_ATEN.copy_.default, to, source)
+            copied: Tensor = self.launch(_ATEN.copy_.default, to, source)
+            return copied
         at_once = not (non_blocking and (source if source.device.type == "cpu" else to).is_pinned())
         if to.device.type == "cpu":
             self.counts.to_host += size
@@ -181,6 +183,7 @@ class Accelerator:
             self.streams.current.reach(host_waits=False)
         self.counts.launches += 1
         taken: set[int] = set()
+        args = operation.with_numbers(args)
 
         def given(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -211,7 +214,8 @@ class Accelerator:
 
         values = found if len(operation.returned) > 1 else [found]
         outputs = [
-            new(value) if name is None else written[name] for name, value in zip(operation.returned, values, strict=False)
+            new(value) if name is None else written[name]
+            for name, value in zip(operation.returned, values, strict=False)
         ]
         if self.capture is not None:
             self.capture.note(func, args, kwargs, outputs)
@@ -229,7 +233,7 @@ class Accelerator:
         fresh = torch.empty(size, dtype=tensor.dtype)
         room = memory_of(tensor).nbytes - tensor.storage_offset() * tensor.element_size() if tensor.numel() else 0
         if fresh.nbytes <= room:
-            like = torch.empty(0, dtype=tensor.dtype).set_(  # type: ignore[call-overload]
+            like = torch.empty(0, dtype=tensor.dtype).set_(
                 memory_of(tensor).held, tensor.storage_offset(), fresh.shape, fresh.stride()
             )
             return repointed(tensor, tensor.untyped_storage(), like)
@@ -255,9 +259,7 @@ class Accelerator:
         memory_format: Any = None,
     ) -> Tensor:
         """`_to_copy` of a tensor of the device."""
-        to = torch.empty_like(
-            tensor, dtype=dtype, device=device, memory_format=memory_format or torch.preserve_format
-        )
+        to = torch.empty_like(tensor, dtype=dtype, device=device, memory_format=memory_format or torch.preserve_format)
         if to.device.type == "cpu" and non_blocking:
             pinned(to)
         return to.copy_(tensor, non_blocking)
@@ -290,6 +292,7 @@ class _Operation:
         self.reads_values = self.name != "aten::index" and bool(_READING & set(func.tags))
         self.moves_indices = self.name == "aten::_index_put_impl_"
         arguments = [(each.name, each.alias_info) for each in func._schema.arguments]
+        self._tensors = [str(each.type) == "Tensor" for each in func._schema.arguments]
         self._written = [
             (place, name) for place, (name, alias) in enumerate(arguments) if alias is not None and alias.is_write
         ]
@@ -299,6 +302,13 @@ class _Operation:
             alias = each.alias_info
             assert alias is None or alias.is_write, f"{self.name} gives a view, which the stand-in does not know"
             self.returned.append(None if alias is None else by_set[frozenset(alias.before_set)])
+
+    def with_numbers(self, args: Any) -> Any:
+        """Return arguments with tensors in the place of Python's numbers where it takes tensors."""
+        return [
+            torch.tensor(value) if takes and isinstance(value, int | float) else value
+            for takes, value in zip(self._tensors, args, strict=False)
+        ]
 
     def check_number(self, tensor: Tensor) -> None:
         """Refuse a tensor of the host that is more than CUDA takes."""
@@ -383,19 +393,19 @@ class _Module:
         return
 
     @staticmethod
-    def Stream(device: Any = None) -> Stream:  # noqa: N802 - as it is called elsewhere
+    def Stream(device: Any = None) -> Any:  # noqa: N802 - as it is called elsewhere
         return Stream(_present[0])
 
     @staticmethod
-    def Event(enable_timing: bool = False) -> Event:  # noqa: N802 - as it is called elsewhere
+    def Event(enable_timing: bool = False) -> Any:  # noqa: N802 - as it is called elsewhere
         return Event(_present[0])
 
     @staticmethod
-    def current_stream(device: Any = None) -> Stream:
+    def current_stream(device: Any = None) -> Any:
         return _present[0].streams.current
 
     @staticmethod
-    def stream(stream: Stream) -> Any:
+    def stream(stream: Any) -> Any:
         return _present[0].streams.on(stream)
 
     @staticmethod
@@ -428,8 +438,16 @@ class _Module:
         return "stand-in"
 
     @staticmethod
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return _present[0].capacity - _present[0].allocated, _present[0].capacity
+    def get_device_properties(device: Any = None) -> Any:
+        return SimpleNamespace(total_memory=_present[0].capacity)
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
 
 
 @cache

@@ -74,7 +74,7 @@ class Memory:
     def view(self, like: Tensor) -> Tensor:
         """Return the host's tensor of the sizes and strides of a tensor of the device."""
         empty = _empty(0, dtype=like.dtype)
-        return empty.set_(self.held, like.storage_offset(), like.shape, like.stride())  # type: ignore[call-overload]
+        return empty.set_(self.held, like.storage_offset(), like.shape, like.stride())
 
 
 def memory_of(tensor: Tensor) -> Memory:
@@ -112,4 +112,4 @@ def repointed(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) -> Te
 
 def spoil(storage: torch.UntypedStorage) -> None:
     """Fill memory with nonsense: NaN, -1, and truths that are neither."""
-    _empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # type: ignore[call-overload]
+    _empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)

@@ -24,6 +24,7 @@ MACHINE = MachineReport(
     threads=4,
     omp_num_threads=None,
     gpus=[],
+    accelerator=None,
     gpu_without_cuda=False,
     kernels=KERNELS,
 )
