@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 
 
 def first_path(mask: Tensor, tree: Tree) -> Tensor:
@@ -108,16 +109,16 @@ def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
     siblings = [[node for node in tree.children[parent + 1] if node < each] for each, parent in enumerate(tree.parents)]
     return TreeTables(
         places=torch.arange(len(tree) + 1, device=device),
-        depths=torch.tensor((0, *tree.depths), device=device),
-        parents=torch.tensor([parent + 1 for parent in tree.parents], device=device),
-        children=torch.tensor([[*nodes, *[-1] * (widest - len(nodes))] for nodes in tree.children], device=device),
-        last_children=torch.tensor(last, device=device),
-        inner=torch.tensor([place for place, child in enumerate(last) if place and child >= 0], device=device).long(),
-        turns=torch.tensor([order.index(node) + 1 for node in nodes], device=device),
-        by_turn=torch.tensor([0, *(node + 1 for node in order)], device=device),
-        paths=torch.tensor([[*path, *[path[-1]] * (tree.depth + 1 - len(path))] for path in paths], device=device),
-        ancestors=torch.tensor([[node in path for node in nodes] for path in tree.paths], device=device),
-        earlier_siblings=torch.tensor([[node in before for node in nodes] for before in siblings], device=device),
+        depths=to_device((0, *tree.depths), device),
+        parents=to_device([parent + 1 for parent in tree.parents], device),
+        children=to_device([[*nodes, *[-1] * (widest - len(nodes))] for nodes in tree.children], device),
+        last_children=to_device(last, device),
+        inner=to_device([place for place, child in enumerate(last) if place and child >= 0], device).long(),
+        turns=to_device([order.index(node) + 1 for node in nodes], device),
+        by_turn=to_device([0, *(node + 1 for node in order)], device),
+        paths=to_device([[*path, *[path[-1]] * (tree.depth + 1 - len(path))] for path in paths], device),
+        ancestors=to_device([[node in path for node in nodes] for path in tree.paths], device),
+        earlier_siblings=to_device([[node in before for node in nodes] for before in siblings], device),
         ranks=tuple(_ranks(tree, device)),
     )
 
@@ -138,9 +139,9 @@ def _ranks(tree: Tree, device: torch.device) -> Iterator[Rank]:
         before = [earlier.index(node) for node in siblings] if siblings else [tree.parents[node] + 1 for node in nodes]
         earlier = nodes
         yield Rank(
-            torch.tensor(nodes, device=device),
-            torch.tensor(before, device=device),
-            None if siblings is None else torch.tensor(siblings, device=device),
+            to_device(nodes, device),
+            to_device(before, device),
+            None if siblings is None else to_device(siblings, device),
         )
 
 

@@ -52,6 +52,8 @@ class Cursors:
         self.slack = slack
         self._room = min(_SMALLEST_ROOM, limit)
         self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
+        # Where rows ended when slots were last asked for, and what was said by the width and first node of a pass.
+        self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
 
     @property
     def capacity(self) -> int:
@@ -104,17 +106,26 @@ class Cursors:
 
     def slots(self, width: int, first: int) -> Tensor:
         """Slots that a pass writes: `[1, width]` for equal cursors, else `[batch, width]`."""
+        if self._asked[0] != self.seq_lens:
+            self._asked = (list(self.seq_lens), {})
+        # Every layer asks, and what it is told changes between rounds alone.
+        known = self._asked[1]
+        if (width, first) not in known:
+            known[width, first] = self._numbers(width, first + 1)
+        return known[width, first]
+
+    def _numbers(self, width: int, ahead: int) -> Tensor:
         if self.uniform:
-            start = self.seq_lens[0] + first + 1
+            start = self.seq_lens[0] + ahead
             return torch.arange(start, start + width, device=self.device)[None]
-        return self._starts(first + 1) + torch.arange(width, device=self.device)
+        return self._starts() + ahead + torch.arange(width, device=self.device)
 
     def position_ids(self, positions: Tensor) -> Tensor:
         """Position ids of tokens at some places of the text, `[batch or 1, width]`."""
         if not any(self.offsets):
             return positions
         offsets = self.offsets[:1] if self.shifted_alike else self.offsets
-        return positions + torch.tensor(offsets, device=self.device)[:, None]
+        return positions + to_device(offsets, self.device)[:, None]
 
     @property
     def shifted_alike(self) -> bool:
@@ -128,7 +139,7 @@ class Cursors:
             return None
         if self.tree not in self._tables:
             self._tables[self.tree] = OpenBlock.tables(self.tree, self.device)
-        start = torch.full((1, 1), self.seq_lens[0], device=self.device) if self.uniform else self._starts(0)
+        start = torch.full((1, 1), self.seq_lens[0], device=self.device) if self.uniform else self._starts()
         return OpenBlock(start, *self._tables[self.tree])
 
     def right_aligned(self, width: int, first: int) -> Tensor:
@@ -136,7 +147,6 @@ class Cursors:
         last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
         return last + 1 - visible + torch.arange(visible, device=self.device)
 
-    def _starts(self, ahead: int) -> Tensor:
-        """The slot so far ahead of each cursor, `[batch, 1]`."""
-        slots = [length + ahead for length in self.seq_lens]
-        return to_device(slots, self.device)[:, None]
+    def _starts(self) -> Tensor:
+        """The slot at each cursor, `[batch, 1]`."""
+        return to_device(self.seq_lens, self.device)[:, None]

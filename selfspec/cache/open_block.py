@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class OpenBlock:
         sees[:, 0] = True
         for node, path in enumerate(tree.paths):
             sees[node + 1, torch.tensor(path) + 1] = True
-        return torch.tensor((0, *tree.depths)).to(device), sees.to(device)
+        return to_device((0, *tree.depths), device), to_device(sees, device)
 
     @property
     def nodes(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from selfspec.cache.cursors import Cursors
+from selfspec.device import to_device
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def narrow_states(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
         if self._settled is not None:
-            self._settled = self._settled.mapped(lambda state: state[torch.tensor(rows, device=state.device)])
+            self._settled = self._settled.mapped(lambda state: state[to_device(rows, state.device)])
 
     def join_states(self, other: RecurrentLayer, own: int, others: int) -> None:
         """Add the states of another cache's rows behind these. Rows that have read nothing have states of zeros.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.cursors import Cursors
+from selfspec.device import to_device
 
 CacheKind = Literal["exact", "host", "int8"]
 """How keys and values are kept.
@@ -114,7 +115,7 @@ class SharedLayer(CacheLayerMixin):
     def narrow_slots(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
         if self._stored is not None:
-            self._store([slots[torch.tensor(rows, device=slots.device)] for slots in self.parts])
+            self._store([slots[to_device(rows, slots.device)] for slots in self.parts])
 
     def join_slots(self, other: SharedLayer, first: int) -> None:
         """Take over the rows of another cache's layer; the first of them becomes row `first`."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
+
+from selfspec.device import to_device
 
 
 class Source:
@@ -81,7 +82,7 @@ class Source:
     def narrow(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
         self._as_tensors = None
-        index = torch.tensor(rows, device=self.states.device)
+        index = to_device(rows, self.states.device)
         self.outputs = type(self.outputs)(**{name: each[index] for name, each in _tensors(self.outputs).items()})
         self.mask = None if self.mask is None else self.mask[index.to(self.mask.device)]
         self.text = None if self.text is None else [self.text[row] for row in rows]

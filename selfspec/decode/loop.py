@@ -75,6 +75,8 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         draft = proposer.propose(batch, budget) if proposer is not None and budget.depth else batch.no_draft()
     with clock.phase("verify"):
         logits = verify(batch, draft)
+        for each in batch.proposers.values():
+            each.ask(draft, logits)
     with clock.phase("accept"):  # ends with the one synchronisation of the round
         verdict = judge(batch, draft, logits, rule)
     with clock.phase("commit"):

@@ -61,24 +61,27 @@ class Sequences:
 
     def text_length(self, row: int) -> int:
         """Count the tokens of a row's text, prompt included and padding not."""
-        return self._prompt_lengths[row] + len(self.committed[row])
+        return len(self._texts[row]) + len(self.committed[row])
 
     def text_from(self, row: int, start: int) -> list[int]:
         """Return the tokens of a row's text from number `start` on, padding neither counted nor included."""
-        new = start - self._prompt_lengths[row]
+        new = start - len(self._texts[row])
         if new >= 0:
             return self.committed[row][new:]
-        prompt: list[int] = self._prompts[row][self._text_columns[row]].tolist()
-        return prompt[start:] + self.committed[row]
-
-    @cached_property
-    def _prompt_lengths(self) -> list[int]:
-        lengths: list[int] = self._text_columns.sum(1).tolist()
-        return lengths
+        return self._texts[row][start:] + self.committed[row]
 
     @property
-    def _text_columns(self) -> Tensor:
-        return torch.ones_like(self._prompts, dtype=torch.bool) if self._mask is None else self._mask
+    def _prompt_lengths(self) -> list[int]:
+        return [len(text) for text in self._texts]
+
+    @cached_property
+    def _texts(self) -> list[list[int]]:
+        """The prompts without padding: what rounds ask for is at hand, and no round waits for it."""
+        prompts: list[list[int]] = self._prompts.tolist()
+        if self._mask is None:
+            return prompts
+        each = zip(prompts, self._mask.tolist(), strict=True)
+        return [[token for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in each]
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
         """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.

@@ -135,7 +135,7 @@ def _add(counts: list[int], positions: int, first: int) -> None:
 
 
 class PhaseClock:
-    """Sums wall time by phase. Where a device has streams it records events and reads them at the end, so no phase waits."""
+    """Sums wall time by phase. Where there are streams it records events, read at the end: no phase waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

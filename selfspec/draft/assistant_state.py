@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.device import HostCopy, to_device
 from selfspec.draft.rows_view import RowsView
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner
@@ -40,7 +41,7 @@ class AssistantState:
         self._path = LayerPath.full(runner.depth)
         self._tree = Tree.chain(0)
         # Its nodes that are read, in order, `[rows, nodes]` each; None: not even the last committed token is.
-        self._drafted: list[Tensor] | None = None
+        self._drafted: list[HostCopy] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +60,14 @@ class AssistantState:
         if max(unread):
             self._cache.commit(unread)
         self._cache.open(tree)
-        self._tree, self._drafted = tree, [tokens[:, :0]]
-        places = torch.tensor(unread, device=logits.device)[:, None, None]
+        self._tree, self._drafted = tree, [HostCopy(tokens[:, :0])]
+        places = to_device(unread, logits.device)[:, None, None]
         return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
 
     def after(self, tokens: Tensor, first: int) -> Tensor:
         """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._drafted is not None
-        self._drafted.append(tokens)
+        self._drafted.append(HostCopy(tokens))
         return self._logits(self._known(tokens), first)
 
     def _drop(self, running: Sequence[int]) -> None:
@@ -80,7 +81,7 @@ class AssistantState:
         """Move the cursors over the last committed token of the round before, and the draft tokens that were kept."""
         if self._drafted is None:
             return
-        runs, texts = torch.cat(self._drafted, 1).tolist(), self._unread_texts(view)
+        runs, texts = torch.cat([each.read() for each in self._drafted], 1).tolist(), self._unread_texts(view)
         # The last token of a text starts the next block.
         paths = [self._followed(run, text)[: len(text) - 1] for run, text in zip(runs, texts, strict=True)]
         self._cache.commit_paths(paths)
@@ -122,7 +123,7 @@ class AssistantState:
     def _tokens(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """Return the first tokens of each text, filled up on the right, `[rows, width]`."""
         rows = [[*text[:width], *[0] * (width - len(text))] for text in texts]
-        return self._known(torch.tensor(rows, device=self._runner.device))
+        return self._known(to_device(rows, self._runner.device))
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Put some token that the assistant knows in the place of those that it does not: it may read anything."""

@@ -131,6 +131,10 @@ class JoinedProposer(Proposer):
         for source in self.sources:
             source.read_prompt(rows, counts)
 
+    def ask(self, draft: Draft, logits: Tensor) -> None:
+        for source in self.sources:
+            source.ask(draft, logits)
+
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         for source in self.sources:
             source.learn(rows, draft, logits, verdict)

@@ -104,6 +104,12 @@ class Proposer(ABC):
             counts: how many of these tokens each row has; what comes behind them is scrap.
         """
 
+    def ask(self, draft: Draft, logits: Tensor) -> None:  # noqa: B027 - most need nothing
+        """Ask the device for what `learn` is to know of a round that was verified and not judged yet.
+
+        Nothing may wait here. The verdict waits for all that was asked for before: see `device.HostCopy`.
+        """
+
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
         """Learn from a round, before it is committed: its draft, by whatever source, and the verdict on it.
 

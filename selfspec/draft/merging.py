@@ -6,14 +6,14 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import FreeProposer
 from selfspec.draft.offer import Merged, Offer, Outcome, Trust, likeliest_path, merged
-from selfspec.draft.rows_apart import chains
+from selfspec.draft.rows_apart import chains, last_known
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 
@@ -94,9 +94,9 @@ def filled(rows: RowsView, found: Merged) -> Tensor:
 
     Any guess is as exact as another.
     """
-    last = rows.last_tokens[:, 0].tolist()
+    last = last_known(rows)
     tokens = [[token] * len(found.parents) for token in last]
     going = [index for index, row in enumerate(rows.running) if row in rows.unfinished]
     for index, row in zip(going, found.tokens, strict=True):
         tokens[index] = [last[index] if token is None else token for token in row]
-    return torch.tensor(tokens, device=rows.last_tokens.device)
+    return to_device(tokens, rows.last_tokens.device)

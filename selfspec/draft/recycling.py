@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
+from selfspec.device import HostCopy, to_device
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
@@ -113,6 +114,8 @@ class RecyclingProposer(FreeProposer):
         # Its last draft, whether or not the round took it, and how long the known context of each row was then.
         self._proposed: Draft | None = None
         self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        # Of the round that is judged: its draft tokens, and the target's candidates after each place.
+        self._asked: tuple[HostCopy, HostCopy] | None = None
         # What rows learn apart, and what was known of ranks before.
         self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
         self._rates = [chances.rates() for chances in memory.chances]
@@ -136,7 +139,7 @@ class RecyclingProposer(FreeProposer):
             return self._proposed
         chances = self._memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if rows.chains_only else None]
         tree = best_shape(chances, lambda nodes: rows.controller.round_cost(0, nodes), budget).tree
-        tokens = torch.from_numpy(self._memory.table.grown(contexts, tree)).to(rows.last_tokens.device)
+        tokens = to_device(torch.from_numpy(self._memory.table.grown(contexts, tree)), rows.last_tokens.device)
         self._proposed = Draft(tokens, tree, match_length=_CANDIDATES)
         return self._proposed
 
@@ -149,13 +152,19 @@ class RecyclingProposer(FreeProposer):
             for row, context, length in zip(rows.running, contexts, lengths, strict=True)
         ]
 
+    def ask(self, draft: Draft, logits: Tensor) -> None:
+        candidates = logits.topk(min(self._candidates, logits.shape[-1])).indices
+        self._asked = HostCopy(draft.tokens), HostCopy(candidates)
+
     def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         if draft is self._proposed:
             for length, row in zip(self._lengths.tolist(), verdict.running, strict=True):
                 if length and row in verdict.rows:
                     self._memory.chances[length - 1].count(draft.tree, verdict.rows[row].path)
-        contexts = contexts_of(self._contexts(rows), draft.tokens.cpu().numpy(), draft.tree)
-        candidates = logits.topk(min(self._candidates, logits.shape[-1])).indices.cpu().numpy()
+        assert self._asked is not None
+        tokens, candidates = (each.read().numpy() for each in self._asked)
+        self._asked = None
+        contexts = contexts_of(self._contexts(rows), tokens, draft.tree)
         if not self._rows_apart:
             self._memory.table.learn(contexts.reshape(-1, self._longest), candidates.reshape(-1, candidates.shape[-1]))
             return

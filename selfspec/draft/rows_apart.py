@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from selfspec.device import to_device
 from selfspec.draft.draft import Draft
 from selfspec.draft.rows_view import RowsView
 
@@ -15,13 +16,18 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
     longest = max(map(len, tokens))
     if not longest:
         return rows.no_draft()
-    last = rows.last_tokens[:, 0].tolist()
-    filled = [[*row, *[token] * (longest - len(row))] for row, token in zip(tokens, last, strict=True)]
+    each = zip(tokens, last_known(rows), strict=True)
+    filled = [[*row, *[token] * (longest - len(row))] for row, token in each]
     return Draft.chain(
-        torch.tensor(filled, device=rows.last_tokens.device),
+        to_device(filled, rows.last_tokens.device),
         match_length=match_length,
         row_lengths=tuple(map(len, tokens)),
     )
+
+
+def last_known(rows: RowsView) -> list[int]:
+    """Return the last token of each running row's text, for places that are not judged; 0 where there is no text."""
+    return [next(iter(rows.text(row, rows.text_length(row) - 1)), 0) for row in rows.running]
 
 
 def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
@@ -42,7 +48,7 @@ def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Dra
     if not found.length or not other.length:
         return other if other.length else found
     longest = max(found.length, other.length)
-    own = torch.tensor(taken, device=other.tokens.device)[:, None] > 0
+    own = to_device(taken, other.tokens.device)[:, None] > 0
     tokens = rows.last_tokens.repeat(1, longest)
     for draft, its in ((found, own), (other, ~own)):
         tokens[:, : draft.length] = torch.where(its, draft.tokens, tokens[:, : draft.length])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.draft import Draft
 from selfspec.draft.rows_view import RowsView
 from selfspec.runtime.chain import Chain
@@ -156,4 +157,4 @@ def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
 
 
 def _index(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers).to(device)
+    return to_device(numbers, device)

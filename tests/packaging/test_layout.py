@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "model": "adapters architecture cache compat errors files kernels values",
         "runtime": "architecture cache compat device errors kernels model",
         "draft": "architecture arguments cache device errors files kernels model runtime values",
-        "accept": "arguments cache draft errors values",
+        "accept": "arguments cache device draft errors values",
         "control": "architecture arguments draft environment errors files kernels model values version",
         "placement": "architecture arguments cache control device draft errors kernels model process_memory",
         "decode": "accept architecture arguments cache compat control device draft errors model runtime",

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.device import to_device
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
@@ -232,7 +233,7 @@ class ContextState(PairState):
         states = self.head.embed(tokens)
         base = self._base
         # A block sees all that is committed before it, and all of itself.
-        ends = torch.tensor(self._cache.seq_lens, device=states.device) + config.size
+        ends = to_device(self._cache.seq_lens, states.device) + config.size
         tables = self._tables(states)
         for number, layer in enumerate(base.layers):
             attention = layer.self_attn

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes
@@ -179,7 +180,7 @@ class HydraProposer(HeadProposer):
                 return fusion.logits(prefix, embedded[:, None])
             embedded = torch.cat([embedded, self._state.head.embed(tokens)], 1)
             paths = [[-1, *tree.paths[node]] for node in range(first, first + tokens.shape[1])]
-            return fusion.logits(prefix, embedded[:, torch.tensor(paths) + 1])
+            return fusion.logits(prefix, embedded[:, to_device(paths, embedded.device) + 1])
 
         return read
 

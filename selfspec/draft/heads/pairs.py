@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView
 from selfspec.model.features import Point
@@ -99,7 +100,7 @@ class PairState:
         states = self.head.fusion.state([view.features[point] for point in self._points])
         for number, chosen in enumerate(places):
             if chosen:
-                self._add(number, states[number, list(chosen)])
+                self._add(number, states[number, to_device(chosen, states.device)])
 
     def _add(self, number: int, states: Tensor, start: int | None = None) -> None:
         waiting = self._waiting[number]
@@ -161,7 +162,7 @@ class PairState:
         counts = self._counts
         tokens, states = self._next_pairs(view, max(counts) + masked)
         inputs = self.head.fusion.inputs(self.head.embed(tokens), states)
-        last = torch.tensor([max(count - 1, 0) for count in counts], device=inputs.device)[:, None]
+        last = to_device([max(count - 1, 0) for count in counts], inputs.device)[:, None]
         places = last + torch.arange(masked + 1, device=inputs.device)
         if self.head.masked is not None:
             rows = torch.arange(len(counts), device=inputs.device)[:, None]
@@ -181,7 +182,7 @@ class PairState:
         """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._states is not None
         parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
-        inputs = self.head.fusion.inputs(self.head.embed(tokens), self._states[:, parents])
+        inputs = self.head.fusion.inputs(self.head.embed(tokens), self._states[:, to_device(parents, tokens.device)])
         logits, states = self._run(inputs, first)
         self._states = torch.cat([self._states, states], 1)
         return self.head.spread(logits, self._vocabulary)
@@ -291,7 +292,7 @@ class PairState:
             states[number, :count] = waiting.states[:count]
             after = waiting.start + self._cache.seq_lens[number] + 1
             tokens[number, :count] = torch.tensor(view.text(self._rows[number], after)[:count])
-        return tokens.to(states.device), states
+        return to_device(tokens, states.device), states
 
     def _run(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Run the head's layers; return logits of the tokens that it can draft, and the states to go on from."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder
@@ -150,7 +151,7 @@ class QueriesProposer(KeepingProposer):
     def _masks(self, like: Tensor, slots: int, lengths: Sequence[int]) -> dict[str, Tensor]:
         """Return what is added to the scores of all slots, `[rows, 1, 1, slots]`, by the type of layer."""
         window = self._assistant.config.get_text_config().sliding_window
-        back = torch.tensor(lengths, device=like.device)[:, None] - 1 - torch.arange(slots, device=like.device)
+        back = to_device(lengths, like.device)[:, None] - 1 - torch.arange(slots, device=like.device)
         seen = {"full_attention": back >= 0, "sliding_attention": (back >= 0) & (back <= window)}
         hidden = torch.finfo(like.dtype).min
         return {

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft, MaskRows
 from selfspec.draft.drafter import MODEL, OwnBytes
@@ -225,7 +226,7 @@ class UnoProposer(KeepingProposer):
         block = _with_masks(draft.length, self._levels)
         ends = torch.tensor([[rows.text_length(row)] for row in rows.running])
         places = ends + torch.tensor(block.depths[draft.length :])
-        return MaskRows(mask_ids(places, *self._ids).to(draft.tokens.device), block, self._lora)
+        return MaskRows(to_device(mask_ids(places, *self._ids), draft.tokens.device), block, self._lora)
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         some = next(kept for kept in self.kept if kept is not None)

@@ -70,9 +70,14 @@ def _run(copies: list[Late], host_waits: bool) -> None:
 
 
 class Stream:
-    """Work in order. What computes runs at once; copies may be late."""
+    """Work in order. What computes runs at once; copies may be late.
+
+    Attributes:
+        waited: how often the host has waited for all that was asked for.
+    """
 
     def __init__(self, device: Waiting) -> None:
+        self.waited = 0
         self._device = device
         self._late: list[Late] = []
 
@@ -82,6 +87,7 @@ class Stream:
 
     def reach(self, host_waits: bool) -> None:
         """Finish what was asked for; what is for the host alone only where it is the host that waits."""
+        self.waited += host_waits
         _run(self._late, host_waits)
         self._late = [each for each in self._late if not each.done]
 
@@ -110,17 +116,22 @@ class Event:
     def __init__(self, device: Waiting) -> None:
         self._device = device
         self._before: list[Late] = []
+        self._stream: Stream | None = None
+        self._waited = 0
         self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self._before = (stream or self._device.streams.current).mark()
+        self._stream = stream or self._device.streams.current
+        self._before, self._waited = self._stream.mark(), self._stream.waited
         self._time = time.perf_counter()
 
     def reach(self, host_waits: bool) -> None:
         _run(self._before, host_waits)
 
     def synchronize(self) -> None:
-        self._device.host_waits("Event.synchronize")
+        """Wait for what was asked for before it; nobody waits for what somebody has waited for already."""
+        if self._stream is not None and self._stream.waited == self._waited:
+            self._device.host_waits("Event.synchronize")
         self.reach(host_waits=True)
 
     def elapsed_time(self, end: Event) -> float:
