@@ -9,7 +9,7 @@ import nox
 nox.options.sessions = ["quick"]
 nox.options.reuse_existing_virtualenvs = True
 
-TIERS = "contract or statistical or tools or kernels or processes"
+TIERS = "contract or statistical or tools or kernels or accelerator or processes"
 """Tests beside the quick ones that need nothing but the extras of `full`."""
 
 

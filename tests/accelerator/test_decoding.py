@@ -1,0 +1,155 @@
+"""On the stand-in for an accelerator: the model's own text by every draft, one wait a round, nothing left behind."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import published_heads, tiny
+from helpers.accelerator.device import Accelerator
+from helpers.proving import ticking
+from selfspec.draft.registry import parse_draft
+from selfspec.runtime.graph_cache import GraphCache
+
+pytestmark = pytest.mark.accelerator
+
+NEW = 14
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1, "eos_token_id": None}
+# Sizes that kernels for fewer bits take.
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
+NAMES = ["none", "exit:1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1", "assistant"]
+TREES = ["exit:1", "recycle", "suffix", "union:suffix+recycle+exit:1"]
+
+
+def model_on(accelerator: Accelerator, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = tiny.llama(**SIZES, **options).to(accelerator.device)
+    return model
+
+
+def draft_named(name: str, accelerator: Accelerator) -> Any:
+    if name == "assistant":
+        return selfspec.drafts.Assistant(model_on(accelerator, seed=1))
+    return parse_draft(name)
+
+
+def prompts(accelerator: Accelerator, rows: int) -> Tensor:
+    """Texts that repeat themselves, so that there is something to look up."""
+    return tiny.prompt(4, rows, vocabulary=20).repeat(1, 3).to(accelerator.device)
+
+
+def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, ids: Tensor, most: int = 1) -> None:
+    """Check greedy text against the model's, and how often rounds wait, greedily and sampled."""
+    expected = spec.model.generate(ids, max_new_tokens=NEW, **GREEDY)
+    for options in (GREEDY, SAMPLED):
+        generation = spec.stream(ids, torch.ones_like(ids), max_new_tokens=NEW, **options)
+        next(generation)
+        while True:
+            with accelerator.counted() as counts:
+                committed = next(generation, None)
+            if committed is None:
+                break
+            assert counts.waits <= most, counts.waited
+        if options is GREEDY:
+            assert torch.equal(generation.output().sequences, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_is_the_models_own_and_a_round_waits_once(accelerator: Accelerator, name: str, rows: int) -> None:
+    spec = selfspec.wrap(
+        model_on(accelerator),
+        draft_named(name, accelerator),
+        draft_length=3,
+        runtime=selfspec.runtime.Eager(),
+    )
+    assert_one_wait(spec, accelerator, prompts(accelerator, rows))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", TREES)
+def test_trees_are_drafted_and_judged_without_another_wait(accelerator: Accelerator, name: str, rows: int) -> None:
+    spec = selfspec.wrap(
+        model_on(accelerator),
+        parse_draft(name),
+        draft_length=selfspec.FixedLength(3, nodes=7),
+        runtime=selfspec.runtime.Eager(),
+    )
+    # What is put beside tokens that the model drew depends on them, and so does the shape of the tree.
+    assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
+
+
+@pytest.mark.parametrize("kind", published_heads.FAMILIES)
+def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model.to(accelerator.device)
+    ids = prompts(accelerator, 2).clamp(max=19)
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
+    if kind.startswith("mtp"):
+        # Its experts are chosen by values, and whoever chooses them waits.
+        expected = model.generate(ids, max_new_tokens=NEW, **GREEDY)
+        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+        return
+    assert_one_wait(spec, accelerator, ids)
+
+
+@pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
+def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
+    model, ids = model_on(accelerator), prompts(accelerator, 1)
+    spec = selfspec.wrap(
+        model, parse_draft(name), draft_length=3, runtime=selfspec.runtime.CudaGraphs(after=0, bucket=32)
+    )
+    spec.programs = GraphCache(spec.runtime, ticking())
+    expected = model.generate(ids, max_new_tokens=NEW, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+@pytest.mark.parametrize("name", ["exit:1", "recycle"])
+def test_where_memory_runs_out_the_model_is_as_it_was_and_the_next_call_is_right(
+    accelerator: Accelerator, name: str
+) -> None:
+    model, ids = model_on(accelerator), prompts(accelerator, 2)
+    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=selfspec.runtime.Eager())
+    options: dict[str, Any] = {"max_new_tokens": 5, **GREEDY}
+    with accelerator.counted() as counts:
+        expected = spec.generate(ids, **options).sequences.tolist()
+    state = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    every = max(counts.allocations // 12, 1)
+    for number in count(1, every):
+        if number > counts.allocations:
+            break
+        before = accelerator.allocated
+        with accelerator.counted():
+            accelerator.fails_at = number
+            with pytest.raises(torch.OutOfMemoryError):
+                spec.generate(ids, **options)
+            accelerator.fails_at = None
+        assert accelerator.allocated == before
+        assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
+        assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+    assert spec.generate(ids, **options).sequences.tolist() == expected
+
+
+def test_weights_are_streamed_to_it(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = tiny.llama(num_hidden_layers=6)
+    model.save_pretrained(tmp_path)
+    size = sum(weight.nbytes for weight in model.parameters())
+    spec = selfspec.load(tmp_path, memory=size, device="standin", max_length=32, dtype=torch.float64, draft=False)
+    assert any(weight.is_meta for weight in spec.model.parameters()), "nothing is streamed"
+    ids = tiny.prompt(5)
+    expected = model.generate(ids, max_new_tokens=6, **GREEDY)
+    found = spec.generate(ids.to(accelerator.device), max_new_tokens=6, **GREEDY).sequences
+    assert torch.equal(found.cpu(), expected)
