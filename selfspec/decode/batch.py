@@ -18,6 +18,7 @@ from selfspec.control import Controller
 from selfspec.decode.batch_sampling import BatchSampling, proper
 from selfspec.decode.group import Group
 from selfspec.decode.noise import Noise, Purpose
+from selfspec.device import to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
@@ -265,7 +266,7 @@ class Batch:
         for group in self.groups:
             group.running[:] = [row for row in group.running if row in group.unfinished]
         self.cache.narrow(kept)
-        self.last_tokens = self.last_tokens[kept]
+        self.last_tokens = self.last_tokens[to_device(kept, self.last_tokens.device)]
         self.noise = self.noise.narrowed(kept)
         self._number()
 
@@ -298,7 +299,7 @@ class Batch:
         """Keep some groups of one row each, at least one, in the order given; rows may move to the front alone."""
         self.cache.keep(groups)
         self.noise = self.noise.narrowed(groups)
-        self.last_tokens = self.last_tokens[list(groups)]
+        self.last_tokens = self.last_tokens[to_device(groups, self.last_tokens.device)]
         self.groups = [self.groups[index] for index in groups]
         self.nonfinite_rows = [new for new, row in enumerate(groups) if row in self.nonfinite_rows]
         for proposer in self.proposers.values():
@@ -315,7 +316,7 @@ class Batch:
             cache=self.cache.cursors_of(rows),
             groups=chosen,
             noise=self.noise.narrowed(rows),
-            last_tokens=self.last_tokens[rows],
+            last_tokens=self.last_tokens[to_device(rows, self.last_tokens.device)],
         )
         return BatchPart(batch, numbers, rows)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from selfspec.decode.group import Group
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.sequences import Prefixes
+from selfspec.device import to_device
 from selfspec.draft.draft import Draft
 
 
@@ -101,7 +102,7 @@ class BatchSampling:
             return _processed(self._groups[0], logits, drafted, failed)
         scores = torch.empty_like(logits, dtype=torch.float32)
         for indices in self._together.values():
-            rows = [row for index in indices for row in self._rows[index]]
+            rows = to_device([row for index in indices for row in self._rows[index]], logits.device)
             pieces = [piece[rows] for piece in drafted] if self._groups[indices[0]].sampling.reads_prefixes else []
             scores[rows] = _processed(self._groups[indices[0]], logits[rows], pieces, failed)
         return scores
@@ -120,7 +121,8 @@ class BatchSampling:
         else:
             p = scores.softmax(-1)
             if self._greedy:
-                p[self._greedy] = _one_hot(p[self._greedy], scores[self._greedy].argmax(-1))
+                greedy = to_device(self._greedy, p.device)
+                p[greedy] = _one_hot(p[greedy], scores[greedy].argmax(-1))
         if broken := self._broken:
             p[broken] = torch.nan
         return p
@@ -137,7 +139,7 @@ class BatchSampling:
             return p
         if len(self._choosing) == len(p):
             return _one_hot(p, noise.choose(p, positions))
-        own, rows = noise.narrowed(self._choosing), self._choosing
+        own, rows = noise.narrowed(self._choosing), to_device(self._choosing, p.device)
         decided = p.clone()
         decided[rows] = _one_hot(p[rows], own.choose(p[rows], positions.expand(len(p), -1)[rows]))
         return decided

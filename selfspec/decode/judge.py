@@ -21,6 +21,7 @@ from selfspec.decode.coupling import effective
 from selfspec.decode.judge_in_order import judge_in_order
 from selfspec.decode.lockstep import lockstep_limit
 from selfspec.decode.row_lengths import ended, within
+from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
 
@@ -48,9 +49,10 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     for groups in [*([together] if together else []), *([index] for index in in_order)]:
         part = batch.part(groups)
         judged = judge_together if groups is together else _judge_group
-        verdict = judged(part.batch, draft.of_rows(part.rows), logits[part.rows], rule)
+        rows = to_device(part.rows, logits.device)
+        verdict = judged(part.batch, draft.of_rows(part.rows), logits[rows], rule)
         found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
-        last_tokens[part.rows] = verdict.last_tokens
+        last_tokens[rows] = verdict.last_tokens
     return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
+from selfspec.device import to_device
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
 from selfspec.model.path_trial import Trial
@@ -128,14 +129,14 @@ class Draft:
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
         """Return the draft of some rows, to judge it: without `resume` and `masks`."""
-        chosen = list(rows)
+        chosen = to_device(rows, self.tokens.device)
         return replace(
             self,
             tokens=self.tokens[chosen],
             probs=None if self.probs is None else self.probs[chosen],
             resume=None,
             masks=None,
-            row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in chosen),
+            row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in rows),
         )
 
     @property

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,7 +36,7 @@ _ATEN = torch.ops.aten
 _TAKE_NUMBERS = ("aten::masked_fill_", "aten::fill_", "aten::where", "aten::_index_put_impl_")
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _VIEWS = ("as_strided", "view", "_reshape_alias", "unfold", "set_.source_Storage_storage_offset", "set_.source_Tensor")
-_PINNING = ("tensor", "zeros", "empty")
+_PINNING = ("tensor", "zeros", "ones", "empty")
 
 
 @dataclass
@@ -502,6 +502,7 @@ def present() -> Iterator[Accelerator]:
         for name in _PINNING:
             patch.setattr(torch, name, partial(_pinning, getattr(torch, name)))
         patch.setattr(Tensor, "record_stream", lambda *_: None)
+        patch.setattr(Tensor, "__deepcopy__", partialmethod(_deep_copy, Tensor.__deepcopy__))
         patch.setattr(torch, "Generator", partial(_generator, torch.Generator))
         try:
             yield accelerator
@@ -514,6 +515,22 @@ def _pinning(function: Any, *args: Any, pin_memory: bool = False, **kwargs: Any)
     return pinned(found) if pin_memory else found
 
 
+# It stands in for torch's own, which recordings of passes may reach.
+_pinning.__module__ = "torch"
+
+
 def _generator(kind: Any, device: Any = "cpu") -> Any:
     # Operations run by the CPU's kernels, and so do those that draw.
     return kind("cpu" if torch.device(device).type == NAME else device)
+
+
+def _deep_copy(tensor: Tensor, as_before: Any, memo: dict[int, Any]) -> Any:
+    # Torch would copy the storage without asking for memory of the device.
+    if tensor.device.type != NAME:
+        return as_before(tensor, memo)
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = (
+            torch.nn.Parameter(copied, tensor.requires_grad) if type(tensor) is torch.nn.Parameter else copied
+        )
+    return memo[id(tensor)]
