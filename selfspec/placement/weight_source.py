@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.shared_layer import CacheKind
-from selfspec.device import has_streams
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
-from selfspec.placement.device_copies import CudaCopies, DeviceCopies, StreamCopies
+from selfspec.placement.device_copies import CudaCopies, DeviceCopies
 from selfspec.placement.disk_slots import disk_slots
 from selfspec.placement.host_slots import host_bandwidth, host_slots
 from selfspec.placement.plan import SLOTS, Bandwidth
@@ -167,8 +166,4 @@ def source_for(device: torch.device) -> WeightSource:
         return FromDisk()
     if device.type == "cuda":
         return FromHost(CudaCopies(device))
-    if has_streams(device):
-        return FromHost(StreamCopies(device))
-    raise UnsupportedOptionError(
-        f"device={str(device)!r}: within a memory budget models run on cpu or cuda, or on another kind with streams"
-    )
+    raise UnsupportedOptionError(f"device={str(device)!r}: within a memory budget models run on cpu or cuda")

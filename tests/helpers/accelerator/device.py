@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -500,7 +500,7 @@ def present() -> Iterator[Accelerator]:
     _present[:] = [accelerator]
     with pytest.MonkeyPatch.context() as patch:
         for name in _PINNING:
-            patch.setattr(torch, name, partial(_pinning, getattr(torch, name)))
+            patch.setattr(torch, name, partial(_OF_TORCH, getattr(torch, name)))
         patch.setattr(Tensor, "record_stream", lambda *_: None)
         patch.setattr(Tensor, "__deepcopy__", partialmethod(_deep_copy, Tensor.__deepcopy__))
         patch.setattr(torch, "Generator", partial(_generator, torch.Generator))
@@ -515,8 +515,9 @@ def _pinning(function: Any, *args: Any, pin_memory: bool = False, **kwargs: Any)
     return pinned(found) if pin_memory else found
 
 
-# It stands in for torch's own, which recordings of passes may reach.
-_pinning.__module__ = "torch"
+# It stands in for torch's own, which recordings of passes may reach: they look at where a function is from.
+_OF_TORCH = FunctionType(_pinning.__code__, {**globals(), "__name__": torch.__name__})
+_OF_TORCH.__kwdefaults__ = _pinning.__kwdefaults__
 
 
 def _generator(kind: Any, device: Any = "cpu") -> Any:
