@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether what is on a device is at hand for Python: nothing is copied, and nobody waits."""
+    """Whether a device is the CPU: reading a value of a tensor there needs no copy and no wait."""
     return device.type == "cpu"
 
 
@@ -51,10 +51,10 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
     """Copy what the host knows to a device. Where it has streams nobody waits for that, on either side.
 
     Args:
-        values: tensor of the host, which nobody changes any more, or numbers.
+        values: tensor of the host, which nobody changes any more, or numbers; of none int64 is made.
         device: where they are needed.
     """
-    known = values if isinstance(values, Tensor) else torch.tensor(values)
+    known = values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.long)
     # From pageable memory a copy would cost the round a synchronisation.
     return known.pin_memory().to(device, non_blocking=True) if has_streams(device) else known.to(device)
 

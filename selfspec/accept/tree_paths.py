@@ -113,7 +113,7 @@ def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
         parents=to_device([parent + 1 for parent in tree.parents], device),
         children=to_device([[*nodes, *[-1] * (widest - len(nodes))] for nodes in tree.children], device),
         last_children=to_device(last, device),
-        inner=to_device([place for place, child in enumerate(last) if place and child >= 0], device).long(),
+        inner=to_device([place for place, child in enumerate(last) if place and child >= 0], device),
         turns=to_device([order.index(node) + 1 for node in nodes], device),
         by_turn=to_device([0, *(node + 1 for node in order)], device),
         paths=to_device([[*path, *[path[-1]] * (tree.depth + 1 - len(path))] for path in paths], device),

@@ -76,7 +76,7 @@ class Sequences:
 
     @cached_property
     def _texts(self) -> list[list[int]]:
-        """The prompts without padding: what rounds ask for is at hand, and no round waits for it."""
+        """The prompts without padding, copied to the host once: a copy in a round would wait for the device."""
         prompts: list[list[int]] = self._prompts.tolist()
         if self._mask is None:
             return prompts

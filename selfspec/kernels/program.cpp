@@ -273,10 +273,11 @@ void attend_slots(Words& words, Worker& worker) {
 }
 
 // kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether keys and
-// values are those of what an encoder has read, all of which is seen but for what a mask hides, whether all rows have the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass
-// the latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y,
-// `[batch, tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they hold, levels and factors
-// of keys and of values; the mask, `[batch, places]`.
+// values are those of what an encoder has read, all of which is seen but for what a mask hides, whether all rows have
+// the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass the
+// latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three strides; keys; values; y, `[batch,
+// tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they hold, levels and factors of keys
+// and of values; the mask, `[batch, places]`.
 void run_attend(Words& words, Worker& worker) {
   if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
   attend_slots<BFloat16Slots>(words, worker);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -215,26 +215,27 @@ class Substitutes:
 
         None: it has none, or a bias, which would not follow the head's own.
         """
-        products = _products(head)
-        if self._head is None or any(each.bias is not None or not each.takes(precision) for each in products):
+        if self._head is None or any(product.bias is not None for product in _products(head)):
             return None
         name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
-        with self._lock:
-            made = self._made.get((precision, name))
-            if made is None or not made.fits(products):
-                kept = [round_head(each.weight[rows.to(each.weight.device)], precision) for each in products]
-                made = self._keep(head, name, precision, kept)
-        return made.substitute
+        return self._made_for(
+            head, name, precision, lambda weight: round_head(weight[rows.to(weight.device)], precision)
+        )
 
     def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
+        return self._made_for(module, name, precision, lambda weight: self._rounded(name, weight, precision))
+
+    def _made_for(
+        self, module: nn.Module, name: str, precision: Precision, rounded: Callable[[Tensor], RoundedWeight]
+    ) -> Substitute | None:
+        """Return what was made under a name of the weights as they are now, made here if nothing was."""
         products = _products(module)
         with self._lock:
             made = self._made.get((precision, name))
             if made is None or not made.fits(products):
                 if not products or not all(product.takes(precision) for product in products):
                     return None
-                rounded = [self._rounded(name, product.weight, precision) for product in products]
-                made = self._keep(module, name, precision, rounded)
+                made = self._keep(module, name, precision, [rounded(product.weight) for product in products])
         return made.substitute
 
     def _rounded(self, name: str, weight: Tensor, precision: Precision) -> RoundedWeight:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.device import backend
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
 
@@ -62,51 +61,12 @@ class DeviceCopies(ABC):
         """Bytes of memory that the device has."""
 
 
-class StreamCopies(DeviceCopies):
+class CudaCopies(DeviceCopies):
     """Copies on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._backend = backend(device)
-        self._side = self._backend.Stream(device)
-
-    def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def release(self, memory: Tensor) -> None:
-        return
-
-    def device_memory(self, size: int) -> Tensor:
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        # When it is freed, nobody gets it while a copy may be on its way.
-        memory.record_stream(self._side)
-        return memory
-
-    def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
-        for mark in after:
-            self._side.wait_event(mark)
-        with self._backend.stream(self._side):
-            to.copy_(source, non_blocking=True)
-        return self._side.record_event()
-
-    def wait_for(self, copied: Any) -> None:
-        self._backend.current_stream(self.device).wait_event(copied)
-
-    def computed(self) -> Any:
-        return self._backend.current_stream(self.device).record_event()
-
-    def finish(self) -> None:
-        # Not for the whole device: while a thread captures a graph, nobody may wait for that.
-        self._side.synchronize()
-        self._backend.current_stream(self.device).synchronize()
-
-    def device_bytes(self) -> int:
-        total: int = self._backend.get_device_properties(self.device).total_memory
-        return total
-
-
-class CudaCopies(StreamCopies):
-    """The same on CUDA, from memory that takes no more than it holds."""
+        self._side = torch.cuda.Stream(device)
 
     def host_memory(self, size: int) -> Tensor:
         # Torch's own allocator of such memory rounds sizes up to powers of two.
@@ -121,6 +81,33 @@ class CudaCopies(StreamCopies):
 
     def release(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def device_memory(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        # When it is freed, nobody gets it while a copy may be on its way.
+        memory.record_stream(self._side)
+        return memory
+
+    def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        for mark in after:
+            self._side.wait_event(mark)
+        with torch.cuda.stream(self._side):
+            to.copy_(source, non_blocking=True)
+        return self._side.record_event()
+
+    def wait_for(self, copied: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def computed(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def finish(self) -> None:
+        # Not for the whole device: while a thread captures a graph, nobody may wait for that.
+        self._side.synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def device_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
 
 
 def _anonymous(size: int) -> mmap.mmap:

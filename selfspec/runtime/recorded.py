@@ -63,6 +63,8 @@ class RecordedRunner(ModelRunner):
         ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
         if first is None or first.slots.block is not None or ends or is_watched(tokens.device) or self._streams(call):
             return None
+        # Steps count the slots up in place, and the cache keeps those that it has given.
+        first = replace(first, slots=replace(first.slots, slot_mapping=first.slots.slot_mapping.clone()))
         chain = self._programs.chain(self._kind(call, first), first, draws)
         return None if chain is None else Chain(chain.probs, self._read(chain.steps))
 

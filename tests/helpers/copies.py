@@ -108,7 +108,6 @@ class FakeCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of torch's."""
-        monkeypatch.setattr("selfspec.placement.device_copies.backend", lambda _: torch.cuda)
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream("side", self.calls))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: _Stream("main", self.calls))
         monkeypatch.setattr(torch.cuda, "stream", self._within)

@@ -261,3 +261,11 @@ def test_samples_follow_the_exact_joint(counted: Counted, rule: str) -> None:
         found[str(number)] = p_values(spec, warp, prompts=[PROMPT], rows=32, batches=256, tokens=4)
     assert counted.chains
     assert holm_rejects({name: fit for name, each in found.items() for fit in each.values()}, 0.01) == []
+
+
+def test_a_second_chain_of_a_round_begins_where_the_first_did() -> None:
+    bench = Bench(_model(50))
+    first, second = (bench.chained(_draws(Choice(0.0), 50)) for _ in range(2))
+    assert torch.equal(second.tokens, first.tokens)
+    assert torch.equal(second.logits, first.logits)
+    assert torch.equal(second.confidences, first.confidences)
