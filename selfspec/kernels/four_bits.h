@@ -164,8 +164,8 @@ struct FourBitsProduct {
     for (int row = 0; row < Rows; ++row) {
       const RoundedBlock& inputs = x[row * blocks];
       const auto products = __builtin_convertvector(dots(low, high, inputs.first + byte, inputs.last + byte), Floats);
-      sums[row] += products * (scales * read<float, kLanesAtOnce>(inputs.scales + lane));
-      sums[row] += zeros * read<float, kLanesAtOnce>(inputs.sums + lane);
+      add_product(sums[row], products, scales * read<float, kLanesAtOnce>(inputs.scales + lane));
+      add_product(sums[row], zeros, read<float, kLanesAtOnce>(inputs.sums + lane));
     }
     if constexpr (Part + 1 < kParts) add<Rows, Part + 1>(sums, block, x, blocks);
   }

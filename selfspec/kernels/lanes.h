@@ -78,6 +78,31 @@ inline typename Lanes<Number, lanes>::Vector read(const void* from) {
   return vector;
 }
 
+// Adds a product and rounds once, where the processor can. Left to compilers, that depends on how many sums they see.
+template <typename Vector>
+inline void add_product(Vector& sum, const Vector& one, const Vector& other) {
+#if defined(__FMA__)
+  constexpr bool is_double = sizeof(sum[0]) == 8;
+  if constexpr (sizeof(Vector) == 32 && is_double) {
+    sum = (Vector)_mm256_fmadd_pd((__m256d)one, (__m256d)other, (__m256d)sum);
+    return;
+  } else if constexpr (sizeof(Vector) == 32) {
+    sum = (Vector)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+    return;
+  }
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Vector) == 64 && is_double) {
+    sum = (Vector)_mm512_fmadd_pd((__m512d)one, (__m512d)other, (__m512d)sum);
+    return;
+  } else if constexpr (sizeof(Vector) == 64) {
+    sum = (Vector)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+    return;
+  }
+#endif
+#endif
+  sum += one * other;
+}
+
 // The sum of a vector: of its halves added up, of theirs, and on.
 template <typename Number, int lanes>
 inline Number total(const typename Lanes<Number, lanes>::Vector& vector) {

@@ -91,7 +91,7 @@ struct Product {
         ahead += lanes;
         Vector weights = Weight::lanes(w + output * in + i);
         KEEP_IN_REGISTER(weights);
-        for (int row = 0; row < Rows; ++row) sums[output][row] += weights * states[row];
+        for (int row = 0; row < Rows; ++row) add_product(sums[output][row], weights, states[row]);
       }
     }
     if (i < in) {
@@ -106,7 +106,7 @@ struct Product {
           Vector weights = Weight::lanes(end), inputs = read<Sum, lanes>(states);
           KEEP_IN_REGISTER(weights);
           KEEP_IN_REGISTER(inputs);
-          sums[output][row] += weights * inputs;
+          add_product(sums[output][row], weights, inputs);
         }
       }
     }
@@ -155,7 +155,7 @@ struct ColumnsProduct {
       const float* w = weight + i * out + first;
       for (int v = 0; v < Vectors; ++v) {
         const Vector weights = read<float, lanes>(w + v * lanes);
-        for (int r = 0; r < Rows; ++r) sums[r][v] += weights * x[(row + r) * in + i];
+        for (int r = 0; r < Rows; ++r) add_product(sums[r][v], weights, Vector{} + x[(row + r) * in + i]);
       }
     }
     for (int r = 0; r < Rows; ++r) {
