@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from helpers import tiny
-from helpers.accelerator.device import Accelerator
+from helpers.accelerator.device import Accelerator, present
 from selfspec.device import HostCopy, backend, to_device
 
 pytestmark = pytest.mark.accelerator
@@ -176,3 +176,11 @@ def test_a_stock_model_writes_what_it_writes_on_a_cpu(accelerator: Accelerator) 
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     found = model.to(accelerator.device).generate(ids.to(accelerator.device), max_new_tokens=6, do_sample=False)
     assert torch.equal(found.cpu(), expected)
+
+
+def test_a_default_device_first_asked_for_beside_it_holds_after_it() -> None:
+    torch.utils._device._device_constructors.cache_clear()
+    with present(), torch.device("cpu"):
+        torch.zeros(1)
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta

@@ -498,6 +498,9 @@ def present() -> Iterator[Accelerator]:
     _registered()
     accelerator = Accelerator()
     _present[:] = [accelerator]
+    # torch lists what makes tensors once, when a default device is first asked for: it must find its own functions.
+    with torch.device("cpu"):
+        torch.empty(0)
     with pytest.MonkeyPatch.context() as patch:
         for name in _PINNING:
             patch.setattr(torch, name, partial(_OF_TORCH, getattr(torch, name)))
