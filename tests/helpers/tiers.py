@@ -1,9 +1,9 @@
-"""Which cases of a test run in a plain `pytest`, and which only in a marked tier."""
+"""Which combinations of cases a test runs, and which of them only in a marked tier."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +34,15 @@ def in_turns(
                 marks=mark if sum(places) % len(named[-1]) or values[0][0] in slow else (),
             )
         )
+    return cases
+
+
+def taking_turns(*axes: Sequence[Any]) -> list[Any]:
+    """Combine the values of some axes, for `parametrize`: each combination of all but the last, which takes turns."""
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes[:-1])):
+        values = [axis[place] for axis, place in zip(axes, (*places, sum(places) % len(axes[-1])), strict=True)]
+        cases.append(pytest.param(*values, id="-".join(map(_name, values))))
     return cases
 
 

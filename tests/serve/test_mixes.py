@@ -49,7 +49,7 @@ def test_rows_of_a_mix_are_what_they_are_alone(draft: str) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(30))
 def test_rows_of_many_mixes_are_what_they_are_alone(number: int) -> None:
     run_mix(small(), number, 32, list(DRAFTS)[number % len(DRAFTS)])
 

@@ -13,9 +13,12 @@ from helpers import published_heads, tiny
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, VOCAB, Warp, p_values, small
 from helpers.serving import Stepped
+from helpers.tiers import taking_turns
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
 CONTROLS = (2, selfspec.FixedLength(2, nodes=5))
+RULES = ("token", "block", "coupled")
+WARPS = (Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
 
 
 def wrapped(folder: Path, kind: str, **options: Any) -> selfspec.SelfSpeculative:
@@ -50,9 +53,9 @@ def test_samples_follow_the_exact_joint(tmp_path: Path, kind: str, control: Any)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("control", CONTROLS, ids=str)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("kind", ["hydra", "peagle", "dflash", "mtp2"])
+@pytest.mark.parametrize(
+    ("kind", "rule", "control"), taking_turns(["hydra", "peagle", "dflash", "mtp2"], RULES, CONTROLS)
+)
 def test_twenty_thousand_samples_of_other_heads(tmp_path: Path, kind: str, rule: str, control: Any) -> None:
     spec = wrapped(tmp_path, kind, draft_length=control, accept=rule)
     warp = Warp(temperature=1.4, top_k=4, top_p=0.9)
@@ -60,10 +63,9 @@ def test_twenty_thousand_samples_of_other_heads(tmp_path: Path, kind: str, rule:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("control", CONTROLS, ids=str)
-@pytest.mark.parametrize("warp", [Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9)], ids=str)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "rule", "warp", "control"), taking_turns(["eagle1", "eagle3"], RULES, WARPS, CONTROLS)
+)
 def test_twenty_thousand_samples_follow_the_exact_joint(
     tmp_path: Path, kind: str, rule: str, warp: Warp, control: Any
 ) -> None:
