@@ -31,6 +31,7 @@ from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
+from selfspec.kernels.trial import runs_triton
 
 _STEPS = 16
 _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
@@ -376,6 +377,12 @@ class SharedCache(Cache):
         targets = [[length + place for place in places] for length in self.seq_lens]
         device = self._cursors.device
         slots = to_device([sources, targets], device)
+        parts = [part for layer in self._slotted for part in layer.parts]
+        if runs_triton(slots.device) and all(part.device == slots.device for part in parts):
+            from selfspec.kernels.triton_slots import moved_at_once
+
+            if moved_at_once(parts, slots[0], slots[1]):
+                return
         for layer in self._slotted:
             layer.copy_slots(slots[0], slots[1])
 

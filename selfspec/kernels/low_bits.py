@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from selfspec.kernels import native
 from selfspec.kernels.rounded import RoundedWeight
+from selfspec.kernels.trial import runs_triton
 
 # With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
 _ATEN_INPUTS = 16
@@ -29,8 +29,6 @@ _ATEN_INPUTS = 16
 _ATEN_INPUTS_IN_FOUR_BITS, _ATEN_OUTPUTS = 128, 8
 # A multiple of the rows in any block of ATen's kernels for 4 bits.
 _ROWS_AT_ONCE = 1024
-# The oldest CUDA devices whose matrix units take what the kernels in Triton give them.
-_LEAST_CAPABILITY = (8, 0)
 # Inputs and outputs of the weight that a device is tried with: every kernel takes it.
 _PROBED = 128
 
@@ -47,9 +45,7 @@ def kernels_of(device: torch.device) -> Kernels:
     """The fastest kernels for weights on a device."""
     if device.type == "cpu" and native.load_kernels():
         return Kernels.NATIVE
-    if device.type == "cuda" and find_spec("triton") and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY:
-        return Kernels.TRITON
-    return Kernels.ATEN
+    return Kernels.TRITON if runs_triton(device) else Kernels.ATEN
 
 
 @cache

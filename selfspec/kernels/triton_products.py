@@ -171,5 +171,7 @@ def _launched(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | No
         block_bytes=blocks.width,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        # Said, since Triton 3.9 warns where it is not.
+        enable_fp_fusion=True,
     )
     return product

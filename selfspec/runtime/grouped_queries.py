@@ -1,8 +1,8 @@
-"""Attention of several tokens with grouped queries on a CPU: key heads are read in place, not copied for each query.
+"""Attention of a few tokens with grouped queries: key heads are read in place, not copied for each query.
 
 `transformers` repeats keys and values for all heads of a group wherever there is a mask, since some GPU kernels want
 it so: whole copies of the cache in each layer, for every pass over more than one token. The CPU's kernel reads shared
-heads in place and gives the same bits.
+heads in place and gives the same bits; on a CUDA device one in Triton does, and gives the same up to rounding.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfspec.kernels.trial import runs_triton
 from selfspec.model.view import runs_as_written, view_of, view_with
 
 _NAME = "selfspec_grouped_sdpa"
@@ -94,16 +96,36 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
-    usual = attention_mask is not None and dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
-    if not usual or query.device.type != "cpu" or query.shape[2] == 1:
-        stock: tuple[Tensor, None] = sdpa_attention_forward(
+
+    def stock() -> Tensor:
+        output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
-        return stock
+        )[0]
+        return output
+
+    usual = dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
+    if attention_mask is None or not usual:
+        return stock(), None
+    if runs_triton(query.device) and _is_for_inference(query, key, value, attention_mask):
+        from selfspec.kernels.triton_attention import tried_attention
+
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return tried_attention(query, key, value, attention_mask, scale, stock), None
+    if query.device.type != "cpu" or query.shape[2] == 1:
+        return stock(), None
     output = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _is_for_inference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Whether attention is over few tokens, needs no gradient, and computes in the dtype that all have."""
+    from selfspec.kernels.triton_attention import MOST_OFF, MOST_TOKENS
+
+    alike = query.dtype in MOST_OFF and query.dtype == key.dtype == value.dtype
+    free = not query.requires_grad and not torch.is_autocast_enabled(query.device.type)
+    return alike and free and query.shape[2] <= MOST_TOKENS and mask.dim() == 4
 
 
 _UNUSUAL = ("position_bias", "cache", "softcap")

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import Remembering
+from helpers.drafting import Oracle, Remembering
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, TOKENS, VOCAB, Warp, p_values, small
 from selfspec.cache.tree import Tree
@@ -20,27 +20,6 @@ from selfspec.draft import Budget, Draft, Stateless
 
 FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
 SHAPES = [Tree((-1, -1, -1)), FORK, Tree((-1, 0, -1, 2, 3, 3))]
-
-
-@dataclass(frozen=True)
-class Oracle(Stateless):
-    """Drafts a text: one child of each place says its next token, which of them changes; the others say another."""
-
-    tree: Tree
-    texts: Tensor
-
-    def propose(self, batch: Any, budget: Budget) -> Draft:
-        tree = Tree(self.tree.parents[: budget.nodes])
-        rows = []
-        for row in batch.running:
-            start, tokens = len(batch.committed[row]), []
-            for node, path in enumerate(tree.paths):
-                siblings = tree.children[tree.parents[node] + 1]
-                right = siblings[(start + row) % len(siblings)] == node
-                place = min(start + len(path) - 1, self.texts.shape[1] - 1)
-                tokens.append((int(self.texts[row, place]) + (0 if right else node + 1)) % tiny.VOCABULARY)
-            rows.append(tokens)
-        return Draft(torch.tensor(rows), tree)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
-"""What tests of drafts share: how to decode greedily, the stock text, a processor that may remember, a control."""
+"""What tests of drafts share: how to decode greedily, the stock text, trees of a text, a processor that may
+remember, a control.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
+from helpers import tiny
+from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget
+from selfspec.draft import Budget, Draft, Stateless
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -27,6 +32,27 @@ class Remembering(LogitsProcessor):
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         return scores
+
+
+@dataclass(frozen=True)
+class Oracle(Stateless):
+    """Drafts a text: one child of each place says its next token, which of them changes; the others say another."""
+
+    tree: Tree
+    texts: Tensor
+
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        tree = Tree(self.tree.parents[: budget.nodes])
+        rows = []
+        for row in batch.running:
+            start, tokens = len(batch.committed[row]), []
+            for node, path in enumerate(tree.paths):
+                siblings = tree.children[tree.parents[node] + 1]
+                right = siblings[(start + row) % len(siblings)] == node
+                place = min(start + len(path) - 1, self.texts.shape[1] - 1)
+                tokens.append((int(self.texts[row, place]) + (0 if right else node + 1)) % tiny.VOCABULARY)
+            rows.append(tokens)
+        return Draft(torch.tensor(rows), tree)
 
 
 class ModelDrafts(FixedLength):

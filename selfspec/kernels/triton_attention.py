@@ -1,0 +1,273 @@
+"""Attention of a few tokens over many slots on a CUDA device, in Triton.
+
+torch's kernels want keys and values repeated for all heads of a group wherever there is a mask, which copies the cache
+in each layer, and give one row of few heads few programs. Here a program takes all heads of a group and a run of slots,
+and reads those alone that one of its tokens sees. Runs are as long as the number of slots says, whatever the batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec.kernels.trial import Trial
+
+MOST_TOKENS = 64
+"""Tokens of each row, at most: more are for kernels of prompts."""
+
+MOST_OFF = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""By dtype, how far rounding may take the largest difference from torch's attention, of the largest number."""
+
+_TRIAL = Trial("attention of blocks")
+
+# A run is so many slots, or twice as often as makes no more runs than that.
+_RUN, _MOST_RUNS = 256, 64
+# Bytes of keys that a program reads together, and of queries; and rows it takes at most: tokens times heads of a group.
+_TILE, _QUERIES, _ROWS = 16384, 32768, 64
+
+
+@triton.jit
+def attend_run(
+    queries,
+    keys,
+    values,
+    mask,
+    output,
+    largest,
+    totals,
+    query_strides,
+    key_strides,
+    value_strides,
+    mask_strides,
+    tokens,
+    slots,
+    run,
+    key_heads,
+    group,
+    scale: tl.constexpr,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_slots: tl.constexpr,
+    block_width: tl.constexpr,
+    block_values: tl.constexpr,
+    is_added: tl.constexpr,
+    is_whole: tl.constexpr,
+):
+    """Attend from some tokens and heads of a group to a run of slots.
+
+    Args:
+        queries: `[batch, heads, tokens, width]`.
+        keys: `[batch, key_heads, slots, width]`.
+        values: `[batch, key_heads, slots, value_width]`.
+        mask: `[batch, heads, tokens, slots]`, bytes, or numbers to add.
+        output: `[batch, tokens, heads, value_width]`, written; `[runs, ...]`, sums, where one run is not all.
+        largest: score in a run, `[runs, batch, tokens, heads]`, written then.
+        totals: of weights, the same.
+        query_strides: of the dimensions, and so on for the others.
+        tokens, slots, key_heads: their numbers.
+        run: slots of a run.
+        group: heads of queries for each of keys.
+        scale: of scores; as an argument it would be rounded to float32.
+        width, value_width: of a head.
+        block_rows: tokens and heads of a program.
+        block_slots: read together.
+        block_width, block_values: powers of two that hold the widths.
+        is_added: whether the mask is added.
+        is_whole: whether one run is all.
+    """
+    # Offsets may pass 2^31.
+    batch = (tl.program_id(0) // key_heads).to(tl.int64)
+    key_head = (tl.program_id(0) % key_heads).to(tl.int64)
+    row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    there = row < group * tokens
+    head, token = key_head * group + row // tokens, row % tokens
+    inner, value_inner = tl.arange(0, block_width), tl.arange(0, block_values)
+    query = tl.load(
+        queries
+        + batch * query_strides[0]
+        + head[:, None] * query_strides[1]
+        + token[:, None] * query_strides[2]
+        + inner[None, :] * query_strides[3],
+        mask=there[:, None] & (inner < width)[None, :],
+        other=0.0,
+    )
+    wide: tl.constexpr = tl.float64 if query.dtype == tl.float64 else tl.float32
+    most = tl.full((block_rows,), float("-inf"), wide)
+    total = tl.zeros((block_rows,), wide)
+    sums = tl.zeros((block_rows, block_values), wide)
+    masked = mask + batch * mask_strides[0] + head[:, None] * mask_strides[1] + token[:, None] * mask_strides[2]
+    key_start = keys + batch * key_strides[0] + key_head * key_strides[1]
+    value_start = values + batch * value_strides[0] + key_head * value_strides[1]
+    first = tl.program_id(2) * run
+    for start in range(first, tl.minimum(first + run, slots), block_slots):
+        slot = (start + tl.arange(0, block_slots)).to(tl.int64)
+        inside = there[:, None] & (slot < slots)[None, :]
+        said = tl.load(masked + slot[None, :] * mask_strides[3], mask=inside, other=0)
+        if is_added:
+            sees = inside & (said.to(wide) > float("-inf"))
+        else:
+            sees = inside & (said != 0)
+        # What nobody sees is not read.
+        seen = tl.max(sees.to(tl.int32), 0) > 0
+        key = tl.load(
+            key_start + slot[:, None] * key_strides[2] + inner[None, :] * key_strides[3],
+            mask=seen[:, None] & (inner < width)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, tl.trans(key), out_dtype=wide, input_precision="ieee") * scale
+        if is_added:
+            scores += said.to(wide)
+        scores = tl.where(sees, scores, float("-inf"))
+        above = tl.maximum(most, tl.max(scores, 1))
+        # Of a row that has seen nothing yet all weights are 0.
+        shift = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp(scores - shift[:, None])
+        less = tl.exp(most - shift)
+        value = tl.load(
+            value_start + slot[:, None] * value_strides[2] + value_inner[None, :] * value_strides[3],
+            mask=seen[:, None] & (value_inner < value_width)[None, :],
+            other=0.0,
+        )
+        total = total * less + tl.sum(weights, 1)
+        sums = sums * less[:, None] + tl.dot(weights.to(value.dtype), value, out_dtype=wide, input_precision="ieee")
+        most = above
+    heads = key_heads * group
+    batches = tl.num_programs(0) // key_heads
+    place = ((tl.program_id(2) * batches + batch) * tokens + token) * heads + head
+    if is_whole:
+        sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    else:
+        tl.store(largest + place, most, mask=there)
+        tl.store(totals + place, total, mask=there)
+    tl.store(
+        output + place[:, None] * value_width + value_inner[None, :],
+        sums.to(output.dtype.element_ty),
+        mask=there[:, None] & (value_inner < value_width)[None, :],
+    )
+
+
+@triton.jit
+def join_runs(
+    sums, largest, totals, output, runs, value_width, block_runs: tl.constexpr, block_values: tl.constexpr
+):
+    """Join what the runs gave of one token and head.
+
+    Args:
+        sums: `[runs, rows, value_width]`.
+        largest: `[runs, rows]`.
+        totals: the same.
+        output: `[rows, value_width]`, written.
+        runs: their number.
+        value_width: of a head.
+        block_runs, block_values: powers of two that hold these.
+    """
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    run, inner = tl.arange(0, block_runs).to(tl.int64), tl.arange(0, block_values)
+    most = tl.load(largest + run * rows + row, mask=run < runs, other=float("-inf"))
+    above = tl.max(most, 0)
+    weights = tl.exp(most - tl.where(above == float("-inf"), 0.0, above))
+    total = tl.sum(weights * tl.load(totals + run * rows + row, mask=run < runs, other=0.0), 0)
+    each = tl.load(
+        sums + (run * rows + row)[:, None] * value_width + inner[None, :],
+        mask=(run < runs)[:, None] & (inner < value_width)[None, :],
+        other=0.0,
+    )
+    joined = tl.sum(weights[:, None] * each, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output + row * value_width + inner, joined.to(output.dtype.element_ty), mask=inner < value_width)
+
+
+def tried_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, stock: Callable[[], Tensor]
+) -> Tensor:
+    """`block_attention`, or `stock`, the same by torch, where the kernel is not trusted."""
+    sizes = (queries.shape[-1], values.shape[-1], _rows(queries, keys), _run(keys) < keys.shape[2])
+    kind = (queries.device, queries.dtype, mask.dtype, *sizes)
+    kernel = partial(block_attention, queries, keys, values, mask, scale)
+    return _TRIAL.run(kind, kernel, stock, MOST_OFF[queries.dtype])
+
+
+def block_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend from few tokens to many slots; a token that sees none gets zeros.
+
+    Args:
+        queries: `[batch, heads, tokens, width]`.
+        keys: `[batch, key_heads, slots, width]`, in the same dtype; each is shared by heads that follow each other.
+        values: `[batch, key_heads, slots, value_width]`.
+        mask: broadcasts to `[batch, heads, tokens, slots]`: whether a token sees a slot, or numbers to add to scores.
+        scale: of scores.
+
+    Returns:
+        `[batch, tokens, heads, value_width]`.
+    """
+    (batch, heads, tokens, width), (_, key_heads, slots, value_width) = queries.shape, values.shape
+    mask = mask.expand(batch, heads, tokens, slots)
+    is_added = mask.dtype != torch.bool
+    group, rows, run = heads // key_heads, _rows(queries, keys), _run(keys)
+    runs = triton.cdiv(slots, run)
+    output = queries.new_empty(batch, tokens, heads, value_width)
+    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    sums = output if runs == 1 else output.new_empty(runs, *output.shape, dtype=wide)
+    largest, totals = (output.new_empty(runs, *output.shape[:-1], dtype=wide) for _ in range(2))
+    block_width, block_values = (max(16, triton.next_power_of_2(each)) for each in (width, value_width))
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(queries):
+        attend_run[batch * key_heads, triton.cdiv(group * tokens, rows), runs](
+            queries,
+            keys,
+            values,
+            mask if is_added else mask.view(torch.uint8),
+            sums,
+            largest,
+            totals,
+            queries.stride(),
+            keys.stride(),
+            values.stride(),
+            mask.stride(),
+            tokens,
+            slots,
+            run,
+            key_heads,
+            group,
+            scale=scale,
+            width=width,
+            value_width=value_width,
+            block_rows=rows,
+            block_slots=max(16, min(64, _TILE // (block_width * keys.element_size()))),
+            block_width=block_width,
+            block_values=block_values,
+            is_added=is_added,
+            is_whole=runs == 1,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+        if runs > 1:
+            join_runs[batch * tokens * heads,](
+                sums,
+                largest,
+                totals,
+                output,
+                runs,
+                value_width,
+                block_runs=triton.next_power_of_2(runs),
+                block_values=block_values,
+                enable_fp_fusion=True,
+            )
+    return output
+
+
+def _rows(queries: Tensor, keys: Tensor) -> int:
+    """Rows of a program: tokens times heads of a group, as many as the matrix units take at least."""
+    rows = queries.shape[1] // keys.shape[1] * queries.shape[2]
+    most = _QUERIES // (triton.next_power_of_2(queries.shape[-1]) * queries.element_size())
+    return max(16, min(_ROWS, most, triton.next_power_of_2(rows)))
+
+
+def _run(keys: Tensor) -> int:
+    """Slots of a run."""
+    return _RUN * triton.next_power_of_2(triton.cdiv(keys.shape[2], _RUN * _MOST_RUNS))

@@ -1,0 +1,130 @@
+"""Kernels in Triton give what torch gives, by its interpreter on a CPU and on a device; all compile without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import triton_attention, triton_slots
+from selfspec.kernels.rounded import Precision, round_weight
+
+triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# The shared memory that a program may have, in bytes, by capability: of an A100 and an H100.
+TARGETS = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("checks", ["triton_attention", "triton_slots", "triton_decoding"])
+def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
+    # In a process of its own: Triton decides at its import whether it interprets.
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", f"helpers.{checks}"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
+@pytest.mark.parametrize("shape", triton_attention.SHAPES, ids=str)
+def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda: str) -> None:
+    triton_attention.check(shape, dtype, cuda, None, added=False)
+    triton_attention.check(shape, dtype, cuda, 20, added=False)
+    triton_attention.check(shape, dtype, cuda, None, added=True)
+    triton_attention.check_unseen(cuda)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", triton_slots.DTYPES, ids=str)
+def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
+    triton_slots.check(dtype, cuda)
+
+
+@dataclass
+class Compiling:
+    """Stands for a kernel: where it is launched, it is compiled for each device, and not run."""
+
+    kernel: Any
+    compiled: set[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.compile
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        names = [name for name in self.kernel.arg_names if name not in kwargs]
+        constants = {name: value for name, value in kwargs.items() if name in self.kernel.arg_names}
+        signature = {name: _type(value) for name, value in zip(names, args, strict=True)}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(self.kernel, signature, constants)
+        options = {name: value for name, value in kwargs.items() if name not in constants}
+        for capability, shared in TARGETS.items():
+            target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+            made = triton.compile(source, target=target, options=options)
+            assert made.asm["cubin"]
+            assert made.metadata.shared <= shared, (self.kernel.__name__, capability, signature, constants)
+        self.compiled.add(self.kernel.__name__)
+
+
+def _type(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_type, value))
+    if isinstance(value, Tensor):
+        return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+    assert isinstance(value, int)
+    return "i32"
+
+
+@pytest.mark.kernels
+def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    every, compiled = set(), set[str]()
+    for path in (ROOT / "selfspec" / "kernels").glob("triton_*.py"):
+        module = import_module(f"selfspec.kernels.{path.stem}")
+        for name, kernel in vars(module).copy().items():
+            # What others call inside is not launched, and its name begins with "_".
+            if isinstance(kernel, triton.runtime.JITFunction) and not name.startswith("_"):
+                every.add(name)
+                monkeypatch.setattr(module, name, Compiling(kernel, compiled))
+    for dtype in triton_attention.OFF_BY:
+        for tokens, slots, width in ((1, 70, 64), (64, 600, 128), (17, 70, 256)):
+            _launch_attention(tokens, slots, width, dtype)
+        for rows in (1, 3):
+            _launch_products(rows, dtype)
+    for dtype in triton_slots.DTYPES:
+        _launch_moves(dtype)
+    assert compiled == every
+
+
+def _launch_attention(tokens: int, slots: int, width: int, dtype: torch.dtype) -> None:
+    from selfspec.kernels.triton_attention import block_attention
+
+    queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
+    for masked_by in (torch.bool, dtype):
+        block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
+
+
+def _launch_products(rows: int, dtype: torch.dtype) -> None:
+    from selfspec.kernels.triton_products import low_bits_product
+
+    for bits in (8, 4):
+        rounded = round_weight(torch.zeros(64, 128), Precision(bits, 32))
+        low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.levels, rounded.scales, rounded.zeros)
+
+
+def _launch_moves(dtype: torch.dtype) -> None:
+    from selfspec.kernels.triton_slots import slots_moved
+
+    for width in (1, 80):
+        slots_moved([torch.zeros(1, 2, 9, width, dtype=dtype)], *torch.tensor([[[2, 3]], [[1, 2]]]))
