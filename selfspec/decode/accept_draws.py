@@ -5,12 +5,16 @@ The same for drafts that are judged whole and for those judged place by place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from selfspec.accept import Rule
+from selfspec.accept import Coupled, Rule, TokenLevel
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import Effective
 from selfspec.decode.noise import Purpose
+from selfspec.kernels.trial import runs_triton
 
 
 def accept(
@@ -30,18 +34,37 @@ def accept(
         Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
         the bonus token, `[rows]`.
     """
-    if len(seen.draft.tree):
-        mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
-        if judged is not None:
-            mask &= judged
-        place = rule.accepted(mask, seen.draft.tree)
-        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
-    else:
-        # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
-        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
-    # A row commits one such token a round, so they all have the noise of one place.
-    token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
-    return place, token
+
+    def by_rule() -> tuple[Tensor, Tensor]:
+        if len(seen.draft.tree):
+            mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
+            if judged is not None:
+                mask &= judged
+            place = rule.accepted(mask, seen.draft.tree)
+            recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+        else:
+            # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
+            place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
+        # A row commits one such token a round, so they all have the noise of one place.
+        token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
+        return place, token
+
+    tree = seen.draft.tree
+    if type(rule) in (TokenLevel, Coupled) and len(tree) and tree.is_chain and runs_triton(seen.p.device):
+        place, token = _by_triton(batch, seen, judged, first, lambda: torch.stack(by_rule(), 1)).unbind(1)
+        return place, token
+    return by_rule()
+
+
+def _by_triton(batch: Batch, seen: Effective, judged: Tensor | None, first: int, stock: Callable[[], Tensor]) -> Tensor:
+    """The same for chains and token-level rules in one launch, `[rows, 2]`."""
+    from selfspec.kernels.triton_judge import tried_verdict
+
+    draft, uniform, noise = seen.draft, None, None
+    if not batch.sampling.decided:
+        uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
+        noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
+    return tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock)
 
 
 def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:

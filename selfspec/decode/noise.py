@@ -123,7 +123,14 @@ class Noise:
         if self._on_host:
             drawn = drawn_by_inversion if vocab <= _LARGE else drawn_by_blocks
             return drawn(weights, *self.numbers(purpose, first, count, vocab))
-        return drawn_by_race(weights, self._bits(np.array(0), np.array(purpose), np.arange(first, first + count)))
+        return drawn_by_race(weights, race_noise(weights, self._seeds(purpose, first, count)))
+
+    def race(self, weights: Tensor, purpose: Purpose) -> Tensor:
+        """What `draw` divides by on a device, of first places like these, `[rows, 1, vocab]`."""
+        return race_noise(weights, self._seeds(purpose, 0, 1))
+
+    def _seeds(self, purpose: Purpose, first: int, count: int) -> NDArray[np.int64]:
+        return self._bits(np.array(0), np.array(purpose), np.arange(first, first + count))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
         """The token of each place of the text, by noise that every round shares.
@@ -206,25 +213,34 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
     return torch.add(token, block, alpha=_BLOCK).clamp_(max=vocab - 1)
 
 
-def drawn_by_race(weights: Tensor, seeds: NDArray[np.int64]) -> Tensor:
+def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
+    """Make unit exponentials in the shape, dtype and device of weights. The generator of a GPU hashes seed and counter.
+
+    Args:
+        like: `[rows, places, vocab]`.
+        seeds: of the exponentials of each place, `[rows, places]`.
+    """
+    noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    generator = torch.Generator(like.device)
+    for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
+        place.exponential_(generator=generator.manual_seed(seed))
+    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
+    return noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+
+
+def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens by the exponential race.
 
-    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i. The
-    generator of a GPU is itself a hash of seed and counter.
+    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i.
 
     Args:
         weights: `[rows, places, vocab]`.
-        seeds: of the exponentials of each place, `[rows, places]`.
+        noise: the same: the exponentials.
 
     Returns:
         `[rows, places]`.
     """
-    noise = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    generator = torch.Generator(weights.device)
-    for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
-        place.exponential_(generator=generator.manual_seed(seed))
-    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
-    return (weights / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(-1)
+    return (weights / noise).argmax(-1)
 
 
 def _mixed(bits: _Bits) -> _Bits:

@@ -153,9 +153,7 @@ def attend_run(
 
 
 @triton.jit
-def join_runs(
-    sums, largest, totals, output, runs, value_width, block_runs: tl.constexpr, block_values: tl.constexpr
-):
+def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.constexpr, block_values: tl.constexpr):
     """Join what the runs gave of one token and head.
 
     Args:

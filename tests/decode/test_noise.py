@@ -18,7 +18,7 @@ from helpers import tiny, tiny_joint
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, p_values
 from helpers.tiers import in_turns
-from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race
+from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race, race_noise
 
 CPU = torch.device("cpu")
 SEEDS, ROUNDS, ROWS, PLACES = 40, 12, 6, 16
@@ -114,7 +114,8 @@ def by_inversion(weights: Tensor, seed: int) -> Tensor:
 
 def by_race(weights: Tensor, seed: int) -> Tensor:
     rows, places, _ = weights.shape
-    return drawn_by_race(weights, torch.arange(seed, seed + rows * places).reshape(rows, places).numpy())
+    seeds = torch.arange(seed, seed + rows * places).reshape(rows, places).numpy()
+    return drawn_by_race(weights, race_noise(weights, seeds))
 
 
 Draws = Callable[[Tensor, int], Tensor]

@@ -24,7 +24,7 @@ def block_mask(batch: int, tokens: int, slots: int, window: int | None = None) -
             while token:
                 token = (token - 1) // 2
                 seen.append(start + token)
-            mask[row, 0, seen[0] - start, : start] = True
+            mask[row, 0, seen[0] - start, :start] = True
             mask[row, 0, seen[0] - start, seen] = True
         mask[row, 0, :, : 2 * (row % 2)] = False
         if window is not None:

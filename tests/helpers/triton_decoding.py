@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, Oracle, stock
 from selfspec.cache.tree import Tree
-from selfspec.kernels import triton_attention, triton_slots
+from selfspec.decode.noise import Noise, drawn_by_race, race_noise
+from selfspec.kernels import triton_attention, triton_judge, triton_slots
+
+SEAMS = ("selfspec.runtime.grouped_queries", "selfspec.cache.shared_cache", "selfspec.decode.accept_draws")
+KERNELS = {triton_attention: "block_attention", triton_slots: "slots_moved", triton_judge: "judge_chain"}
 
 
-def check() -> None:
-    """Trees in a batch, with grouped queries and windows, give the model's own text, and each kernel is trusted."""
+def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: int, first: int = 0) -> Tensor:
+    return drawn_by_race(weights, race_noise(weights, noise._seeds(purpose, first, weights.shape[1])))
+
+
+def check(tree: Tree, used: int, sampled: dict[str, Any]) -> None:
+    """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels.
+
+    Args:
+        tree: of the drafts.
+        used: how many of the kernels it takes.
+        sampled: what `generate` is asked for.
+    """
     model, ids = tiny.mistral(dtype=torch.float64), tiny.prompt(9, batch=3)
-    expected = stock(model, ids, 16)
-    tree = Tree((-1, -1, 0, 0, 1))
-    spec = selfspec.wrap(model, Oracle(tree, expected[:, 9:]), draft_length=len(tree), runtime=selfspec.runtime.Eager())
-    with (
-        mock.patch("selfspec.runtime.grouped_queries.runs_triton", lambda _: True),
-        mock.patch("selfspec.cache.shared_cache.runs_triton", lambda _: True),
-        mock.patch.object(triton_attention, "block_attention", wraps=triton_attention.block_attention) as attention,
-        mock.patch.object(triton_slots, "slots_moved", wraps=triton_slots.slots_moved) as moves,
-    ):
-        assert torch.equal(spec.generate(ids, max_new_tokens=16, **GREEDY).sequences, expected)
-    # Without either kernel its trial alone would be one call.
-    assert attention.call_count > tiny.DEPTH, attention.call_count
-    assert moves.call_count > 1, moves.call_count
+    greedy = stock(model, ids, 12)
+    spec = selfspec.wrap(
+        model, Oracle(tree, greedy[:, 9:]), draft_length=len(tree), accept="token", runtime=selfspec.runtime.Eager()
+    )
+    expected = spec.generate(ids, max_new_tokens=12, **sampled).sequences
+    assert torch.equal(expected, greedy) == (sampled == GREEDY)
+    with ExitStack() as inside:
+        for seam in SEAMS:
+            inside.enter_context(mock.patch(f"{seam}.runs_triton", lambda _: True))
+        watched = {
+            name: inside.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+            for module, name in KERNELS.items()
+        }
+        assert torch.equal(spec.generate(ids, max_new_tokens=12, **sampled).sequences, expected)
+    calls = {name: each.call_count for name, each in watched.items()}
+    # A kernel that is not trusted is called no more: once for each kind of call.
+    assert sum(count > 2 for count in calls.values()) == used, calls
 
 
 if __name__ == "__main__":
-    check()
+    with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
+        drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0}
+        check(Tree((-1, -1, 0, 0, 1)), 2, GREEDY)
+        check(Tree.chain(3), 2, GREEDY)
+        check(Tree.chain(3), 2, drawn)
     print("all equal")

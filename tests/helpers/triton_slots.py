@@ -13,7 +13,9 @@ def check(dtype: torch.dtype, device: str) -> None:
     """Slots of layers of several sizes are moved as torch moves them, and all else stays."""
     from selfspec.kernels.triton_slots import moved_at_once, slots_moved
 
-    stored = [(torch.randn(4, heads, 12, width) * 50).to(dtype).to(device) for heads, width in ((2, 24), (3, 1), (2, 24))]
+    stored = [
+        (torch.randn(4, heads, 12, width) * 50).to(dtype).to(device) for heads, width in ((2, 24), (3, 1), (2, 24))
+    ]
     # The first rows of what is stored.
     parts = [each[:3] for each in stored]
     sources, targets, rows = (torch.tensor(each, device=device) for each in (SOURCES, TARGETS, range(3)))

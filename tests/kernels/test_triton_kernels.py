@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import triton_attention, triton_slots
+from helpers import triton_attention, triton_judge, triton_slots
+from selfspec import kernels
 from selfspec.kernels.rounded import Precision, round_weight
 
 triton = pytest.importorskip("triton")
+
+from selfspec.kernels.triton_attention import block_attention  # noqa: E402
+from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
+from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
+from selfspec.kernels.triton_slots import slots_moved  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # The shared memory that a program may have, in bytes, by capability: of an A100 and an H100.
@@ -26,7 +34,7 @@ TARGETS = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("checks", ["triton_attention", "triton_slots", "triton_decoding"])
+@pytest.mark.parametrize("checks", ["triton_attention", "triton_slots", "triton_judge", "triton_decoding"])
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -50,6 +58,12 @@ def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda:
 @pytest.mark.parametrize("dtype", triton_slots.DTYPES, ids=str)
 def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
     triton_slots.check(dtype, cuda)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("sizes", triton_judge.SIZES, ids=str)
+def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
+    triton_judge.check(*sizes, cuda)
 
 
 @dataclass
@@ -87,44 +101,28 @@ def _type(value: Any) -> Any:
 
 
 @pytest.mark.kernels
-def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
+def test_every_kernel_compiles_for_devices_that_are_not_here(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    modules = [import_module(f"selfspec.kernels.{path.stem}") for path in Path(kernels.__path__[0]).glob("triton_*.py")]
     every, compiled = set(), set[str]()
-    for path in (ROOT / "selfspec" / "kernels").glob("triton_*.py"):
-        module = import_module(f"selfspec.kernels.{path.stem}")
+    for module in modules:
         for name, kernel in vars(module).copy().items():
             # What others call inside is not launched, and its name begins with "_".
             if isinstance(kernel, triton.runtime.JITFunction) and not name.startswith("_"):
                 every.add(name)
                 monkeypatch.setattr(module, name, Compiling(kernel, compiled))
-    for dtype in triton_attention.OFF_BY:
-        for tokens, slots, width in ((1, 70, 64), (64, 600, 128), (17, 70, 256)):
-            _launch_attention(tokens, slots, width, dtype)
-        for rows in (1, 3):
-            _launch_products(rows, dtype)
-    for dtype in triton_slots.DTYPES:
-        _launch_moves(dtype)
-    assert compiled == every
-
-
-def _launch_attention(tokens: int, slots: int, width: int, dtype: torch.dtype) -> None:
-    from selfspec.kernels.triton_attention import block_attention
-
-    queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
-    for masked_by in (torch.bool, dtype):
+    for tokens, slots, width, masked_by in ((1, 70, 64, dtype), (64, 600, 128, torch.bool), (9, 70, 256, torch.bool)):
+        queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
-
-
-def _launch_products(rows: int, dtype: torch.dtype) -> None:
-    from selfspec.kernels.triton_products import low_bits_product
-
-    for bits in (8, 4):
+    for bits, rows in product((8, 4), (1, 3)):
         rounded = round_weight(torch.zeros(64, 128), Precision(bits, 32))
         low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.levels, rounded.scales, rounded.zeros)
-
-
-def _launch_moves(dtype: torch.dtype) -> None:
-    from selfspec.kernels.triton_slots import slots_moved
-
-    for width in (1, 80):
-        slots_moved([torch.zeros(1, 2, 9, width, dtype=dtype)], *torch.tensor([[[2, 3]], [[1, 2]]]))
+    for each in (dtype, torch.int8):
+        slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
+    p, tokens = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
+    judge_chain(p, p[:, :2], tokens, torch.zeros(1, 2, dtype=torch.double), tokens > 0, p[:, 0])
+    judge_chain(p, None, tokens, None, None, None)
+    assert compiled == every

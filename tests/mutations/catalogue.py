@@ -229,7 +229,7 @@ CATALOGUE = (
         "keys[:1, None]", (_ROWS,)),
     Mutation("a row's noise is that of its index among the rows that are left, not of its number", "Noise.narrowed",
         "self._keys[list(kept)]", "self._keys[: len(kept)]", (_NOISE, _DROPPED)),
-    Mutation("the race for a draw is run with uniform noise, not exponential", "drawn_by_race", "place.exponential_",
+    Mutation("the race for a draw is run with uniform noise, not exponential", "race_noise", "place.exponential_",
         "place.uniform_", ("test_noise.py",)),
     Mutation("a draw may fall on what has no weight", "drawn_by_inversion", "torch.searchsorted(sums, _1, right=True)",
         "torch.searchsorted(sums, _1)", ("test_noise.py",)),

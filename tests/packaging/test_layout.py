@@ -37,7 +37,7 @@ MAY_IMPORT = {
         "accept": "arguments cache device draft errors values",
         "control": "architecture arguments draft environment errors files kernels model values version",
         "placement": "architecture arguments cache control draft errors kernels model process_memory",
-        "decode": "accept architecture arguments cache compat control device draft errors model runtime",
+        "decode": "accept architecture arguments cache compat control device draft errors kernels model runtime",
         "recipe": "accept control draft errors files version",
         "api": "accept architecture arguments control decode device draft "
         "errors files model placement recipe runtime values",
