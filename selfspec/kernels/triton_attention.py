@@ -69,15 +69,22 @@ def attend_run(
         output: `[batch, tokens, heads, value_width]`, written; `[runs, ...]`, sums, where one run is not all.
         largest: score in a run, `[runs, batch, tokens, heads]`, written then.
         totals: of weights, the same.
-        query_strides: of the dimensions, and so on for the others.
-        tokens, slots, key_heads: their numbers.
+        query_strides: of its four dimensions.
+        key_strides: the same.
+        value_strides: the same.
+        mask_strides: the same.
+        tokens: their number.
+        slots: their number.
         run: slots of a run.
+        key_heads: their number.
         group: heads of queries for each of keys.
         scale: of scores; as an argument it would be rounded to float32.
-        width, value_width: of a head.
+        width: of a head of keys.
+        value_width: of a head of values.
         block_rows: tokens and heads of a program.
         block_slots: read together.
-        block_width, block_values: powers of two that hold the widths.
+        block_width: a power of two that holds the width.
+        block_values: one that holds the width of values.
         is_added: whether the mask is added.
         is_whole: whether one run is all.
     """
@@ -109,10 +116,7 @@ def attend_run(
         slot = (start + tl.arange(0, block_slots)).to(tl.int64)
         inside = there[:, None] & (slot < slots)[None, :]
         said = tl.load(masked + slot[None, :] * mask_strides[3], mask=inside, other=0)
-        if is_added:
-            sees = inside & (said.to(wide) > float("-inf"))
-        else:
-            sees = inside & (said != 0)
+        sees = inside & ((said.to(wide) > float("-inf")) if is_added else (said != 0))
         # What nobody sees is not read.
         seen = tl.max(sees.to(tl.int32), 0) > 0
         key = tl.load(
@@ -163,7 +167,8 @@ def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.c
         output: `[rows, value_width]`, written.
         runs: their number.
         value_width: of a head.
-        block_runs, block_values: powers of two that hold these.
+        block_runs: a power of two that holds them.
+        block_values: one that holds the width.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     run, inner = tl.arange(0, block_runs).to(tl.int64), tl.arange(0, block_values)
@@ -262,10 +267,10 @@ def block_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
 def _rows(queries: Tensor, keys: Tensor) -> int:
     """Rows of a program: tokens times heads of a group, as many as the matrix units take at least."""
     rows = queries.shape[1] // keys.shape[1] * queries.shape[2]
-    most = _QUERIES // (triton.next_power_of_2(queries.shape[-1]) * queries.element_size())
-    return max(16, min(_ROWS, most, triton.next_power_of_2(rows)))
+    most = _QUERIES // int(triton.next_power_of_2(queries.shape[-1]) * queries.element_size())
+    return max(16, min(_ROWS, most, int(triton.next_power_of_2(rows))))
 
 
 def _run(keys: Tensor) -> int:
     """Slots of a run."""
-    return _RUN * triton.next_power_of_2(triton.cdiv(keys.shape[2], _RUN * _MOST_RUNS))
+    return _RUN * int(triton.next_power_of_2(triton.cdiv(keys.shape[2], _RUN * _MOST_RUNS)))

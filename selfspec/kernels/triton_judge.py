@@ -49,7 +49,8 @@ def judge_rows(
         judged: whether a node is judged, the same shape; read where some are not.
         noise: of the race for the token after them, `[rows, vocabulary]`; read where something is sampled.
         verdict: `[rows, 2]`, written: accepted tokens, and the token after them.
-        nodes, vocabulary: their numbers.
+        nodes: their number.
+        vocabulary: number of all tokens.
         is_drawn: whether the draft was drawn from q; else q is one-hot.
         is_sampled: whether something is; else all chances are 0 and 1, and the likeliest token follows.
         is_cut: whether some nodes are not judged.
@@ -96,8 +97,8 @@ def judge_rows(
     if is_last | (tl.max(most_left, 0) == 0.0):
         best_left, at_left = best, at
     chosen = tl.min(tl.where(best_left == tl.max(best_left, 0), at_left, vocabulary), 0)
-    tl.store(verdict + 2 * row, accepted.to(tl.int64))
-    tl.store(verdict + 2 * row + 1, chosen.to(tl.int64))
+    tl.store(verdict + 2 * row, accepted)
+    tl.store(verdict + 2 * row + 1, chosen)
 
 
 def judge_chain(
@@ -111,7 +112,7 @@ def judge_chain(
         tokens: `[rows, nodes]`, at least one.
         uniform: that tokens are accepted by, `[rows, nodes]`, float64; None: all chances are 0 and 1.
         judged: whether a token is judged, `[rows, nodes]`; None: all are.
-        noise: unit exponentials of the token that follows, `[rows, vocabulary]`, float32, positive; None where `uniform` is.
+        noise: unit exponentials, not 0, of the token that follows, `[rows, vocabulary]`, float32; None with `uniform`.
 
     Returns:
         Accepted tokens, and the one that follows them, `[rows, 2]`.

@@ -31,7 +31,8 @@ def move_slots(
         sources: `[batch, count]`: in rising order, but for slots that stay where they are.
         targets: the same; none lies behind its source.
         heads: their number.
-        row_stride, head_stride: of the tensors, in numbers.
+        row_stride: of the tensors, in numbers.
+        head_stride: the same.
         count: of slots.
         width: of a slot, in numbers.
         block: a power of two that holds the width.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -37,19 +39,20 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, device: str, window: int |
     from selfspec.kernels.triton_attention import block_attention
 
     batch, heads, key_heads, tokens, slots, width, value_width = shape
-    made = {"device": device, "dtype": dtype}
-    queries = torch.randn(batch, tokens, heads, width, **made).transpose(1, 2)
-    keys = torch.randn(batch, key_heads, slots + 9, 2 * width, **made)[:, :, :slots, ::2]
-    values = torch.randn(batch, key_heads, slots + 9, value_width, **made)[:, :, :slots]
+    made = partial(torch.randn, device=device, dtype=dtype)
+    queries = made(batch, tokens, heads, width).transpose(1, 2)
+    keys = made(batch, key_heads, slots + 9, 2 * width)[:, :, :slots, ::2]
+    values = made(batch, key_heads, slots + 9, value_width)[:, :, :slots]
     mask = block_mask(batch, tokens, slots, window).to(device)
     if added:
         # For each head its own, as with slopes.
-        mask = torch.where(mask, torch.randn(heads, 1, slots, **made), torch.finfo(dtype).min)
+        mask = torch.where(mask, made(heads, 1, slots), torch.finfo(dtype).min)
     scale = 1.3 * width**-0.5
     found = block_attention(queries, keys, values, mask, scale)
-    repeated = (each.double().repeat_interleave(heads // key_heads, 1) for each in (keys, values))
     exact = mask.double() if added else mask
-    expected = functional.scaled_dot_product_attention(queries.double(), *repeated, attn_mask=exact, scale=scale)
+    expected = functional.scaled_dot_product_attention(
+        queries.double(), keys.double(), values.double(), attn_mask=exact, scale=scale, enable_gqa=True
+    )
     assert found.dtype == dtype
     off = (found.double() - expected.transpose(1, 2)).abs().amax() / expected.abs().amax()
     assert off < OFF_BY[dtype], f"{shape}, {dtype}, window {window}, added {added}: off by {off:.2g}"

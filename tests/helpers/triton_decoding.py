@@ -13,14 +13,14 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, Oracle, stock
 from selfspec.cache.tree import Tree
-from selfspec.decode.noise import Noise, drawn_by_race, race_noise
+from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
 from selfspec.kernels import triton_attention, triton_judge, triton_slots
 
 SEAMS = ("selfspec.runtime.grouped_queries", "selfspec.cache.shared_cache", "selfspec.decode.accept_draws")
 KERNELS = {triton_attention: "block_attention", triton_slots: "slots_moved", triton_judge: "judge_chain"}
 
 
-def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: int, first: int = 0) -> Tensor:
+def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
     return drawn_by_race(weights, race_noise(weights, noise._seeds(purpose, first, weights.shape[1])))
 
 
@@ -41,7 +41,7 @@ def check(tree: Tree, used: int, sampled: dict[str, Any]) -> None:
     assert torch.equal(expected, greedy) == (sampled == GREEDY)
     with ExitStack() as inside:
         for seam in SEAMS:
-            inside.enter_context(mock.patch(f"{seam}.runs_triton", lambda _: True))
+            inside.enter_context(mock.patch(f"{seam}.runs_triton", return_value=True))
         watched = {
             name: inside.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
             for module, name in KERNELS.items()

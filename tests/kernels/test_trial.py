@@ -1,4 +1,4 @@
-"""A kernel is trusted where it gives what torch gives, and where it does not torch's path runs and a warning says so."""
+"""A kernel is trusted where it gives what torch gives; where it does not, torch's path runs and a warning says so."""
 
 from __future__ import annotations
 

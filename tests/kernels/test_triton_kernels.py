@@ -122,7 +122,7 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
         low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.levels, rounded.scales, rounded.zeros)
     for each in (dtype, torch.int8):
         slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
-    p, tokens = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
-    judge_chain(p, p[:, :2], tokens, torch.zeros(1, 2, dtype=torch.double), tokens > 0, p[:, 0])
-    judge_chain(p, None, tokens, None, None, None)
+    p, drafted = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
+    judge_chain(p, p[:, :2], drafted, torch.zeros(1, 2, dtype=torch.double), drafted > 0, p[:, 0])
+    judge_chain(p, None, drafted, None, None, None)
     assert compiled == every

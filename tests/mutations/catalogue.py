@@ -58,6 +58,7 @@ _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
 _MODULES = "test_several_modules_draft_in_their_order"
+_TRITON = "test_the_interpreter_gives_what_torch_gives"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -408,6 +409,36 @@ CATALOGUE = (
     Mutation("a recorded pass takes the tree it was recorded with", "PassFunction._parted",
         "OpenBlock(start, depths, sees)", "self.__dict__.setdefault('first', OpenBlock(start, depths, sees))",
         ("test_tree_passes.py",)),
+    # Kernels in Triton.
+    Mutation("attention in Triton sees all slots", "attend_run", "tl.where(sees, scores, float('-inf'))", "scores",
+        (f"{_TRITON}[triton_attention]",)),
+    Mutation("attention in Triton reads the key head of another group", "attend_run",
+        "key_head * group + row // tokens", "key_head + row // tokens * key_heads", (f"{_TRITON}[triton_attention]",)),
+    Mutation("attention in Triton keeps the scale of its first slots", "attend_run", "sums * less[:, None]", "sums",
+        (f"{_TRITON}[triton_attention]",)),
+    Mutation("attention in Triton reads what nobody sees", "attend_run", "tl.max(sees.to(tl.int32), 0) > 0",
+        "slot < slots", (f"{_TRITON}[triton_attention]",)),
+    Mutation("runs of slots are joined as if their scores were equal", "join_runs",
+        "most - tl.where(above == float('-inf'), 0.0, above)", "most - most", (f"{_TRITON}[triton_attention]",)),
+    Mutation("a program in Triton takes more memory than a device has", "_rows", "min(_ROWS, most, _1)", "256",
+        ("test_every_kernel_compiles_for_devices_that_are_not_here[torch.float32]",)),
+    Mutation("slots of all rows are moved as those of the first", "move_slots", "sources + row * count + place",
+        "sources + place", (f"{_TRITON}[triton_slots]",)),
+    Mutation("slots of a cache in several dtypes are moved as those of its first layer", "_layout",
+        "(part.element_size(), *part.shape, *part.stride())", "(1,)", (f"{_TRITON}[triton_slots]",)),
+    Mutation("the judge in Triton accepts tokens after a rejected one", "judge_rows",
+        "stands & (_1 < chance.to(tl.float64))", "_1 < chance.to(tl.float64)", (f"{_TRITON}[triton_judge]",)),
+    Mutation("the judge in Triton draws the bonus token from a residual", "judge_rows", "is_last | _1", "_1",
+        (f"{_TRITON}[triton_judge]",)),
+    Mutation("the judge in Triton recovers from p", "judge_rows", "tl.maximum(weight - taken, 0.0)", "weight",
+        (f"{_TRITON}[triton_judge]",)),
+    Mutation("a kernel in Triton is trusted whatever it gives", "Trial.passes", "value <= most", "True",
+        ("test_a_kernel_that_does_not_is_not_run_again",)),
+    Mutation("what is not finite decides on a kernel in Triton", "Trial.passes", "value != value and _1", "False",
+        ("test_numbers_that_are_not_finite_decide_nothing",)),
+    Mutation("a trial of a kernel reads values where a pass must not", "_read",
+        "other.submit(lambda: float(copy.read())).result()", "float(copy.read())",
+        ("test_a_pass_that_may_read_no_values_may_try_a_kernel",)),
     # Recurrent layers.
     Mutation("a pass writes into the recurrent state that it would go back to", "RecurrentLayer.enter",
         "snapshot.mapped(torch.clone)", "snapshot", ("test_recurrent.py", "test_hybrids.py")),
