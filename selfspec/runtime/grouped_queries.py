@@ -110,7 +110,7 @@ def _attend(
         from selfspec.kernels.triton_attention import tried_attention
 
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return tried_attention(query, key, value, attention_mask, scale, stock), None
+        return tried_attention(query, key, value, attention_mask, scale, stock=stock), None
     if query.device.type != "cpu" or query.shape[2] == 1:
         return stock(), None
     output = functional.scaled_dot_product_attention(

@@ -6,19 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers import triton_attention, triton_judge, triton_slots
+from helpers import tiny, triton_attention, triton_judge, triton_slots
 from selfspec import kernels
 from selfspec.kernels.rounded import Precision, round_weight
+from selfspec.runtime.grouped_queries import for_grouped_queries
 
 triton = pytest.importorskip("triton")
 
@@ -31,6 +34,10 @@ ROOT = Path(__file__).parents[2]
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # The shared memory that a program may have, in bytes, by capability: of an A100 and an H100.
 TARGETS = {80: 163 * 1024, 90: 227 * 1024}
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 @pytest.mark.kernels
@@ -64,6 +71,25 @@ def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
 @pytest.mark.parametrize("sizes", triton_judge.SIZES, ids=str)
 def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
     triton_judge.check(*sizes, cuda)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inside", "takes"),
+    [(5, torch.no_grad, 1), (65, torch.no_grad, 0), (5, torch.enable_grad, 0), (5, _autocast, 0)],
+    ids=["few", "many", "gradients", "autocast"],
+)
+def test_attention_over_few_tokens_without_gradients_is_for_triton(
+    tokens: int, inside: Callable[[], AbstractContextManager[Any]], takes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny.llama(), tiny.prompt(tokens)
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+    given = mock.Mock(side_effect=lambda *tensors, stock: stock())
+    monkeypatch.setattr("selfspec.runtime.grouped_queries.runs_triton", lambda _: True)
+    monkeypatch.setattr("selfspec.kernels.triton_attention.tried_attention", given)
+    with inside():
+        found = for_grouped_queries(model)(ids, attention_mask=mask, use_cache=False).logits
+        assert torch.equal(found, model(ids, attention_mask=mask, use_cache=False).logits)
+    assert given.call_count == takes * tiny.DEPTH
 
 
 @dataclass
@@ -114,7 +140,7 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
             if isinstance(kernel, triton.runtime.JITFunction) and not name.startswith("_"):
                 every.add(name)
                 monkeypatch.setattr(module, name, Compiling(kernel, compiled))
-    for tokens, slots, width, masked_by in ((1, 70, 64, dtype), (64, 600, 128, torch.bool), (9, 70, 256, torch.bool)):
+    for tokens, slots, width, masked_by in ((1, 70, 64, dtype), (64, 600, 128, torch.bool), (17, 70, 256, torch.bool)):
         queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
     for bits, rows in product((8, 4), (1, 3)):
