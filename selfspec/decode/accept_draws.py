@@ -57,7 +57,7 @@ def accept(
 
 
 def _by_triton(batch: Batch, seen: Effective, judged: Tensor | None, first: int, stock: Callable[[], Tensor]) -> Tensor:
-    """The same for chains and token-level rules in one launch, `[rows, 2]`."""
+    """Judge a chain by a token-level rule in one launch: what `accept` returns, `[rows, 2]`."""
     from selfspec.kernels.triton_judge import tried_verdict
 
     draft, uniform, noise = seen.draft, None, None

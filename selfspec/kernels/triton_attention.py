@@ -188,7 +188,7 @@ def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.c
 def tried_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, *, stock: Callable[[], Tensor]
 ) -> Tensor:
-    """`block_attention`, or `stock`, the same by torch, where the kernel is not trusted."""
+    """Compute `block_attention`, or `stock`, the same by torch, where the kernel is not trusted."""
     sizes = (queries.shape[-1], values.shape[-1], _rows(queries, keys), _run(keys) < keys.shape[2])
     kind = (queries.device, queries.dtype, mask.dtype, *sizes)
     kernel = partial(block_attention, queries, keys, values, mask, scale)

@@ -153,6 +153,6 @@ def tried_verdict(
     noise: Tensor | None,
     stock: Callable[[], Tensor],
 ) -> Tensor:
-    """`judge_chain`, or `stock`, the same by torch, where the kernel is not trusted."""
+    """Judge by `judge_chain`, or `stock`, the same by torch, where the kernel is not trusted."""
     kind = (p.device, p.dtype, q is None, uniform is None, judged is None)
     return _TRIAL.run(kind, lambda: judge_chain(p, q, tokens, uniform, judged, noise), stock, most=0.0)
