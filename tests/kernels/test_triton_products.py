@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+@pytest.mark.kernels
 def test_the_interpreter_gives_the_products_of_the_rounded_weights() -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
