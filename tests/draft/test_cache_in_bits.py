@@ -14,6 +14,7 @@ from helpers import tiny
 from helpers.drafting import GREEDY, stock
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
+from helpers.tiers import taking_turns
 from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.limits import Limits
 from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup
@@ -104,10 +105,7 @@ def test_its_bytes_of_a_token_are_told(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_samples_follow_the_exact_joint(rule: str) -> None:
-    found = {}
-    for name, draft in (("int8", LowPrecision()), ("exit", EarlyExit(1))):
-        spec = selfspec.wrap(network(width=16), CacheInBits(draft), draft_length=2, accept=rule)
-        (found[name],) = p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3).values()
-    assert holm_rejects(found, 0.01) == []
+@pytest.mark.parametrize(("rule", "draft"), taking_turns(["token", "block", "coupled"], [LowPrecision(), EarlyExit(1)]))
+def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
+    spec = selfspec.wrap(network(width=16), CacheInBits(draft), draft_length=2, accept=rule)
+    assert holm_rejects(p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3), 0.01) == []

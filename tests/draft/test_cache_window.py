@@ -15,6 +15,7 @@ from helpers import tiny
 from helpers.drafting import GREEDY, stock
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
+from helpers.tiers import taking_turns
 from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.tree import Tree
 from selfspec.draft import CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup
@@ -141,11 +142,7 @@ def test_a_model_that_makes_its_masks_itself_is_refused(llama: PreTrainedModel) 
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_samples_follow_the_exact_joint(rule: str) -> None:
-    found = {}
-    for name in ("int8", "exit"):
-        draft = around(LowPrecision() if name == "int8" else EarlyExit(1), 2, 1)
-        spec = selfspec.wrap(network(width=16), draft, draft_length=2, accept=rule)
-        (found[name],) = p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3).values()
-    assert holm_rejects(found, 0.01) == []
+@pytest.mark.parametrize(("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), LowPrecision()]))
+def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
+    spec = selfspec.wrap(network(width=16), around(draft, 2, 1), draft_length=2, accept=rule)
+    assert holm_rejects(p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3), 0.01) == []

@@ -128,7 +128,7 @@ def rejected(drafter: Drafter, rule: str, warp: Warp, control: Control, rows: in
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_samples_of_ragged_batches_follow_the_exact_joint(draft: str, rule: str) -> None:
     warp = WARPS[(list(DRAFTS).index(draft) + RULES.index(rule)) % len(WARPS)]
-    assert rejected(DRAFTS[draft](), rule, warp, InTurns(2, nodes=5), rows=1024, calls=20) == []
+    assert rejected(DRAFTS[draft](), rule, warp, InTurns(2, nodes=5), rows=512, calls=20) == []
 
 
 @pytest.mark.statistical
