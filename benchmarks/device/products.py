@@ -1,4 +1,4 @@
-"""The pieces of a pass by themselves: products in fewer bits, and attention over lengths that were not met before."""
+"""The pieces of a pass by themselves: products in fewer bits, attention of blocks, and over lengths that are new."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, kernels_of
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.kernels.trial import runs_triton
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.timer import Timer
 
@@ -25,13 +26,16 @@ _ROWS = (1, 8)
 _REPEATS = 9
 # More than any cache of a device holds, so that weights come from its memory.
 _BYTES = 240 * 2**20
-_HEADS, _HEAD_DIM, _TOKENS, _LENGTHS = 32, 64, 8, 12
+_HEADS, _KEY_HEADS, _HEAD_DIM, _TOKENS, _LENGTHS = 32, 8, 64, 8, 12
+# Tokens of a block and slots of a cache: a draft step, a chain and a tree.
+_BLOCKS = ((1, 4096), (8, 512), (8, 4096), (8, 32_768), (32, 4096))
 
 
 def piece_cases(bench: Bench) -> Iterator[Case]:
-    """Products of each precision, and attention."""
+    """Products of each precision, and attention of blocks and over new lengths."""
     for bits in (8, 4):
         yield Case(f"products, {bits} bits", partial(_products, bench, bits))
+    yield Case("attention of blocks", partial(_blocks, bench))
     yield Case("attention over new lengths", partial(_attention, bench))
 
 
@@ -79,6 +83,36 @@ def _timed(bench: Bench, product: Callable[..., object], weights: list[Tensor] |
         run = graph.replay
         run()
     return Figure.of([1e6 * timer.of(run) / len(weights) for _ in range(_REPEATS)], "us")
+
+
+def _blocks(bench: Bench) -> Rows:
+    """Attention with a mask and grouped queries, as `transformers` computes it and in Triton."""
+    rows: dict[str, dict[str, Figure]] = {}
+    for tokens, slots in ((2, 16),) if bench.miniature else _BLOCKS:
+        made = partial(torch.randn, device=bench.device, dtype=DTYPE)
+        queries, caches = made(1, _HEADS, tokens, _HEAD_DIM), made(2, 1, _KEY_HEADS, slots, _HEAD_DIM)
+        mask = torch.ones(1, 1, tokens, slots, device=bench.device, dtype=torch.bool).tril(slots - tokens)
+        rows[f"{tokens} tokens, {slots} slots"] = {
+            "torch": _timed(bench, partial(_by_torch, queries, mask), _copies(bench, caches)),
+            "Triton": _by_triton(bench, queries, mask, caches),
+        }
+    return rows
+
+
+def _by_torch(queries: Tensor, mask: Tensor, caches: Tensor) -> Tensor:
+    keys, values = (part.repeat_interleave(_HEADS // _KEY_HEADS, 1) for part in caches)
+    return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+
+def _by_triton(bench: Bench, queries: Tensor, mask: Tensor, caches: Tensor) -> Figure:
+    if not runs_triton(bench.device):
+        return Figure(cannot="no kernels in Triton on a CPU" if bench.device.type == "cpu" else "no kernels in Triton")
+    from selfspec.kernels.triton_attention import block_attention
+
+    def attend(each: Tensor) -> Tensor:
+        return block_attention(queries, each[0], each[1], mask, _HEAD_DIM**-0.5)
+
+    return _timed(bench, attend, _copies(bench, caches))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from device.stage import Stage
 from device.waits import wait_cases
 
 STAGES = (
-    Stage("pieces", "Products in fewer bits, and attention over lengths that are new", 1, piece_cases),
+    Stage("pieces", "Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
     Stage("waits", "How often a round waits for the device, and how long it takes", 3, wait_cases),
     Stage("costs-1B", "c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
     Stage("costs-8B", "c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
