@@ -146,7 +146,7 @@ def main() -> None:
     known = {name: _Arm() for name in (*arms, *others)}
     tokens = words = 0
     texts = read_texts(options.texts)[:: options.every]
-    for line in track(texts, description="clips"):
+    for done, line in enumerate(track(texts, description="clips"), 1):
         sound = spoken(line["text"], line["language"])
         long = len(sound) > RATE * _SECONDS
         call = {"language": line["language"], "task": "transcribe", "do_sample": False, "return_timestamps": long}
@@ -190,16 +190,17 @@ def main() -> None:
         for name, transcribe in others.items():
             again = partial(transcribe, sound, line["language"])
             known[name].timed(whole, [seconds_of(again) for _ in range(options.repeats)])
-    record = {
-        "environment": environment(model.device),
-        "model": model.config.to_dict(),
-        "clips": len(texts),
-        "tokens": tokens,
-        "words": words,
-        "threads": options.threads,
-        "arms": {name: asdict(arm) for name, arm in known.items()},
-    }
-    keep(options.name, record, _report(record))
+        # After each clip: what was measured stays where the rest is not.
+        record = {
+            "environment": environment(model.device),
+            "model": model.config.to_dict(),
+            "clips": done,
+            "tokens": tokens,
+            "words": words,
+            "threads": options.threads,
+            "arms": {name: asdict(arm) for name, arm in known.items()},
+        }
+        keep(options.name, record, _report(record))
 
 
 def _report(record: dict[str, Any]) -> str:
