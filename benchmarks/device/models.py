@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -90,9 +90,9 @@ class Models:
         """A model of a shape with random weights, always the same on one device."""
         return self._kept(f"random {shape}", lambda: self._drawn(shape))
 
-    def small(self) -> Checkpoint:
+    def small(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Checkpoint:
         """The small trained model."""
-        return self._kept("small", self._loaded)
+        return self._kept(f"small {dtype}", lambda: self._loaded(dtype))
 
     def trained(self, shape: str) -> Checkpoint:
         """A model of about a shape that says what the small trained one says, up to rounding."""
@@ -115,8 +115,8 @@ class Models:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config(shape), dtype=DTYPE)
         return model.eval()
 
-    def _loaded(self) -> Checkpoint:
-        checkpoint = load_checkpoint(self._small, dtype="bfloat16", device=str(self._device))
+    def _loaded(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Checkpoint:
+        checkpoint = load_checkpoint(self._small, dtype=dtype, device=str(self._device))
         # Texts are as long as they are asked to be.
         checkpoint.model.generation_config.eos_token_id = None
         return checkpoint
