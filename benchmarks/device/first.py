@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from device.figure import Figure, Rows
+from device.products import NO_TRITON
 from device.stage import Bench, Case
 from device.waits import waits_of_rounds
 from harness import equal_tokens, sampling
@@ -50,7 +51,7 @@ def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
         figures = _written(bench, by, name)
     finally:
         logger.removeHandler(heard)
-    kernels = Figure("trusted") if trial.runs_triton(bench.device) else Figure(cannot="no kernels in Triton on a CPU")
+    kernels = Figure("trusted") if trial.runs_triton(bench.device) else Figure(cannot=NO_TRITON)
     if heard.said:
         kernels = Figure(failed="; ".join(heard.said))
     return {"": {**figures, "kernels in Triton": kernels}}

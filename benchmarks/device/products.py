@@ -22,6 +22,9 @@ from selfspec.runtime.timer import Timer
 
 # Of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B: outputs and inputs.
 _SHAPES = ((576, 576), (1536, 576), (2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048), (4096, 4096))
+NO_TRITON = "kernels in Triton run neither on a CPU nor on CUDA devices of a capability below 8.0"
+"""Why there is no figure of them."""
+
 _ROWS = (1, 8)
 _REPEATS = 9
 # More than any cache of a device holds, so that weights come from its memory.
@@ -106,7 +109,7 @@ def _by_torch(queries: Tensor, mask: Tensor, caches: Tensor) -> Tensor:
 
 def _by_triton(bench: Bench, queries: Tensor, mask: Tensor, caches: Tensor) -> Figure:
     if not runs_triton(bench.device):
-        return Figure(cannot="no kernels in Triton on a CPU" if bench.device.type == "cpu" else "no kernels in Triton")
+        return Figure(cannot=NO_TRITON)
     from selfspec.kernels.triton_attention import block_attention
 
     def attend(each: Tensor) -> Tensor:

@@ -377,11 +377,11 @@ class SharedCache(Cache):
         targets = [[length + place for place in places] for length in self.seq_lens]
         device = self._cursors.device
         slots = to_device([sources, targets], device)
-        parts = [part for layer in self._slotted for part in layer.parts]
-        if runs_triton(slots.device) and all(part.device == slots.device for part in parts):
+        if runs_triton(slots.device):
             from selfspec.kernels.triton_slots import moved_at_once
 
-            if moved_at_once(parts, slots[0], slots[1]):
+            parts = [part for layer in self._slotted for part in layer.parts]
+            if all(part.device == slots.device for part in parts) and moved_at_once(parts, slots[0], slots[1]):
                 return
         for layer in self._slotted:
             layer.copy_slots(slots[0], slots[1])

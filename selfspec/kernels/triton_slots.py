@@ -50,10 +50,11 @@ def move_slots(
 def moved_at_once(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> bool:
     """Move slots as `slots_moved` does, unless the kernel is not trusted. Returns whether they were moved."""
     kind = (sources.device, *sorted({str(part.dtype) for part in parts}))
-    if _TRIAL.known(kind) is not None:
-        if passed := _TRIAL.known(kind):
+    trusted = _TRIAL.known(kind)
+    if trusted is not None:
+        if trusted:
             slots_moved(parts, sources, targets)
-        return bool(passed)
+        return trusted
     rows = torch.arange(len(sources), device=sources.device)[:, None]
     expected = [part[rows, :, sources] for part in parts]
 

@@ -41,7 +41,9 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("checks", ["triton_attention", "triton_slots", "triton_judge", "triton_decoding"])
+@pytest.mark.parametrize(
+    "checks", ["triton_products", "triton_attention", "triton_slots", "triton_judge", "triton_decoding"]
+)
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
