@@ -106,7 +106,7 @@ class Workload:
 
 
 class PromptWriter:
-    """Writes texts as prompts, for every tool alike: as they stand, or as a user's messages by the chat template.
+    """Writes texts as prompts, for every tool alike: as they are, or as a user's messages by the chat template.
 
     A later turn has all turns before it in its prompt. As chats, the model itself answers those that nobody answered,
     greedily.
@@ -127,7 +127,7 @@ class PromptWriter:
         self._answer = answer
         self._answers: dict[tuple[int, ...], str] = {}
         if chat and not checkpoint.tokenizer.chat_template:
-            raise PromptError("the checkpoint has no chat template to write prompts by; give them as they stand")
+            raise PromptError("the checkpoint has no chat template to write prompts by; leave out --chat")
         self._template = ChatTemplate(checkpoint.tokenizer) if chat else None
 
     def ids(self, text: Text) -> list[int]:
