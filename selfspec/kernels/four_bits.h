@@ -78,6 +78,18 @@ inline Ints dots(const Bytes& low, const Bytes& high, const int8_t* first, const
   const auto pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)low, inputs(first)),
                                       _mm256_maddubs_epi16((__m256i)high, inputs(last)));
   return (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  int32x4_t halves[2] = {};
+  int8x16_t levels[4];
+  std::memcpy(levels, &low, sizeof low);
+  std::memcpy(levels + 2, &high, sizeof high);
+  for (int half = 0; half < 2; ++half) {
+    halves[half] = vdotq_s32(halves[half], levels[half], vld1q_s8(first + 16 * half));
+    halves[half] = vdotq_s32(halves[half], levels[2 + half], vld1q_s8(last + 16 * half));
+  }
+  Ints sums;
+  std::memcpy(&sums, halves, sizeof sums);
+  return sums;
 #else
   Ints sums = {};
   for (int i = 0; i < kVectorBytes; ++i) sums[i / 4] += low[i] * first[i] + high[i] * last[i];
