@@ -282,11 +282,8 @@ def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measureme
 
 
 _USUAL = Measurements()
-SIZES = {
-    "max_new_tokens": Size(_USUAL.max_new_tokens, 16),
-    "repeats": Size(_USUAL.repeats, 1),
-    "longest_draft": Size(_USUAL.longest_draft, 4),
-}
+# Not the longest draft: a shorter one saves three passes of fifty, and whoever reads the profile drafts no longer.
+SIZES = {"max_new_tokens": Size(_USUAL.max_new_tokens, 16), "repeats": Size(_USUAL.repeats, 1)}
 # Greedily and sampling. Candidates that are confirmed, with trees and without; what a token of one takes.
 _KINDS, _CANDIDATES, _CHAINS, _A_TOKEN = 2, 9, 5, 0.8
 # Drafts whose costs are measured, rounds of that, and larger batches, most of which cost what their rows do.
@@ -296,9 +293,7 @@ _WARM_UPS, _GO_ON = 2, 4
 
 def work(asked: Measurements, prompts: Sequence[Tensor], drafts: int, sizes: Mapping[str, int]) -> Work:
     """Count the tokens of calibrating on prompts, each `[1, prompt]`, for `drafts` paths."""
-    new, repeats, longest = (
-        sizes.get(name, getattr(asked, name)) for name in ("max_new_tokens", "repeats", "longest_draft")
-    )
+    new, repeats = (sizes.get(name, getattr(asked, name)) for name in ("max_new_tokens", "repeats"))
     prompt, number = sum(each.shape[1] for each in prompts), len(prompts)
     # All exits are read off one pass; the others, some in fewer bits, take one each.
     texts = Work(new * number, prompt + (prompt + new * number) * (2 + drafts))
@@ -306,6 +301,6 @@ def work(asked: Measurements, prompts: Sequence[Tensor], drafts: int, sizes: Map
     turns = arms * (_WARM_UPS + 1) + (repeats - 1) * _GO_ON
     confirmed = Work(new * _A_TOKEN * number * turns, prompt * turns).times(asked.batch**0.5)
     # Of a round: target passes of each width, and of each draft two lengths, with their verification.
-    jobs = longest + 1 + min(drafts, _MEASURED) * (3 + 1 + min(4, longest))
+    jobs = asked.longest_draft + 1 + min(drafts, _MEASURED) * (3 + 1 + min(4, asked.longest_draft))
     costs = Work(jobs * _ROUNDS, jobs * _IN_BATCHES)
     return (texts + confirmed).times(_KINDS) + costs
