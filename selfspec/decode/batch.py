@@ -211,7 +211,7 @@ class Batch:
 
     def draws(self, steps: int) -> Draws | None:
         """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
-        choice = self.sampling.choice
+        choice = self.sampling.choice()
         if choice is None or self.last_tokens.device.type != "cpu":
             return None
         numbers = self.noise.numbers(Purpose.DRAFT, 0, steps, self.runner.vocabulary)

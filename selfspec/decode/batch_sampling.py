@@ -14,6 +14,7 @@ from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.sequences import Prefixes
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft
+from selfspec.runtime.chain import Choice
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class BatchSampling:
         mends: whether processors of all rows put numbers in the place of logits that are not finite.
         in_order: whether some processor has memory, see `Sampling.in_order`.
         reads_prefixes: whether some processor looks at more than the scores of a place.
-        choice: how tokens of all rows are drawn where the last logits say all; None: they do not, or rows differ.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -56,8 +56,6 @@ class BatchSampling:
         self.mends = all(each.mends for each in samplings)
         self.in_order = any(each.in_order for each in samplings)
         self.reads_prefixes = any(each.reads_prefixes for each in samplings)
-        choices = {each.choice for each in samplings}
-        self.choice = choices.pop() if len(choices) == 1 else None
         ends = list(accumulate(len(group.running) for group in groups))
         self._rows = [list(range(end - len(group.running), end)) for group, end in zip(groups, ends, strict=True)]
         self._mending = self._rows_of(lambda group: group.sampling.mends)
@@ -67,6 +65,11 @@ class BatchSampling:
         self._together: dict[Hashable, list[int]] = {}
         for index, group in enumerate(groups):
             self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
+
+    def choice(self) -> Choice | None:
+        """Return how tokens of all rows are drawn where the last logits say all; None: they do not, or rows differ."""
+        choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
+        return choices.pop() if len(choices) == 1 else None
 
     def _rows_of(self, which: Callable[[Group], bool]) -> list[int]:
         return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]

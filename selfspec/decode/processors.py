@@ -66,20 +66,6 @@ class Warping:
             flat = warper(no_prefix, flat)
         return flat.reshape(scores.shape)
 
-    @property
-    def choice(self) -> Choice | None:
-        """Temperature, top-k and top-p where nothing else changes the scores; None: something does."""
-        known: Iterator[tuple[type, str]] = iter(_OF_CHOICE.items())
-        values: dict[str, Any] = {"temperature": 1.0}
-        for warper in self.processors:
-            name = next((name for kind, name in known if type(warper) is kind), None)
-            plain = getattr(warper, "filter_value", -torch.inf) == -torch.inf
-            if name is None or not plain or getattr(warper, "min_tokens_to_keep", 1) != 1:
-                return None
-            values[name] = getattr(warper, name)
-        # Top-p by itself puts all tokens in order.
-        return None if "top_p" in values and "top_k" not in values else Choice(**values)
-
 
 @dataclass(frozen=True)
 class PrefixProcessing:
@@ -212,6 +198,35 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
     for processor in processors:
         found = check_scores(processor, processor(ids, found), found)
     return found.to(scores.device)
+
+
+def choice_of(processing: Processing, length: int) -> Choice | None:
+    """Return how tokens are drawn where suppressed tokens, temperature, top-k and top-p are all; None: there is more.
+
+    Args:
+        processing: of the scores.
+        length: of the prefix of the first place, in tokens; of the shortest row.
+    """
+    if not isinstance(processing, Warping | PrefixProcessing):
+        return None
+    known: Iterator[tuple[type, str]] = iter(_OF_CHOICE.items())
+    values: dict[str, Any] = {"temperature": 1.0}
+    suppressed: list[int] = []
+    for each in processing.processors:
+        if isinstance(each, SuppressionAt) and each.place < length:
+            continue
+        if type(each) is Suppression and values.keys() == {"temperature"}:
+            suppressed.extend(each.tokens.tolist())
+            continue
+        name = next((name for kind, name in known if type(each) is kind), None)
+        plain = getattr(each, "filter_value", -torch.inf) == -torch.inf
+        if name is None or not plain or getattr(each, "min_tokens_to_keep", 1) != 1:
+            return None
+        values[name] = getattr(each, name)
+    # Top-p by itself puts all tokens in order.
+    if "top_p" in values and "top_k" not in values:
+        return None
+    return Choice(**values, suppressed=tuple(suppressed))
 
 
 # What is known of a warper by itself, in the order in which `transformers` has them.

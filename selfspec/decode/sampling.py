@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
 
-from selfspec.decode.processors import Processing, SequentialProcessing, Warping
+from selfspec.decode.processors import Processing, SequentialProcessing, Warping, choice_of
+from selfspec.decode.suppression import Suppression
 from selfspec.runtime.chain import Choice
 
 
@@ -37,14 +38,18 @@ class Sampling:
         """Whether there is one possible token everywhere, so that nothing is drawn."""
         return self.greedy or self.couples
 
-    @property
-    def choice(self) -> Choice | None:
-        """How tokens are drawn where the last logits and a `Choice` say all of it; None: there is more to it."""
-        if self.couples or not isinstance(self.processing, Warping):
-            return None
-        if self.greedy:
-            return None if self.processing.processors else Choice(0.0)
-        return self.processing.choice
+    def choice(self, length: int) -> Choice | None:
+        """Return how tokens are drawn where the last logits and a `Choice` say all of it; None: there is more to it.
+
+        Args:
+            length: of the prefix of the first place, in tokens; of the shortest row.
+        """
+        found = None if self.couples else choice_of(self.processing, length)
+        if found is None or not self.greedy:
+            return found
+        # Whatever does not suppress tokens, as temperature, is left to single steps.
+        alone = all(isinstance(each, Suppression) for each in self.processing.processors)
+        return replace(found, temperature=0.0) if alone else None
 
     @property
     def mends(self) -> bool:

@@ -52,6 +52,11 @@ class Sequences:
         """Count the tokens of a row, prompt and padding included."""
         return self.width + len(self.committed[row])
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest running row, prompt and padding included."""
+        return min(map(self.length, self.running))
+
     def tokens_from(self, row: int, start: int) -> list[int]:
         """Return the tokens of a row from position `start` on, padding counted and included."""
         if start >= self.width:

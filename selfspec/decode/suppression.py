@@ -19,15 +19,13 @@ class Suppression(LogitsProcessor):
     """
 
     def __init__(self, tokens: Tensor) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._mask = torch.empty(0, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores, `[rows, vocab]`, with -inf for the tokens."""
         if self._mask.shape != scores.shape[-1:] or self._mask.device != scores.device:
-            self._mask = torch.isin(
-                torch.arange(scores.shape[-1], device=scores.device), self._tokens.to(scores.device)
-            )
+            self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self.tokens.to(scores.device))
         return torch.where(self._mask, -torch.inf, scores)
 
 
@@ -41,11 +39,11 @@ class SuppressionAt(Suppression):
 
     def __init__(self, tokens: Tensor, place: int) -> None:
         super().__init__(tokens)
-        self._place = place
+        self.place = place
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores, `[rows, vocab]`, at this place with -inf for the tokens."""
-        return super().__call__(input_ids, scores) if input_ids.shape[-1] == self._place else scores
+        return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.place else scores
 
 
 def without_search(processor: LogitsProcessor) -> LogitsProcessor:

@@ -481,16 +481,16 @@ bool run_program(const at::Tensor& program, const at::Tensor& memory, at::Tensor
 
 // A pass over the last token of each row, and the choice of the next one, which takes its place: tokens, slots and
 // positions are the first tensors, logits the last. `q`, `[rows, steps, vocab]`, keeps what this step drew from. Returns
-// each row's confidence in its token. `uniform` is `[1 or 2, rows, steps]`.
+// each row's confidence in its token. `uniform` is `[1 or 2, rows, steps]`; tokens that are suppressed are never chosen.
 std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors,
                                at::IntArrayRef places, int64_t threads, double temperature, int64_t top_k,
-                               double top_p, const at::Tensor& uniform, const std::optional<at::Tensor>& q,
-                               int64_t step, const std::optional<at::Tensor>& kept,
+                               double top_p, const at::Tensor& suppressed, const at::Tensor& uniform,
+                               const std::optional<at::Tensor>& q, int64_t step, const std::optional<at::Tensor>& kept,
                                const std::optional<at::Tensor>& spread) {
   TORCH_CHECK(run_program(program, memory, tensors, places, threads), "the buffers of a chain do not fit its program");
   const at::Tensor& given = tensors[tensors.size() - 1];
   // Of tokens that a reduced vocabulary leaves out, -inf lies there already.
-  const at::Tensor& logits = spread ? *spread : given;
+  const at::Tensor logits = spread ? *spread : given;
   const int64_t rows = logits.size(0), vocabulary = logits.size(-1);
   auto* tokens = tensors[0].mutable_data_ptr<int64_t>();
   const auto* numbers = uniform.const_data_ptr<double>();
@@ -504,10 +504,13 @@ std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memo
       auto* to = spread->mutable_data_ptr<float>() + row * vocabulary;
       for (int64_t i = 0; i < kept->numel(); ++i) to[ids[i]] = from[i];
     }
+    float* scores = logits.mutable_data_ptr<float>() + row * vocabulary;
+    const auto* never = suppressed.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < suppressed.numel(); ++i) scores[never[i]] = -std::numeric_limits<float>::infinity();
     float* of_row = q ? q->mutable_data_ptr<float>() + (row * q->size(1) + step) * vocabulary : nullptr;
     const double* number = numbers + row * steps + step;
     const Chosen chosen =
-        drawing.run(logits.const_data_ptr<float>() + row * vocabulary, vocabulary, {temperature, top_k, top_p}, *number,
+        drawing.run(scores, vocabulary, {temperature, top_k, top_p}, *number,
                     uniform.size(0) > 1 ? number + rows * steps : nullptr, of_row);
     tokens[row] = chosen.token;
     confidences[row] = chosen.confidence;
@@ -560,7 +563,7 @@ void round_slots(at::TensorList exact, at::TensorList copies, at::IntArrayRef be
 TORCH_LIBRARY_FRAGMENT(selfspec, m) {
   m.def(
       "draft_step(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads, float temperature, "
-      "int top_k, float top_p, Tensor uniform, Tensor? q, int step, Tensor? kept, Tensor? spread) -> float[]");
+      "int top_k, float top_p, Tensor suppressed, Tensor uniform, Tensor? q, int step, Tensor? kept, Tensor? spread) -> float[]");
   m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
   m.def("round_slots(Tensor[] exact, Tensor(a!)[] copies, int[] begins, int[] ends, int bits) -> ()");
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");

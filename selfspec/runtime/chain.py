@@ -16,11 +16,13 @@ class Choice:
         temperature: that logits are divided by; 0: the likeliest token is chosen.
         top_k: how many of the likeliest tokens are drawn from; 0: all.
         top_p: the share of their probability that is drawn from, of the likeliest first; 1: all.
+        suppressed: ids of tokens that are never chosen.
     """
 
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+    suppressed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

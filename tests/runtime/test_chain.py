@@ -25,7 +25,8 @@ from helpers.joints import Warp, p_values
 from helpers.proving import ticking, wrapped
 from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion
-from selfspec.decode.processors import Warping
+from selfspec.decode.processors import Warping, choice_of, read_processing
+from selfspec.decode.suppression import Suppression, SuppressionAt
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
@@ -42,6 +43,7 @@ WARPS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6, "top_k": 0},
     "top-k": {"temperature": 1.4, "top_k": 5},
     "top-p": {"temperature": 1.4, "top_k": 20, "top_p": 0.7},
+    "suppressed": {"do_sample": False, "suppress_tokens": [*range(0, 50, 2)], "begin_suppress_tokens": [7]},
 }
 
 
@@ -185,6 +187,7 @@ CHOICES = {
     "all": Choice(1.4, 10_000),
     "top-p": Choice(1.4, 20, 0.7),
     "least mass": Choice(1.4, 20, 1e-6),
+    "suppressed": Choice(1.4, 20, 0.7, suppressed=tuple(range(0, 50, 3))),
 }
 
 
@@ -197,12 +200,13 @@ def test_tokens_are_drawn_from_what_warpers_leave(name: str, vocabulary: int) ->
     found = Bench(_model(vocabulary)).chained(draws)
     warpers = LogitsProcessorList(
         [
+            *([Suppression(torch.tensor(choice.suppressed))] if choice.suppressed else []),
             TemperatureLogitsWarper(choice.temperature),
             *([TopKLogitsWarper(choice.top_k)] if choice.top_k else []),
             *([TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else []),
         ]
     )
-    assert Warping(warpers).choice == choice
+    assert choice_of(Warping(warpers), 1) == choice
     flat = found.logits.flatten(0, 1)
     for warper in warpers:
         flat = warper(None, flat)
@@ -224,6 +228,16 @@ def test_the_likeliest_token_is_chosen() -> None:
 
 
 @torch.no_grad()
+def test_the_likeliest_token_is_not_one_that_is_suppressed() -> None:
+    odd = tuple(range(1, 50, 2))
+    found = Bench(_model(50)).chained(_draws(Choice(0.0, suppressed=(*odd, -1, 50)), 50))
+    logits = found.logits
+    logits[..., odd] = -torch.inf
+    assert torch.equal(found.tokens, logits.argmax(-1))
+    torch.testing.assert_close(found.confidences, logits.softmax(-1).amax(-1))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["plain", "top-k"])
 def test_logits_that_are_not_finite_draw_from_all_tokens_alike(bad: float, name: str) -> None:
@@ -239,8 +253,8 @@ def test_logits_that_are_not_finite_draw_from_all_tokens_alike(bad: float, name:
 
 def test_what_a_choice_does_not_say_is_not_chosen_by_it() -> None:
     cold, few, likely = TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), TopPLogitsWarper(0.9)
-    assert Warping(LogitsProcessorList()).choice == Choice(1.0)
-    assert Warping(LogitsProcessorList([cold, few, likely])).choice == Choice(0.5, 3, 0.9)
+    assert choice_of(Warping(LogitsProcessorList()), 1) == Choice(1.0)
+    assert choice_of(Warping(LogitsProcessorList([cold, few, likely])), 1) == Choice(0.5, 3, 0.9)
     others = (
         [few, cold],
         [likely],
@@ -248,7 +262,13 @@ def test_what_a_choice_does_not_say_is_not_chosen_by_it() -> None:
         [TopKLogitsWarper(3, filter_value=-9.0)],
         [few, TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
     )
-    assert [Warping(LogitsProcessorList(each)).choice for each in others] == [None] * len(others)
+    assert [choice_of(Warping(LogitsProcessorList(each)), 1) for each in others] == [None] * len(others)
+    never, at_first = Suppression(torch.tensor([3, 5])), SuppressionAt(torch.tensor([7]), 4)
+    begun = read_processing(LogitsProcessorList([never, at_first, cold]), frozenset(), 99)
+    assert choice_of(begun, 4) is None
+    assert choice_of(begun, 5) == Choice(0.5, suppressed=(3, 5))
+    late = Warping(LogitsProcessorList([few, never]))
+    assert choice_of(late, 5) is None
 
 
 @pytest.mark.statistical

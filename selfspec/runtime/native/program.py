@@ -137,7 +137,10 @@ class _Program:
 
     def _steps(self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None) -> Iterator[ChainStep]:
         logits, choice = torch.empty(self._shapes[0]), draws.choice
-        how = choice.temperature, choice.top_k, choice.top_p, draws.uniform.contiguous(), probs
+        suppressed = torch.tensor(
+            [each for each in choice.suppressed if 0 <= each < draws.vocabulary], dtype=torch.long
+        )
+        how = choice.temperature, choice.top_k, choice.top_p, suppressed, draws.uniform.contiguous(), probs
         spread = None if self._kept is None else torch.full((len(logits), draws.vocabulary), -torch.inf)
         given = [*tensors, logits]
         for step in range(draws.steps):
