@@ -1,9 +1,11 @@
-"""The command line's entry: `selfspec COMMAND`."""
+"""The command line's entry: `selfspec COMMAND`, or `selfspec MODEL`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -30,7 +32,8 @@ from selfspec.version import __version__
 
 app = typer.Typer(
     name="selfspec",
-    help="Self-speculative decoding: one language model drafts for itself; the output is exactly its own.",
+    help="Self-speculative decoding: one language model drafts for itself; the output is exactly its own.\n\n"
+    "selfspec MODEL says what a checkpoint can do here, and which command is next.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,6 +65,15 @@ def options(
     """Options before the command."""
 
 
+def _names_model(word: str) -> bool:
+    """Whether the first word is a checkpoint and no command, not even one that is misspelt."""
+    command = typer.main.get_command(app)
+    commands = list(getattr(command, "commands", ()))
+    if word.startswith("-") or word in commands:
+        return False
+    return "/" in word or Path(word).exists() or not get_close_matches(word, commands)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its status: 0, 1 for a run that failed, 2 for bad input, 130 when interrupted.
 
@@ -70,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = asks_for_json(words)
+    if words and _names_model(words[0]):
+        words.insert(0, inspect.__name__)
     try:
         status = typer.main.get_command(app).main(words, prog_name="selfspec", standalone_mode=False) or 0
     except Exception as error:

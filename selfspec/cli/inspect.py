@@ -1,98 +1,132 @@
-"""`selfspec inspect`: the parts of a model, what drafts in fewer bits take, and what one from each exit reads."""
+"""`selfspec MODEL`, the same as `selfspec inspect MODEL`: what a checkpoint can do here, and what it is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
 
 from selfspec.cli.options import MemoryOptions, Model, Output, prepare_process
 from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from selfspec.draft.heads.mtp import HeldModules
-    from selfspec.model.summary import ModelSummary, Weights
-    from selfspec.placement.planned import CheckpointSummary, PlannedCheckpoint
+    from rich.table import Table
+
+    from selfspec.model.summary import Weights
+    from selfspec.placement.planned import PlannedCheckpoint
+    from selfspec.tools.prospects import CheckpointSummary, Gain
+
+Parts = Annotated[
+    bool, typer.Option("--parts", help="Show what each part weighs, and what drafts in fewer bits and from exits read.")
+]
 
 
-def inspect(model: Model, budget: MemoryOptions, output: Output = "text") -> CheckpointSummary:
-    """Describe a model by its parts, without loading its weights or running it.
+def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: Output = "text") -> CheckpointSummary:
+    """Say what a checkpoint can do here: whether it fits, what drafts, what that gains, which command is next.
+
+    The same as selfspec MODEL. Weights are read only where a profile of selfspec calibrate may be of them.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
-    and memory, or of host and GPU, measured here.
-
-    The draft cost ratio c is what a draft step reads over what a target step reads, head included.
+    and memory, or of host and GPU, measured here. With --parts, the draft cost ratio c is what a draft step reads over
+    what a target step reads, head included.
     """
-    from selfspec.draft.heads.mtp import held_modules
-    from selfspec.model.checkpoint import find_device, read_config
-    from selfspec.model.summary import describe_config
-    from selfspec.placement.planned import CheckpointSummary, plan_checkpoint
-    from selfspec.placement.weight_source import source_for
+    place = model_place(model)
+    with Console(stderr=True).status("Looking at the checkpoint"):
+        from selfspec.draft.heads.mtp import held_modules
+        from selfspec.model.checkpoint import find_device, read_config
+        from selfspec.model.summary import describe, without_weights
+        from selfspec.placement.planned import plan_checkpoint
+        from selfspec.placement.weight_source import source_for
+        from selfspec.tools.prospects import CheckpointSummary, prospects
 
-    prepare_process(threads=None)
-    config = read_config(model_place(model))
-    summary, modules = describe_config(config), held_modules(model_place(model), config)
-    planned = None
-    if budget.memory is not None:
-        source = source_for(find_device("auto"))
-        planned = plan_checkpoint(model_place(model), budget.memory, None, True, budget.context, source)
+        prepare_process(threads=None)
+        config = read_config(place)
+        bare = without_weights(config)
+        summary = describe(bare)
+        here = prospects(model, place, bare, summary)
+        planned = None
+        if budget.memory is not None:
+            source = source_for(find_device("auto"))
+            planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source)
+    plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
+    found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
     if output == "text":
-        _print(model, summary, modules, planned, budget)
-    plan = None if planned is None else planned.to_dict()
-    return CheckpointSummary(**vars(summary), checkpoint=model, mtp=modules, plan=plan)
+        tables = [
+            *(_parts_tables(found) if parts else ()),
+            *(() if planned is None else [_plan_table(planned, budget)]),
+        ]
+        console().print(facts_table(_overview(found)), soft_wrap=True)
+        for table in tables:
+            console().print("", table, sep="\n")
+    return found
 
 
-def _print(
-    model: str,
-    summary: ModelSummary,
-    modules: HeldModules | None,
-    planned: PlannedCheckpoint | None,
-    budget: MemoryOptions,
-) -> None:
+def _parts_tables(summary: CheckpointSummary) -> Iterator[Table]:
     exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
     target = ("target", f"{summary.target_bytes_read:,}", "1.000")
     fewer = [(f"int{each.bits}", f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
     parts = ((part, f"{weights.parameters:,}", f"{weights.bytes:,}") for part, weights in _parts(summary))
     total = "total, tied weights once" if summary.tied else "total"
     whole = (total, f"{summary.total.parameters:,}", f"{summary.total.bytes:,}")
-    tables = [
-        facts_table(_overview(model, summary) | ({} if modules is None else {"MTP modules": str(modules)})),
-        figures_table("Weights", ["part"], ["parameters", "bytes"], [*parts, (), whole]),
-        figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"], fewer),
-        figures_table(
-            "Draft cost of each exit, by weights read (head included)",
-            ["draft"],
-            ["bytes a step", "cost ratio c"],
-            [*exits, (), target],
-        ),
-    ]
-    if planned is not None:
-        survey = planned.survey
-        title = f"Within {budget.memory} on {survey.source.device}, for {survey.context:,} tokens of context"
-        tables.append(figures_table(title, ["part"], ["plan"], _plan(planned)))
-    for number, table in enumerate(tables):
-        console().print(*[""] * (number > 0), table, sep="\n")
+    yield figures_table("Weights", ["part"], ["parameters", "bytes"], [*parts, (), whole])
+    yield figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"], fewer)
+    yield figures_table(
+        "Draft cost of each exit, by weights read (head included)",
+        ["draft"],
+        ["bytes a step", "cost ratio c"],
+        [*exits, (), target],
+    )
 
 
-def _overview(name: str, summary: ModelSummary) -> dict[str, str]:
-    cache, context = summary.cache, summary.context or "unlimited"
-    pairs = {(part.attribute, part.module) for layer in summary.layers for part in (layer.attention, layer.mlp)}
+def _plan_table(planned: PlannedCheckpoint, budget: MemoryOptions) -> Table:
+    survey = planned.survey
+    title = f"Within {budget.memory} on {survey.source.device}, for {survey.context:,} tokens of context"
+    return figures_table(title, ["part"], ["plan"], _plan(planned))
+
+
+def _overview(found: CheckpointSummary) -> dict[str, str]:
+    from selfspec.placement.byte_size import shown_bytes
+
+    cache, context, here = found.cache, found.context or "unlimited", found.here
+    pairs = {(part.attribute, part.module) for layer in found.layers for part in (layer.attention, layer.mlp)}
     windows = f", {cache.sliding_layers} layers with a sliding window, kept in full" if cache.sliding_layers else ""
     keys = f"{cache.bytes_per_token:,} bytes a token ({cache.heads} heads of {cache.head_dim} a layer){windows}"
     states = {"states": f"{cache.recurrent_layers} layers, copied at each token of a round"}
+    there = "" if here.memory is None else f", {shown_bytes(here.memory)} on {here.device}"
     return {
-        "checkpoint": name,
-        "model": f"{summary.model} ({summary.model_type}), {summary.dtype}",
-        "shape": f"{len(summary.layers)} layers, width {summary.width}, vocabulary {summary.vocabulary}, "
-        f"context {context}",
+        "checkpoint": found.checkpoint,
+        "model": f"{found.model} ({found.model_type}), {found.total.parameters:,} parameters in {found.dtype}",
+        "shape": f"{len(found.layers)} layers, width {found.width}, vocabulary {found.vocabulary}, context {context}",
         "sublayers": "; ".join(f"{name}: {module}" for name, module in sorted(pairs) if name),
         "KV cache": keys,
         **(states if cache.recurrent_layers else {}),
+        "memory": f"{shown_bytes(found.total.bytes)} of weights{there}: {'fits' if here.fits else 'does not fit'}",
+        **({} if found.mtp is None else {"MTP modules": str(found.mtp)}),
+        "auto drafts": here.doubt or _gains(found),
+        "next": "\n".join(here.commands),
     }
 
 
-def _parts(summary: ModelSummary) -> Iterator[tuple[str, Weights]]:
+def _gains(found: CheckpointSummary) -> str:
+    here = found.here
+    if here.profile is None:
+        if here.greedy.draft == "none":
+            return "nothing: no gain is sure by the weights that drafts read; selfspec calibrate measures"
+        return (
+            f"with {here.greedy.draft}: about {here.greedy.speedup:.1f} times plain decoding, by the weights it reads"
+        )
+
+    def gain(each: Gain) -> str:
+        return "nothing" if each.draft == "none" else f"with {each.draft}, {each.speedup:.1f} times plain decoding"
+
+    return f"greedily {gain(here.greedy)}; sampling {gain(here.sampled)}; measured here"
+
+
+def _parts(summary: CheckpointSummary) -> Iterator[tuple[str, Weights]]:
     """Yield what each part weighs; runs of equal layers are one, named by their numbers: deep models have few kinds."""
     yield "embedding", summary.embedding
     if summary.encoder.parameters:

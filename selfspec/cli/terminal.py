@@ -50,9 +50,9 @@ def figures_table(
 
 def facts_table(facts: Mapping[str, str]) -> Table:
     """Make a table of what is called so and what it is, without a frame."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("fact", "value", box=None, show_header=False, pad_edge=False)
+    table = Table("fact", Column("value", overflow="fold"), box=None, show_header=False, pad_edge=False)
     for fact in facts.items():
         table.add_row(*fact)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from selfspec.control.costs import Costs
@@ -40,14 +41,26 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
 def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
     """What needs no calibration: look-ups before a draft in 8 bits, where its estimated gain is clear; else no draft.
 
-    The control ends drafts that do not pay. Estimates rest on CPUs alone, so on other devices nothing is clear.
+    The control ends drafts that do not pay.
     """
     draft, adapter = LowPrecision(8), find_adapter(model)
     try:
         draft.check_model(model, adapter)
     except DraftConfigError:
         return None
-    costs = Costs.assumed(draft.cost(model, adapter), model.device, widening(model, adapter))
-    if model.device.type != "cpu" or forecast(_ACCEPTED, costs).speedup < _CLEAR_GAIN:
-        return None
-    return Cascade(PromptLookup(), draft)
+    gains = clear_gain(draft.cost(model, adapter), model.device, widening(model, adapter)) is not None
+    return Cascade(PromptLookup(), draft) if gains else None
+
+
+def clear_gain(cost: float, device: torch.device, widening: float) -> float | None:
+    """Estimate the speed-up of a draft in 8 bits; None: it is not clear.
+
+    Estimates rest on CPUs alone, so on other devices none is.
+
+    Args:
+        cost: c, of a draft step.
+        device: that passes run on.
+        widening: what a further token of a pass reads for itself, in steps.
+    """
+    gain = forecast(_ACCEPTED, Costs.assumed(cost, device, widening)).speedup
+    return gain if device.type == "cpu" and gain >= _CLEAR_GAIN else None

@@ -219,11 +219,16 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     )
 
 
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model of a configuration on the meta device, in the dtype of the checkpoint."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
+    return model
+
+
 def describe_config(config: PreTrainedConfig) -> ModelSummary:
     """Describe the model that a configuration describes, from the configuration alone: no weights are loaded."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
-    return describe(model)
+    return describe(without_weights(config))
 
 
 def _layer(layer: nn.Module, adapter: Adapter, window: int | None) -> LayerSummary:

@@ -14,9 +14,7 @@ from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
-from selfspec.draft.heads.mtp import HeldModules
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.summary import ModelSummary
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
 from selfspec.placement.drafts import bits_of
 from selfspec.placement.plan import Plan, plan_memory
@@ -40,20 +38,6 @@ class PlannedCheckpoint:
         known = self.survey
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
         return {**where, "memory": asdict(known.memory), **asdict(self.plan)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSummary(ModelSummary):
-    """`selfspec inspect`: bytes are those in memory.
-
-    Attributes:
-        mtp: its modules for multi-token prediction; null: checkpoints of this architecture have none.
-        plan: with --memory: what would stay, what is streamed, and how fast.
-    """
-
-    checkpoint: str
-    mtp: HeldModules | None = None
-    plan: dict[str, Any] | None = None
 
 
 def plan_checkpoint(

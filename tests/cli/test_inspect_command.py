@@ -1,21 +1,31 @@
-"""`selfspec inspect`: the anatomy as tables or JSON, from the configuration alone."""
+"""`selfspec MODEL` and `selfspec inspect MODEL`: what a checkpoint can do here, and what it is made of."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads
+from helpers.encoder_decoders import encoder_decoder
+from helpers.profiles import profile_of
 from helpers.running import Invoke
+from selfspec.control.profile_place import VARIABLE, default_file
 from selfspec.model.summary import describe
 
 
+@pytest.fixture(autouse=True)
+def no_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("profiles")))
+
+
 def test_tables(invoke: Invoke, folder: str) -> None:
-    ending = invoke("inspect", folder)
+    ending = invoke("inspect", folder, "--parts")
     assert (ending.status, ending.stderr) == (0, "")
     for said in (
         "LlamaForCausalLM",
@@ -38,6 +48,7 @@ def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, s
     assert found.pop("schema_version") == 1
     assert found.pop("checkpoint") == str(copied)
     assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
+    assert found.pop("here")["greedy"] == {"draft": "lookup+int8", "speedup": pytest.approx(1.9, abs=0.3)}
     assert found == json.loads(json.dumps(asdict(describe(stories))))
 
 
@@ -76,3 +87,43 @@ def test_the_plan_of_a_budget(invoke: Invoke, folder: str) -> None:
         plan["memory"]["layers"]
     )
     assert "too little" in invoke("inspect", folder, "--memory", "1MiB").stderr
+
+
+def test_a_checkpoint_alone_is_looked_at(invoke: Invoke, folder: str) -> None:
+    shown = invoke(folder)
+    assert (shown.status, shown.stdout) == (0, invoke("inspect", folder).stdout)
+    said = " ".join(shown.stdout.split())
+    assert "auto drafts with lookup+int8: about" in said
+    assert "GiB on cpu: fits" in said
+    assert f"selfspec calibrate {folder}" in said
+    assert said.endswith(f"selfspec generate {folder} --prompt TEXT")
+
+
+def test_what_was_measured_is_said(invoke: Invoke, folder: str, stories: PreTrainedModel) -> None:
+    profile = profile_of(stories)
+    profile.save(default_file(profile.setting))
+    here = json.loads(invoke(folder, "--output", "json").stdout)["here"]
+    assert here["greedy"] == {"draft": profile.greedy.draft, "speedup": profile.greedy.speedup[0]}
+    assert here["profile"] == str(default_file(profile.setting))
+    assert here["commands"][-1].startswith("selfspec generate")
+    assert not any("calibrate" in each for each in here["commands"])
+    elsewhere = replace(profile, setting=replace(profile.setting, threads=profile.setting.threads + 1))
+    default_file(profile.setting).unlink()
+    elsewhere.save(default_file(elsewhere.setting))
+    assert "none of these weights that fits" in " ".join(invoke(folder).stdout.split())
+
+
+def test_a_checkpoint_larger_than_memory_is_streamed(
+    invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 2**20)
+    here = json.loads(invoke(folder, "--output", "json").stdout)["here"]
+    assert not here["fits"]
+    assert here["commands"][-1] == f"selfspec generate {folder} --memory 0MiB --prompt TEXT"
+
+
+def test_an_encoder_decoder_is_run_from_python(invoke: Invoke, tmp_path: Path) -> None:
+    encoder_decoder("bart", torch.float32).save_pretrained(tmp_path)
+    commands = json.loads(invoke(str(tmp_path), "--output", "json").stdout)["here"]["commands"]
+    assert commands[-1].startswith("selfspec.wrap(model")
+    assert not any("generate " in each for each in commands)

@@ -139,7 +139,7 @@ def check_command(words: list[str], invoke: Invoke) -> None:
     if "<" in words:
         stdin = Path(words[words.index("<") + 1]).read_bytes()
         words = words[: words.index("<")]
-    if words[0] in RUN and not any(map(_WRITTEN.search, words)):
+    if (words[0] in RUN or Path(words[0]).exists()) and not any(map(_WRITTEN.search, words)):
         short = ["--max-new-tokens", "8"] if words[0] == "generate" else []
         ending = invoke(*words, *short, stdin=stdin)
         assert ending.status == 0, f"{shlex.join(words)}: {ending.stderr}"

@@ -1,0 +1,141 @@
+"""What a checkpoint can do on this machine: whether it fits, what `auto` drafts with and gains, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from selfspec.control.auto import clear_gain
+from selfspec.control.profile import Profile
+from selfspec.control.profile_place import find_profile, folder
+from selfspec.control.setting import Setting
+from selfspec.draft.heads.mtp import HeldModules
+from selfspec.draft.registry import PLAIN
+from selfspec.errors import ProfileError
+from selfspec.kernels import native
+from selfspec.model.checkpoint import find_device, load_checkpoint
+from selfspec.model.registry import find_adapter, has_encoder
+from selfspec.model.summary import ModelSummary
+from selfspec.model.weights_read import widening
+from selfspec.placement.weight_source import source_for
+
+# Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
+_OF_MEMORY = 0.85
+_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What `auto` drafts with, and its speed-up over plain decoding.
+
+    Attributes:
+        draft: its name; `none` where nothing drafts.
+    """
+
+    draft: str
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Prospects:
+    """What a checkpoint can do here.
+
+    Attributes:
+        device: that commands take by themselves.
+        memory: of it, in bytes; null: the system does not tell.
+        fits: whether the weights do, with their copies in 8 bits and a cache of 4,096 tokens.
+        greedy: how `auto` decodes greedily.
+        sampled: how it samples.
+        profile: that gains were measured for; null: they are estimates, by the weights that drafts read.
+        doubt: why `auto` cannot be used; empty: it can.
+        commands: to give next, the most useful first.
+    """
+
+    device: str
+    memory: int | None
+    fits: bool
+    greedy: Gain
+    sampled: Gain
+    profile: str | None
+    doubt: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary(ModelSummary):
+    """`selfspec MODEL` and `selfspec inspect MODEL`: bytes are those in memory.
+
+    Attributes:
+        here: what it can do on this machine.
+        mtp: its modules for multi-token prediction; null: checkpoints of this architecture have none.
+        plan: with --memory: what would stay, what is streamed, and how fast.
+    """
+
+    checkpoint: str
+    here: Prospects
+    mtp: HeldModules | None = None
+    plan: dict[str, Any] | None = None
+
+
+def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSummary) -> Prospects:
+    """Say what a checkpoint can do here. Its weights are read only where a profile may be of them.
+
+    Args:
+        name: as the user gave it.
+        place: its folder, or its name on the hub.
+        model: of it, on the meta device.
+        summary: of it.
+    """
+    device = find_device("auto")
+    memory = source_for(device).available()
+    copies = next(each.bytes for each in summary.substitutes if each.bits == 8)
+    needed = summary.total.bytes + copies + _CONTEXT * summary.cache.bytes_per_token
+    fits = memory is None or needed <= _OF_MEMORY * memory
+    budget = None if memory is None or fits else f"{int(_OF_MEMORY * memory / 2**20)}MiB"
+    profile, doubt = None, ""
+    if fits and not has_encoder(model):
+        try:
+            profile = _profile(place, type(model).__name__)
+        except ProfileError as error:
+            doubt = str(error)
+    if profile is None:
+        quantised = getattr(model.config, "quantization_config", None) is not None
+        cost = 1.0 if quantised or not copies else copies / summary.target_bytes_read
+        gain = clear_gain(cost, device, widening(model, find_adapter(model)))
+        greedy = sampled = Gain(PLAIN, 1.0) if gain is None else Gain("lookup+int8", gain)
+    else:
+        greedy, sampled = (Gain(each.draft, each.speedup[0]) for each in (profile.greedy, profile.sampled))
+    return Prospects(
+        device=str(device),
+        memory=memory,
+        fits=fits,
+        greedy=greedy,
+        sampled=sampled,
+        profile=None if profile is None else profile.source,
+        doubt=doubt,
+        commands=tuple(_commands(quote(name), device.type == "cpu", has_encoder(model), budget, profile is not None)),
+    )
+
+
+def _profile(place: str, class_name: str) -> Profile | None:
+    classes = set()
+    for file in folder().glob("*.json"):
+        with suppress(ProfileError):
+            classes.add(Profile.load(file).setting.model)
+    return find_profile(Setting.of(load_checkpoint(place).model)) if class_name in classes else None
+
+
+def _commands(name: str, on_cpu: bool, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:
+    if on_cpu and not native.load_kernels():
+        yield "selfspec kernels"
+    if encodes:
+        yield 'selfspec.wrap(model, draft="int8").generate(**inputs)  # in Python'
+        return
+    if budget is None and not calibrated:
+        yield f"selfspec calibrate {name}"
+    yield f"selfspec generate {name}{'' if budget is None else ' --memory ' + budget} --prompt TEXT"
