@@ -16,7 +16,7 @@ TIERS = "contract or statistical or tools or kernels or accelerator or processes
 @nox.session
 def quick(session: nox.Session) -> None:
     """Check format, types and the quick tier of tests: minutes. Words after `--` go to pytest."""
-    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.install("-c", "constraints.txt", "-e", ".[dev]", "./demo_model")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

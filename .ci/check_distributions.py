@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 
 _NOT_SHIPPED = {"__pycache__"}
+_MOST_BYTES = 2_000_000
 
 
 def package_files(tree: Path) -> dict[str, str]:
@@ -34,6 +35,8 @@ def main(tree: Path, dist: Path) -> list[str]:
     wrong += [f"wheel: {name} is there {count} times" for name, count in in_wheel.items() if count > 1]
     wrong += [f"wheel: {name} is missing" for name in sorted(expected.keys() - package)]
     wrong += [f"wheel: {name} does not belong there" for name in sorted(package - expected.keys())]
+    if wheel.stat().st_size > _MOST_BYTES:
+        wrong.append(f"wheel: {wheel.stat().st_size:,} bytes, more than {_MOST_BYTES:,}")
     if not any(name.endswith("/licenses/LICENSE") for name in in_wheel):
         wrong.append("wheel: the licence is missing")
 

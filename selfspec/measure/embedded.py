@@ -1,8 +1,11 @@
-"""The embedded checkpoint, and what the demonstration asks of it."""
+"""The checkpoint of the demonstration, and what is asked of it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+
+from selfspec.errors import CheckpointError
 
 # How the first held-out files of httpx and flask (both BSD-3-Clause), pytest and attrs (both MIT) begin.
 _HTTPX = """from __future__ import annotations
@@ -59,8 +62,18 @@ PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
 
 
 def checkpoint_folder() -> Path:
-    """The `transformers` folder of the embedded model; its MODEL_CARD.md says what it is."""
-    return Path(__file__).parent / "model"
+    """The `transformers` folder of the embedded model; its MODEL_CARD.md says what it is.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    found = find_spec("selfspec_demo_model")
+    if found is None or not found.submodule_search_locations:
+        raise CheckpointError(
+            "the demo's model is a package of its own, and is not installed: pip install selfspec-demo-model, or "
+            "./demo_model in a clone of selfspec"
+        )
+    return Path(found.submodule_search_locations[0]) / "model"
 
 
 def model_place(model: str) -> str:

@@ -1,0 +1,1 @@
+"""A `transformers` checkpoint in the folder `model`; its MODEL_CARD.md says what it is."""
