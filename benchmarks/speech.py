@@ -85,8 +85,14 @@ def _arms(model: PreTrainedModel, drafts: list[str], exit_layer: int | None) -> 
     if exit_layer is not None:
         arms[_ASSISTED] = partial(model.generate, assistant_early_exit=exit_layer)
     for name in ("none", *drafts):
-        arms[name] = selfspec.wrap(model, None if name == "none" else name).generate
+        arms[name] = partial(_forgetful, selfspec.wrap(model, None if name == "none" else name))
     return arms
+
+
+def _forgetful(spec: selfspec.SelfSpeculative, **call: Any) -> Any:
+    """Transcribe with nothing that drafts kept of earlier runs of the clip."""
+    spec.forget()
+    return spec.generate(**call)
 
 
 def _faster(folder: str, kind: str, threads: int) -> Callable[..., Any]:
