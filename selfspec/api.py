@@ -449,7 +449,8 @@ class SelfSpeculative:
         self._check_open()
         if has_encoder(self.model):
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has an encoder, and rows that come and go have none; call generate"
+                f"{type(self.model).__name__} has an encoder, and rows that come and go have none; call "
+                "generate, or let a pipeline of transformers run it, as docs/speech.md shows"
             )
         check_decodable(self.model)
         self._follow_device()

@@ -29,6 +29,7 @@ class Source:
     Attributes:
         outputs: of the encoder, its tensors alone, `[rows, places, ...]` each.
         mask: as given.
+        inputs: what the encoder has read, before rows were repeated; None: it is not known.
         text: the tokens that the encoder has read of each row, where they are those that the decoder writes, too.
         cross: keys and values of cross-attention, of the layers that have made them.
     """
@@ -36,6 +37,7 @@ class Source:
     def __init__(self, outputs: ModelOutput, mask: Tensor | None) -> None:
         self.outputs = outputs
         self.mask = mask
+        self.inputs: Tensor | None = None
         self.text: list[list[int]] | None = None
         self.cross = DynamicCache()
         self._as_tensors: ReadSource | None = None

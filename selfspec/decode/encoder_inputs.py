@@ -30,8 +30,8 @@ def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         _OF_DECODER.get(name, name): value
         for name, value in inputs.items()
-        # The cache is an empty one, which `generate` makes.
-        if name not in ("encoder_outputs", "attention_mask") and not isinstance(value, Cache)
+        # The cache is an empty one, which `generate` makes; embeddings by this name are the encoder's.
+        if name not in ("encoder_outputs", "attention_mask", "inputs_embeds") and not isinstance(value, Cache)
     }
 
 
@@ -64,8 +64,11 @@ def read_source(
         if inputs.get(name) is not None:
             raise unsupported(name)
     source = source_of(inputs["encoder_outputs"], inputs.get("attention_mask"))
-    if read is not None and read.ndim == 2 and not read.is_floating_point() and _shares_vocabulary(model):
-        source.text = _text(read, source)
+    # Beside outputs that a caller brings, `transformers` puts negative ids in the place of what was read.
+    if read is not None and (read.is_floating_point() or not bool((read < 0).any())):
+        source.inputs = read
+        if read.ndim == 2 and not read.is_floating_point() and _shares_vocabulary(model):
+            source.text = _text(read, source)
     return source
 
 

@@ -41,6 +41,7 @@ from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.registry import has_encoder
 from selfspec.model.rope import is_outgrown
+from selfspec.model.summary import context_of
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,7 @@ def prepared_request(
     pad = generation_config._pad_token_tensor
     stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
     max_new_tokens = stopping.max_new_tokens
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_of(config)
     lengths = tuple(mask.sum(1).tolist())
     whole = bool(generation_config.return_dict_in_generate)
     if context is not None and max(lengths) + max_new_tokens > context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,11 +11,14 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_weights, shown
+from selfspec.cache.source import Source
+from selfspec.draft.assistant_encoder import encoders_are_equal, share_encoder, source_by
 from selfspec.draft.assistant_state import AssistantState
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter, OwnBytes
 from selfspec.draft.growing import GrowingProposer
+from selfspec.draft.heads.growing_head import remembered
 from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
@@ -22,7 +26,7 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import cache_summary
+from selfspec.model.summary import cache_summary, context_of
 from selfspec.model.unwrap import stock_model
 from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
 from selfspec.model.weights_read import bytes_read
@@ -80,10 +84,11 @@ class Assistant(Drafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_decodable(self.model)
-        if has_encoder(model) or has_encoder(self.model):
+        encodes = has_encoder(model)
+        if encodes != has_encoder(self.model) or (encodes and self.model.main_input_name != model.main_input_name):
             raise DraftConfigError(
-                "an assistant is a model without an encoder, for one without; draft for an encoder-decoder with an "
-                "exit, skipped layers, fewer bits, look-ups or recycling"
+                f"the assistant {type(self.model).__name__} does not read what {type(model).__name__} reads; take a "
+                "smaller model of the same family, or draft with the model itself"
             )
         own = {id(weight) for weight in self.model.parameters()}
         if own.issuperset(map(id, model.parameters())):
@@ -97,6 +102,8 @@ class Assistant(Drafter):
         device = model.get_input_embeddings().weight.device
         if self.source is not None and device.type != "meta":
             self.model.to(device=device, dtype=model.dtype)
+            if has_encoder(model) and encoders_are_equal(self.model, model):
+                share_encoder(self.model, model)
 
     def check_joining(self) -> None:
         raise DraftConfigError(
@@ -123,9 +130,15 @@ class Assistant(Drafter):
             slack=rows.controller.most.nodes,
             bucket=1 if programs is None else programs.bucket,
         )
+        read = rows.runner.cache.source
+        if read is not None and remembered(rows, self, partial(encoders_are_equal, self.model)):
+            cache.source = Source(read.outputs, read.mask)
+        elif read is not None:
+            cache.source = source_by(self.model, read)
         runner = runner_for(self.model, self.adapter, cache, programs)
-        weights = sum(weight.nbytes for weight in self.model.parameters())
-        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        its = {weight.data_ptr() for weight in rows.runner.model.parameters()}
+        weights = sum(weight.nbytes for weight in self.model.parameters() if weight.data_ptr() not in its)
+        context = context_of(self.model.config.get_text_config(decoder=True))
         state = AssistantState(runner, cache, rows.running, rows.runner.vocabulary, weights)
         return AssistantProposer(state, context)
 

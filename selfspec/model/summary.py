@@ -204,7 +204,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         dtype=str(model.dtype).removeprefix("torch."),
         width=config.hidden_size,
         vocabulary=embedding.weight.shape[0],
-        context=getattr(config, "max_position_embeddings", None),
+        context=context_of(config),
         embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
         layers=layers,
         encoder=Weights.of(weight for weight in model.parameters() if id(weight) in read_before),
@@ -256,6 +256,12 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
     if layer_types is None:
         return [window] * depth
     return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a text that a network of this configuration reads; None: any number."""
+    most: int | None = getattr(config, "max_target_positions", getattr(config, "max_position_embeddings", None))
+    return most
 
 
 def cache_summary(config: PreTrainedConfig, dtype: torch.dtype) -> CacheSummary:

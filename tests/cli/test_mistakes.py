@@ -198,7 +198,9 @@ def test_in_python(model: PreTrainedModel, call: Callable[[PreTrainedModel], Any
     assert len(message.split()) < 70
 
 
-@pytest.mark.parametrize("words", ["calibrate", "verify", "train head --kind medusa --text {tmp}/text --to {tmp}/new"])
+@pytest.mark.parametrize(
+    "words", ["calibrate", "verify", "serve --port 0", "train head --kind medusa --text {tmp}/text --to {tmp}/new"]
+)
 def test_a_model_with_an_encoder_is_refused_where_decoders_read_texts(
     invoke: Invoke, tmp_path: Path, words: str
 ) -> None:
@@ -209,3 +211,4 @@ def test_a_model_with_an_encoder_is_refused_where_decoders_read_texts(
     ending = invoke(*shlex.split(words.format(tmp=tmp_path)), folder)
     assert ending.status == 2
     assert "has an encoder" in ending.stderr
+    assert "docs/speech.md" in ending.stderr or "wrap(model, draft)" in ending.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import selfspec
+from helpers import tiny
+from helpers.drafting import near
 from helpers.encoder_decoders import START, encoder_decoder, joint
 from helpers.goodness import p_value
 from selfspec.draft.text_places import OwnText, following, last_match
@@ -92,6 +95,12 @@ def test_options_mean_what_they_mean_there(
     alike(spec, inputs, **GREEDY | {"eos_token_id": None} | options)
 
 
+def test_embeddings_are_what_the_encoder_reads(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    read = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    alike(spec, {"inputs_embeds": read, "attention_mask": inputs["attention_mask"]}, **GREEDY)
+
+
 def test_the_whole_output_is_the_models(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
@@ -159,11 +168,10 @@ def test_look_ups_find_what_the_encoder_has_read() -> None:
     assert following(source.tokens, match, 3) == [41, 42, 9]
 
 
-def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
-    small = encoder_decoder(model.config.model_type, vocab_size=5)
+def goodness(small: PreTrainedModel, draft: selfspec.drafts.Drafter) -> float:
+    """How well 1,024 sampled texts fit the joint of a model of five tokens."""
     source = torch.tensor([[3, 4, 1, 3]])
-    spec = selfspec.wrap(small, selfspec.drafts.EarlyExit(1), draft_length=2)
-    exact = joint({"input_ids": source}, small, 3)
+    spec = selfspec.wrap(small, draft, draft_length=2)
     texts: list[tuple[int, ...]] = []
     judged = 0
     for seed in range(2):
@@ -171,7 +179,12 @@ def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
         texts += [tuple(row) for row in out.sequences[:, 1:].tolist()]
         judged += out.stats.judged - out.stats.accepted
     assert judged, "nothing was rejected"
-    assert p_value(texts, exact) > 1e-3
+    return p_value(texts, joint({"input_ids": source}, small, 3))
+
+
+def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
+    small = encoder_decoder(model.config.model_type, vocab_size=5)
+    assert goodness(small, selfspec.drafts.EarlyExit(1)) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -223,6 +236,63 @@ def test_rows_that_come_and_go_are_refused(model: PreTrainedModel) -> None:
         selfspec.wrap(model, selfspec.drafts.EarlyExit(1)).row_decoder()
 
 
-def test_an_assistant_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(DraftConfigError, match="without an encoder"):
-        selfspec.wrap(model, selfspec.drafts.Assistant(encoder_decoder("bart", seed=1)))
+@pytest.fixture(scope="module")
+def assistant(model: PreTrainedModel) -> PreTrainedModel:
+    """One with an encoder of its own; for T5, with the model's."""
+    made = near(model)
+    if model.config.model_type == "t5":
+        made.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    return made
+
+
+def test_an_assistant_reads_what_the_model_reads(
+    model: PreTrainedModel, assistant: PreTrainedModel, inputs: dict[str, Any]
+) -> None:
+    spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
+    alike(spec, inputs, **GREEDY)
+    alike(spec, {name: value[1:2] for name, value in inputs.items()}, **GREEDY)
+    ends = sorted({int(token) for token in model.generate(**inputs, **GREEDY)[:2, 4]})
+    alike(spec, inputs, **GREEDY | {"do_sample": True, "top_k": 1}, eos_token_id=ends, num_return_sequences=2)
+
+
+def test_an_encoder_that_both_have_runs_once(
+    model: PreTrainedModel, assistant: PreTrainedModel, inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    calls: list[PreTrainedModel] = []
+    encoders = [each.get_encoder() for each in (model, assistant)]
+    handles = [each.register_forward_hook(lambda module, *_: calls.append(module)) for each in encoders]
+    try:
+        out = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3).generate(**inputs, **GREEDY)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert out.stats.accepted > 0
+    equal = model.config.model_type == "t5"
+    assert calls == (encoders[:1] if equal else encoders)
+    # One that is loaded keeps no weights of its own for it.
+    assistant.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    draft = selfspec.wrap(model, f"assistant:{tmp_path}", draft_length=3).draft
+    assert isinstance(draft, selfspec.drafts.Assistant)
+    places = [{weight.data_ptr() for weight in each.get_encoder().parameters()} for each in (model, draft.model)]
+    assert (places[0] == places[1]) is equal
+
+
+@pytest.mark.statistical
+def test_texts_that_an_assistant_drafts_have_the_models_joint(model: PreTrainedModel) -> None:
+    small = encoder_decoder(model.config.model_type, vocab_size=5)
+    assert goodness(small, selfspec.drafts.Assistant(near(small, 0.3))) > 1e-3
+
+
+def test_assistants_that_cannot_read_it_are_refused(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    for other in (tiny.llama(), encoder_decoder("whisper")):
+        with pytest.raises(DraftConfigError, match="does not read what"):
+            selfspec.wrap(model, selfspec.drafts.Assistant(other))
+    with pytest.raises(DraftConfigError, match="does not read what"):
+        selfspec.wrap(tiny.llama(), selfspec.drafts.Assistant(model))
+    spec = selfspec.wrap(model, selfspec.drafts.Assistant(near(model)))
+    read = model.get_encoder()(**inputs, return_dict=True)
+    with pytest.raises(UnsupportedOptionError, match="can read input_ids alone"):
+        spec.generate(encoder_outputs=read, attention_mask=inputs["attention_mask"], **GREEDY)
+    with pytest.raises(UnsupportedOptionError, match="can read input_ids alone"):
+        spec.generate(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), **GREEDY)

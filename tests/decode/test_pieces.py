@@ -8,13 +8,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 import selfspec
-from helpers.encoder_decoders import START
+from helpers.drafting import near
+from helpers.encoder_decoders import START, encoder_decoder
 from helpers.speech import EOS, FRAMES, MELS, NO_TIMESTAMPS, whisper
 from selfspec.decode.pieces import Transcript
-from selfspec.errors import UnsupportedOptionError
+from selfspec.errors import PromptError, UnsupportedOptionError
 
 DRAFTS = [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.Recycling()]
 
@@ -63,6 +64,28 @@ def test_text_is_the_models(model: PreTrainedModel, draft: selfspec.drafts.Draft
     assert torch.equal(model.generate(**inputs, custom_generate=spec), wanted)
     assert found.lossless
     assert found.stats.new_tokens >= sum(found.lengths) > 0
+
+
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.contract)], ids=["one encoder", "two"])
+def test_an_assistant_drafts_each_piece(model: PreTrainedModel, shared: bool) -> None:
+    assistant = near(model)
+    if shared:
+        assistant.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
+    for inputs in (SHORT, {**SHORT, "input_features": features(1)}, LONG):
+        found = spec.generate(**inputs)
+        assert torch.equal(found.sequences, model.generate(**inputs))
+        assert found.stats.accepted > 0
+
+
+def test_an_assistant_that_reads_other_features_or_fewer_tokens(model: PreTrainedModel) -> None:
+    other = encoder_decoder("whisper", torch.float32, num_mel_bins=MELS // 2)
+    with pytest.raises(UnsupportedOptionError, match="cannot read what the model's reads"):
+        selfspec.wrap(model, selfspec.drafts.Assistant(other)).generate(**SHORT)
+    short = encoder_decoder("whisper", torch.float32, max_target_positions=6)
+    found = selfspec.wrap(model, selfspec.drafts.Assistant(short), draft_length=3).generate(**SHORT)
+    assert torch.equal(found.sequences, model.generate(**SHORT))
+    assert found.stats.drafted
 
 
 def test_segments_are_the_models(model: PreTrainedModel) -> None:
@@ -125,6 +148,16 @@ def test_attentions_for_their_own_sake_are_refused_by_name(model: PreTrainedMode
     for options in (wanted, {**wanted, "return_token_timestamps": True}):
         with pytest.raises(UnsupportedOptionError, match="output_attentions"):
             spec.generate(**options)
+
+
+def test_a_context_is_that_of_the_decoder() -> None:
+    model = encoder_decoder("whisper", torch.float32, max_target_positions=10, max_position_embeddings=4)
+    options: dict[str, Any] = {"decoder_input_ids": torch.tensor([[START]]), "do_sample": False}
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    found = spec.generate(features(1), **options, max_new_tokens=9)
+    assert torch.equal(found.sequences, GenerationMixin.generate(model, features(1), **options, max_new_tokens=9))
+    with pytest.raises(PromptError, match="context of 10"):
+        spec.generate(features(1), **options, max_new_tokens=10)
 
 
 def test_a_piece_is_streamed(model: PreTrainedModel) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
-from helpers.encoder_decoders import encoder_decoder
-from helpers.goodness import holm_rejects
+from helpers.encoder_decoders import START, encoder_decoder, joint
+from helpers.goodness import holm_rejects, p_value
 from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
 from helpers.serving import assert_joining_rows_are_stock
+from helpers.snippets import snippets
+from helpers.speech import FRAMES, MELS
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.errors import HeadError
 
@@ -94,3 +97,33 @@ def test_heads_draft_for_a_decoder_beside_an_encoder(tmp_path: Path) -> None:
     found = spec.generate(**inputs, do_sample=False)
     assert torch.equal(found.sequences, model.generate(**inputs, do_sample=False))
     assert found.stats.drafted
+
+
+@pytest.mark.statistical
+def test_heads_that_the_page_on_speech_trains_draft_for_whisper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is the model's greedily, and sampled it has the model's joint."""
+    monkeypatch.chdir(tmp_path)
+    model = encoder_decoder("whisper", torch.float32, vocab_size=5)
+    model.generation_config.max_length = 16
+    sounds = torch.randn(6, MELS, FRAMES, generator=torch.Generator().manual_seed(5))
+    names: dict[str, Any] = {"selfspec": selfspec, "torch": torch, "model": model, "start": torch.tensor([[START]])}
+    names["pieces"] = [{"input_features": sound} for sound in sounds.split(1)]
+    exec(snippets("docs/speech.md", "python")[-1], names)
+    spec: selfspec.SelfSpeculative = names["spec"]
+    for inputs in sounds.split((1, 2, 3)):
+        options: dict[str, Any] = {"decoder_input_ids": torch.tensor([[START]] * len(inputs)), "do_sample": False}
+        found = spec.generate(inputs, **options)
+        assert torch.equal(found.sequences, GenerationMixin.generate(model, inputs, **options))
+        assert found.stats.accepted
+    sampled: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "top_k": 0}
+    texts: list[tuple[int, ...]] = []
+    rejected = 0
+    for seed in range(2):
+        start = torch.tensor([[START]] * 512)
+        out = spec.generate(sounds[:1].expand(512, -1, -1), decoder_input_ids=start, seed=seed, **sampled)
+        texts += [tuple(row) for row in out.sequences[:, 1:].tolist()]
+        rejected += out.stats.judged - out.stats.accepted
+    assert rejected
+    assert p_value(texts, joint({"input_features": sounds[:1]}, model, 3)) > 1e-3
