@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,14 @@ def test_an_assistant_reads_what_the_model_reads(
     alike(spec, {name: value[1:2] for name, value in inputs.items()}, **GREEDY)
     ends = sorted({int(token) for token in model.generate(**inputs, **GREEDY)[:2, 4]})
     alike(spec, inputs, **GREEDY | {"do_sample": True, "top_k": 1}, eos_token_id=ends, num_return_sequences=2)
+
+
+def test_an_assistant_that_is_all_but_equal_is_accepted_whole(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Each of its rows reads that row's input, by one encoder or by two."""
+    for assistant in (deepcopy(model), near(model, 1e-9)):
+        spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
+        out = spec.generate(**inputs, **GREEDY | {"do_sample": True, "top_k": 1}, num_return_sequences=2)
+        assert out.stats.acceptance_rate == 1
 
 
 def test_an_encoder_that_both_have_runs_once(

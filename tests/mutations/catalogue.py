@@ -57,6 +57,7 @@ _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
+_ALL_BUT_EQUAL = "test_an_assistant_that_is_all_but_equal_is_accepted_whole"
 _MODULES = "test_several_modules_draft_in_their_order"
 _TRITON = "test_the_interpreter_gives_what_torch_gives"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
@@ -364,6 +365,15 @@ CATALOGUE = (
         "pass", ("test_rows_that_are_left_have_their_own",)),
     Mutation("programs read a source before every layer has made its keys", "Source.as_tensors",
         "len(kept) < 2 * depth", "not kept", ("test_a_source_is_no_tensors_before_each_layer_has_read_it",)),
+    Mutation("an assistant attends to the keys and values of the model", "Assistant.begin",
+        "Source(read.outputs, read.mask)", "read", ("test_an_assistant_reads_what_the_model_reads",)),
+    Mutation("rows that are repeated read those of other rows, as an assistant has read them", "source_by",
+        "row // times", "row % len(inputs)", (_ALL_BUT_EQUAL,)),
+    Mutation("an assistant's encoder reads padding", "source_by", "None if read.mask is None else read.mask[::times]",
+        "None", (_ALL_BUT_EQUAL,)),
+    Mutation("a decoder reads the embeddings that are its encoder's", "decoder_inputs",
+        "('encoder_outputs', 'attention_mask', 'inputs_embeds')", "('encoder_outputs', 'attention_mask')",
+        ("test_embeddings_are_what_the_encoder_reads",)),
     Mutation("tokens suppressed at the begin are suppressed everywhere", "SuppressionAt.__call__",
         "input_ids.shape[-1] == self.place", "True", ("test_suppression.py",)),
     Mutation("a chain chooses tokens that are suppressed", "_Program._steps", "0 <= each < draws.vocabulary", "False",
