@@ -19,7 +19,7 @@ from selfspec.decode.encoder_inputs import cross_attentions
 from selfspec.decode.group import Group
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import GenerateOutput, Round, streamed
+from selfspec.decode.output import EncoderDecoderOutput, GenerateOutput, Round, streamed
 from selfspec.decode.request import Request
 from selfspec.decode.score_record import ScoreRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
@@ -149,7 +149,7 @@ class Generation(Iterator[Round]):
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
         """
         output, request = self.finish(), self._request
-        if request.source is not None and request.aligns:
+        if isinstance(output, EncoderDecoderOutput) and request.source is not None and request.aligns:
             output.cross_attentions = cross_attentions(self._model, request.source, request.mask, output.sequences)
         return output if request.whole else output.sequences
 
@@ -162,7 +162,8 @@ class Generation(Iterator[Round]):
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
         text = tuple(self._group.sequences.text_ends.get(row, length) for row, length in enumerate(lengths))
-        return GenerateOutput(
+        made = GenerateOutput if self._request.source is None else EncoderDecoderOutput
+        return made(
             sequences=torch.cat([prompts, new], 1),
             lengths=text,
             stats=self.stats,

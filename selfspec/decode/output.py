@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.decode.stats import Stats
@@ -104,8 +104,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
         cache: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a new
             one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Items call it
             as `transformers` does: `past_key_values` before 5.24.
-        cross_attentions: where timestamps of tokens are made of them, of each pass of plain decoding and each layer the
-            attention to what the encoder has read, `[batch, heads, tokens, places]`.
         lengths: number of new tokens of each row, up to where it ended.
         stats: counts and times.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
@@ -117,7 +115,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     logits: tuple[Tensor, ...] | None = None
     if TYPE_CHECKING:
         cache: Cache | None = None
-    cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None
     # transformers rebuilds outputs from their items, so these need a default.
     lengths: tuple[int, ...] = None  # type: ignore[assignment]
     stats: Stats = None  # type: ignore[assignment]
@@ -140,6 +137,18 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
             object.__setattr__(self, key, value)
         else:
             super().__setitem__(key, value)
+
+
+@dataclass
+class EncoderDecoderOutput(GenerateOutput, GenerateEncoderDecoderOutput):
+    """The same of a model with an encoder.
+
+    Attributes:
+        cross_attentions: where timestamps of tokens are made of them, of each pass of plain decoding and each layer the
+            attention to what the encoder has read, `[batch, heads, tokens, places]`.
+    """
+
+    cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None
 
 
 _ATTRIBUTES_ALONE = frozenset({"lengths", "stats", "lossless"})

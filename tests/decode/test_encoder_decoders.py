@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation import GenerateEncoderDecoderOutput
 
 import selfspec
 from helpers import tiny
@@ -112,6 +113,7 @@ def test_the_whole_output_is_the_models(model: PreTrainedModel, inputs: dict[str
     assert found.logits is not None
     for ours, theirs in zip((*found.scores, *found.logits), (*wanted.scores, *wanted.logits), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert isinstance(found, GenerateEncoderDecoderOutput)
     assert isinstance(found.cache, EncoderDecoderCache)
     for ours, theirs in zip(_held(found.cache), _held(wanted.cache), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
