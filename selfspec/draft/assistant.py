@@ -44,7 +44,8 @@ class Assistant(Drafter):
     """A second, smaller model with the same vocabulary drafts, as in Leviathan et al. (2023) and Chen et al. (2023).
 
     Its passes run over a cache of its own, which costs memory beside its weights; it is there to compare
-    self-speculation with. It drafts as far as its own context goes.
+    self-speculation with. It drafts as far as its own context goes. For an encoder-decoder it is another one, which
+    reads the same input: by the encoder of the model where its own has the same weights.
 
     Attributes:
         model: the assistant; it is not changed.
@@ -62,7 +63,7 @@ class Assistant(Drafter):
         """Load or take over the assistant.
 
         Args:
-            model: any causal LM of a supported architecture, or the folder of a checkpoint.
+            model: any causal LM or encoder-decoder of a supported architecture, or the folder of a checkpoint.
             adapter: where it keeps its layers, for an architecture that selfspec does not know.
 
         Raises:
