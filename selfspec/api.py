@@ -109,8 +109,9 @@ def wrap(
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
-        runtime: how passes run: `Eager`, `Native` or `CudaGraphs`. None: `CudaGraphs` where the model is on
-            one CUDA device, `Eager` where weights are streamed from the disk, else `Native`.
+        runtime: how passes run: `Eager`, `Native`, `CudaGraphs`, or `BatchInvariant`, which gives text with a draft the
+            bits of plain decoding. None: `CudaGraphs` where the model is on one CUDA device, `Eager` where weights are
+            streamed from the disk, else `Native`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
@@ -546,6 +547,8 @@ class SelfSpeculative:
         return Generation(target, request, draft=choice.draft, control=controller, rule=rule, seed=seed)
 
     def _target(self) -> Target:
+        # The model may have been changed since it was wrapped.
+        self.runtime.check_model(self.model, self.adapter)
         return Target(self.model, self.adapter, self.programs, self.substitutes, self._memories, self.limits)
 
     def _device(self) -> torch.device:
@@ -565,6 +568,7 @@ class SelfSpeculative:
         """Check runtime and draft on the model's device, and estimate costs there."""
         self._prepared_on = self._device()
         self.runtime.check(self._prepared_on)
+        self.runtime.check_model(self.model, self.adapter)
         if isinstance(self.draft, DraftPolicy):
             self.draft.check_model(self.model, self.adapter)
             self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}

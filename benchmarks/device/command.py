@@ -20,6 +20,7 @@ from transformers.utils import logging
 from selfspec.errors import SelfSpecError
 from selfspec.files.writing import check_output_folder, whole
 from selfspec.measure.embedded import DEMO
+from selfspec.model.checkpoint import find_device
 
 _NAMES = [stage.name for stage in STAGES]
 # A case that ended the process so often is not tried again.
@@ -53,10 +54,10 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("torch sees no CUDA device; --device cpu --miniature shows that everything runs")
     if options.device == "cpu" and not options.miniature:
         parser.error("these models are too large for a CPU; add --miniature")
-    device = torch.device(options.device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        device = find_device(options.device)
         check_output_folder(options.to)
         bench = Bench(device, options.miniature, Models(device, options.miniature, options.model))
         settings = Settings(options.device, options.miniature, options.model, str(DTYPE).removeprefix("torch."))
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="which to run; default: all, in order")
     parser.add_argument("--list", action="store_true", help="name the stages, and how long each takes")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="of the results")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda, cpu, or another that torch knows")
     parser.add_argument("--miniature", action="store_true", help="tiny models and few runs, to see that all runs")
     parser.add_argument(
         "--model", default=DEMO, metavar="FOLDER", help="of a small trained llama to widen; default: the embedded one"

@@ -11,7 +11,7 @@ import torch
 from device.figure import Figure, Rows
 from device.products import NO_TRITON
 from device.stage import Bench, Case
-from device.waits import waits_of_rounds
+from device.waits import NOT_COUNTED, waits_of_rounds
 from harness import equal_tokens, sampling
 
 from selfspec.api import wrap
@@ -77,7 +77,7 @@ def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Figure]:
         each.generate(prompts, mask, seed=1, **given, **sampling(0.8)).sequences
         for each in (spec, wrap(model, None, accept="coupled"))
     )
-    waits = Figure(cannot="there is no device to wait for on a CPU")
+    waits = Figure(cannot=NOT_COUNTED)
     if bench.device.type == "cuda":
         waits = waits_of_rounds(begun, rounds)
     compared = {"greedy text": _compared(greedy, wanted), "sampled text": _compared(sampled, plain)}

@@ -14,10 +14,12 @@ from device.stage import Bench, Case
 from torch import Tensor
 from torch.nn import functional
 
+from selfspec.device import has_graphs
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, kernels_of
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
 from selfspec.kernels.trial import runs_triton
 from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.cuda_graphs import Recorder
 from selfspec.runtime.timer import Timer
 
 # Of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B: outputs and inputs.
@@ -68,22 +70,17 @@ def _layers(bench: Bench, rounded: RoundedWeight, bits: int) -> list[torch.nn.Mo
 
 
 @torch.inference_mode()
-def _timed(bench: Bench, product: Callable[..., object], weights: list[Tensor] | list[torch.nn.Module]) -> Figure:
+def _timed(bench: Bench, product: Callable[..., Tensor], weights: list[Tensor] | list[torch.nn.Module]) -> Figure:
     """One product, launched with the others of a graph where there are such, as a pass launches it."""
     timer = Timer(time.perf_counter, bench.device)
 
-    def all_of_them() -> None:
-        for weight in weights:
-            product(weight)
+    def all_of_them() -> tuple[Tensor, ...]:
+        return tuple(map(product, weights))
 
     all_of_them()
     run: Callable[[], object] = all_of_them
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            all_of_them()
-        run = graph.replay
+    if has_graphs(bench.device):
+        run = Recorder(bench.device).record(all_of_them).replay
         run()
     return Figure.of([1e6 * timer.of(run) / len(weights) for _ in range(_REPEATS)], "us")
 

@@ -25,7 +25,7 @@ class Settings:
     """What must be the same for the cases of a stage to stand in one table.
 
     Attributes:
-        device: "cuda" or "cpu".
+        device: as on the command line.
         miniature: whether models were as small as can be.
         model: what was widened.
         dtype: what models computed in.

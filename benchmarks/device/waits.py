@@ -25,6 +25,9 @@ from selfspec.runtime.timer import Timer
 _LENGTH = 3
 # Texts long enough that programs of every kind are made and proved, and that no round is the last.
 _WARM_UPS, _ROUNDS, _TOKENS = 2, 16, 192
+NOT_COUNTED = "torch counts waits for a CUDA device alone; on a CPU there is nothing to wait for"
+"""Why there is no figure of waits."""
+
 # What torch says of each operation that waits, while it is asked to.
 _WAITS = "called a synchronizing CUDA operation"
 
@@ -79,7 +82,7 @@ def _counted(bench: Bench, wanted: _Wanted) -> Rows:
     next(generation)
     seconds = [timer.of(lambda: drafted.append(float(len(next(generation).rows[0].draft)))) for _ in range(rounds)]
     generation.close()
-    waits = Figure(cannot="there is no device to wait for on a CPU")
+    waits = Figure(cannot=NOT_COUNTED)
     if bench.device.type == "cuda":
         waits = waits_of_rounds(begun, rounds)
     milliseconds = Figure.of([1000 * each for each in seconds], "ms")

@@ -112,11 +112,12 @@ class Arms:
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
     ] = None
     runtime: Annotated[
-        Literal["eager", "native", "graphs"] | None,
+        Literal["eager", "native", "graphs", "batch-invariant"] | None,
         typer.Option(
             metavar="RUNTIME",
             help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of `selfspec kernels` "
-            "where there are some; `graphs`, on a CUDA device only. Default: `graphs` there, else `native`.",
+            "where there are some; `graphs`, on a CUDA device only; `batch-invariant`, by kernels that give tokens the "
+            "same bits whatever is read with it. Default: `graphs` on a CUDA device, else `native`.",
         ),
     ] = None
 

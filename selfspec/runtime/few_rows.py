@@ -66,7 +66,7 @@ def _has_avx512() -> bool:
 def _in_few_rows(
     products: Mapping[torch.dtype, Product], module: nn.Module, _: Mapping[str, nn.Module]
 ) -> nn.Module | None:
-    if not _is_plain(module) or module.weight.dtype not in products:
+    if not is_plain(module) or module.weight.dtype not in products:
         return None
     return view_running(module, partial(_of_tokens, products[module.weight.dtype], module))
 
@@ -77,7 +77,8 @@ def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:
     return _stock(linear, states) if states.dim() > 3 else product(linear, states)
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's own linear layer, over a weight on the CPU."""
     if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight

@@ -79,25 +79,28 @@ class GraphCache:
     Args:
         runtime: makes programs.
         clock: tells the time, in seconds.
+
+    Attributes:
+        runtime: as given.
     """
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._clock = clock
         self._current: BoundPrograms | None = None
 
     def __reduce__(self) -> tuple[type[GraphCache], tuple[Runtime]]:
         # A copy makes its own: programs belong to the weights in this memory.
-        return GraphCache, (self._runtime,)
+        return GraphCache, (self.runtime,)
 
     def for_another_model(self) -> GraphCache:
         """Make one for the programs of another model, by the same runtime."""
-        return GraphCache(self._runtime, self._clock)
+        return GraphCache(self.runtime, self._clock)
 
     @property
     def bucket(self) -> int:
         """Passes of a round look at a multiple of this number of slots."""
-        return self._runtime.bucket
+        return self.runtime.bucket
 
     @property
     def refusals(self) -> dict[PassKind, str]:
@@ -119,15 +122,15 @@ class GraphCache:
         Returns:
             None: passes of the model as it is are not recorded.
         """
-        self._runtime.check(model.get_input_embeddings().weight.device)
-        if self._runtime.after is None:
+        self.runtime.check(model.get_input_embeddings().weight.device)
+        if self.runtime.after is None:
             return None
         current = self._current
         if current is None or current.state.model is not model or not current.state.holds():
             # Programs hold weights that the model may no longer have.
             self._current = current = None
             if why_not(model) is None:
-                self._current = current = BoundPrograms(self._runtime, self._clock, ModelState(model))
+                self._current = current = BoundPrograms(self.runtime, self._clock, ModelState(model))
         # Foreign hooks may act differently on each call, and a recording would repeat what they did once.
         return None if current is None or current.state.others else current
 

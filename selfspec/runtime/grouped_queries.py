@@ -52,9 +52,7 @@ def _asking(
     module: nn.Module,
     others: Mapping[str, nn.Module],
 ) -> nn.Module | None:
-    # Others choose their kernel themselves.
-    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(_written_forward(module), "__code__", _asking.__code__).co_names
-    if not asks or not takes(module):
+    if not asks_for_kernel(module) or not takes(module):
         return None
     if id(module.config) not in configs:
         config: Any = copy.copy(module.config)
@@ -66,10 +64,15 @@ def _asking(
     return view
 
 
+def asks_for_kernel(module: nn.Module) -> bool:
+    """Whether a module is an attention that asks its configuration for a kernel; others choose theirs themselves."""
+    code = getattr(_written_forward(module), "__code__", asks_for_kernel.__code__)
+    return "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
 def _shares_heads(module: nn.Module) -> bool:
     groups = getattr(module, "num_key_value_groups", 1)
-    kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return isinstance(groups, int) and groups > 1 and kernel == "sdpa" and _runs_stock_kernel(module)
+    return isinstance(groups, int) and groups > 1 and runs_stock_kernel(module)
 
 
 def _written_forward(module: nn.Module) -> Callable[..., Any]:
@@ -78,8 +81,10 @@ def _written_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def _runs_stock_kernel(module: nn.Module) -> bool:
-    """Whether the kernel that an attention asks for is the one of `transformers`, and of torch below it."""
+def runs_stock_kernel(module: nn.Module) -> bool:
+    """Whether the kernel that an attention asks for is sdpa, that of `transformers`, and of torch below it."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        return False
     kernels = _written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
     product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
     return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)

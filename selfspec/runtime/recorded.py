@@ -21,7 +21,7 @@ from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
-from selfspec.runtime.runner import ModelRunner, PassCall, with_kernels
+from selfspec.runtime.runner import ModelRunner, PassCall
 
 
 class RecordedRunner(ModelRunner):
@@ -35,7 +35,7 @@ class RecordedRunner(ModelRunner):
         programs: BoundPrograms,
         substitutes: Substitutes | None = None,
     ) -> None:
-        super().__init__(model, adapter, cache, substitutes)
+        super().__init__(model, adapter, cache, substitutes, programs.runtime)
         self._programs = programs
         self._streaming: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], bool] = {}
 
@@ -130,7 +130,8 @@ class RecordedRunner(ModelRunner):
         )
 
     def _function(self, kind: PassKind) -> PassFunction:
-        model = with_kernels(self._programs.runtime.prepared(frozen_view(self._stock_model)))
+        runtime = self._programs.runtime
+        model = runtime.viewed(runtime.prepared(frozen_view(self._stock_model)))
         placed = None if self._adapter.positions is None else RowPositions(model, self._adapter)
         model = model if placed is None else placed.module
         assert isinstance(model, PreTrainedModel)
@@ -155,4 +156,4 @@ def runner_for(
         bound = programs.bound_to(model)
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)
-    return ModelRunner(model, adapter, cache, substitutes)
+    return ModelRunner(model, adapter, cache, substitutes, None if programs is None else programs.runtime)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,8 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.chain import Chain, Draws
-from selfspec.runtime.few_rows import for_few_rows
-from selfspec.runtime.grouped_queries import for_grouped_queries
-from selfspec.runtime.norms import for_norms
 from selfspec.runtime.pass_function import PassResult, beside_source, model_inputs, run_view
-
-_Module = TypeVar("_Module", bound=nn.Module)
+from selfspec.runtime.runtime import Eager, Runtime
 
 
 @dataclass(frozen=True)
@@ -89,6 +84,7 @@ class ModelRunner:
         adapter: where its layers are.
         cache: what all passes read and write, from its cursors on.
         substitutes: of the model; None: paths that need some make them for this generation.
+        runtime: whose view of the model passes run; None: `Eager`.
 
     Attributes:
         vocabulary: number of logits of each token.
@@ -96,13 +92,18 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, substitutes: Substitutes | None = None
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        cache: SharedCache,
+        substitutes: Substitutes | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self.vocabulary = vocabulary_size(model)
         self.device = cache.device
         self._stock_model = model
-        self._model = with_kernels(model)
+        self._model = (runtime or Eager()).viewed(model)
         self._placed = None
         if adapter.positions is not None:
             self._placed = RowPositions(self._model, adapter)
@@ -314,8 +315,3 @@ class ModelRunner:
         """What the model, or the part of it that runs, is called with to read the first tokens of prompts or blocks."""
         inputs, source = self._inputs(tokens), self._cache.source
         return inputs if source is None else beside_source(module, inputs, source)
-
-
-def with_kernels(module: _Module) -> _Module:
-    """Make a view of a model, or of a part of one, that gives the same in less time."""
-    return cast(_Module, for_norms(for_few_rows(for_grouped_queries(module))))

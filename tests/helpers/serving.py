@@ -311,6 +311,6 @@ def assert_joining_rows_are_stock(spec: selfspec.SelfSpeculative, prompts: Seque
     engine.run()
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=spec.model.device)
         whole = spec.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **options)
         assert list(each.tokens) == whole[0, len(prompt) :].tolist()

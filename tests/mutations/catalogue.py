@@ -598,11 +598,11 @@ CATALOGUE = (
     Mutation("programs run where a function mode should see every operation", "is_watched",
         "any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())", "False",
         ("test_a_function_mode_sees_every_pass",)),
-    Mutation("views compute linear layers though their class was patched", "_is_plain",
+    Mutation("views compute linear layers though their class was patched", "is_plain",
         "type(module) is not nn.Linear or not _runs_torchs_product()", "type(module) is not nn.Linear",
         ("test_views_are_of_the_model_as_it_is[class: linear]",)),
     Mutation("views attend by the stock kernel though another took its name", "_shares_heads",
-        "_runs_stock_kernel(module)", "True", ("test_views_are_of_the_model_as_it_is[kernel registered]",)),
+        "runs_stock_kernel(module)", "True", ("test_views_are_of_the_model_as_it_is[kernel registered]",)),
     # What processors and criteria with memory are shown.
     Mutation("a processor with memory is called once more after all rows have ended", "judge_in_order",
         "all(row.ended for row in rows.values())", "not rows",

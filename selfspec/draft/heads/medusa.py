@@ -24,7 +24,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
-from selfspec.runtime.runner import with_kernels
+from selfspec.runtime.runtime import with_kernels
 
 
 @drafter(

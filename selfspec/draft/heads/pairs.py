@@ -19,7 +19,8 @@ from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.runner import ModelRunner, with_kernels
+from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runtime import with_kernels
 
 # States that wait for a draft, of a row, before they are read without one.
 _MOST_WAITING = 256

@@ -32,7 +32,7 @@ from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.row_lora import Lora
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
-from selfspec.runtime.runner import with_kernels
+from selfspec.runtime.runtime import with_kernels
 
 PREFIX = "base_model.model."
 """What comes before the name of each layer in the files of `peft`."""

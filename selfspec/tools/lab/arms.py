@@ -35,6 +35,7 @@ _RUNTIMES = {
     RuntimeName.NATIVE: "",
     RuntimeName.EAGER: ", stock modules",
     RuntimeName.GRAPHS: ", CUDA graphs",
+    RuntimeName.INVARIANT: ", batch-invariant",
 }
 
 _COMPILERS = ("g++", "clang++", "c++")

@@ -17,6 +17,7 @@ class Check(StrEnum):
     FREE_RUNNING = "free-running"
     TEACHER_FORCED = "teacher-forced"
     COUPLED = "coupled"
+    PLAIN = "beside plain decoding"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class DraftReport:
         forced: the texts of `model.generate` read through selfspec's passes.
         logits_off: the largest difference of any logit there from the stock model's one-token passes.
         free_running: greedy texts against `model.generate`'s, by acceptance rule.
+        beside_plain: the same texts against plain decoding's in selfspec's loop; None for plain decoding itself.
+        off_plain: the largest difference of any logit from those that plain decoding reads of the same text; 0: all
+            have the same bits.
         stats: of these generations together.
         coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
     """
@@ -43,6 +46,8 @@ class DraftReport:
     forced: Comparison
     logits_off: float = 0.0
     free_running: dict[str, Comparison] = field(default_factory=dict)
+    beside_plain: Comparison | None = None
+    off_plain: float = 0.0
     stats: Stats = field(default_factory=Stats)
     coupled: dict[str, Comparison] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
@@ -50,7 +55,8 @@ class DraftReport:
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """Of all checks."""
-        texts = (*self.free_running.values(), *self.coupled.values(), self.forced)
+        beside = () if self.beside_plain is None else (self.beside_plain,)
+        texts = (*self.free_running.values(), *beside, *self.coupled.values(), self.forced)
         return tuple(divergence for each in texts for divergence in each.divergences)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,10 +65,12 @@ class DraftReport:
         return {
             "draft": self.name,
             "free_running": {rule: compared.to_dict() for rule, compared in self.free_running.items()},
+            "beside_plain": None if self.beside_plain is None else self.beside_plain.to_dict(),
             "teacher_forced": {
                 "positions": forced.tokens,
                 "equal_positions": forced.equal_tokens,
                 "logits_off": self.logits_off,
+                "off_plain": self.off_plain,
             },
             "acceptance": {
                 name: stats[name] for name in ("judged", "accepted", "acceptance_rate", "mean_accepted_length")
@@ -107,6 +115,11 @@ class VerifyReport:
         return tuple(_failures(self))
 
     @property
+    def keeps_bits(self) -> bool:
+        """Whether with every draft all logits are plain decoding's to the bit."""
+        return all(draft.off_plain == 0 for draft in self.drafts)
+
+    @property
     def exactness(self) -> Exactness:
         """Whether the output is the model's own."""
         if self.failures:
@@ -126,12 +139,12 @@ class VerifyReport:
             return f"{self.exactness}: {self.failures[0]}{more}"
         if not self.divergences:
             tokens = sum(compared.tokens for draft in self.drafts for compared in draft.free_running.values())
-            return f"{self.exactness}: all {tokens} greedy tokens are the model's own{_sampled(self)}"
+            return f"{self.exactness}: all {tokens} greedy tokens are the model's own{_bits(self)}{_sampled(self)}"
         widest = max(divergence.gap or 0.0 for divergence in self.divergences)
         number = len(self.divergences)
         return (
             f"{self.exactness}: {number} divergence{'s' * (number > 1)}, all at near-ties: gaps of at most "
-            f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_sampled(self)}"
+            f"{widest:.2g}, and rounding closes gaps of up to {self.bound.near_tie:.2g}{_bits(self)}{_sampled(self)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +162,10 @@ class VerifyReport:
             "sentence": self.sentence,
             "failures": list(self.failures),
         }
+
+
+def _bits(report: VerifyReport) -> str:
+    return ", every draft's logits plain decoding's to the bit" * report.keeps_bits
 
 
 def _sampled(report: VerifyReport) -> str:
@@ -171,6 +188,14 @@ def _failures(report: VerifyReport) -> Iterator[str]:
         off = each.logits_off
         if off > bound.most_off:
             yield f"{each.name}: logits are off by {off:.2g}, and rounding moves them by {bound.largest:.2g}"
+    for each in report.drafts if report.settings.runtime == "batch-invariant" else ():
+        texts = (*each.coupled.values(), *([] if each.beside_plain is None else [each.beside_plain]))
+        parted = sum(len(compared.divergences) for compared in texts)
+        if parted or each.off_plain:
+            yield (
+                f"{each.name}: logits are off plain decoding's by {each.off_plain:.2g} and {parted} texts part "
+                "from its, though passes are batch-invariant"
+            )
     for fit in report.rejected:
         p_value = f"p = {fit.p_value:.2g}"
         yield f"{fit.draft}: tokens sampled under {fit.rule} do not fit the model's distribution ({p_value})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,6 +33,14 @@ class Settings:
     samples: Annotated[int, typer.Option(min=100, help="Sample N texts for each test of fit.")] = 400
     level: Annotated[float, typer.Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    runtime: Annotated[
+        Literal["eager", "native", "graphs", "batch-invariant"] | None,
+        typer.Option(
+            metavar="RUNTIME",
+            help="How selfspec runs passes. By `batch-invariant` a draft has to give plain decoding's logits to the "
+            "bit. Default: as `generate` does.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_numbers(self, UnsupportedOptionError)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.accept import find_rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.decode.stats import Stats
@@ -17,9 +20,10 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths_of
-from selfspec.measure.stock import Reference, bare, read_reference
+from selfspec.measure.stock import Reference, bare, read_reference, stepwise_logits
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.verify.comparison import Check, Comparison
 from selfspec.tools.verify.coupled import check_coupled
 from selfspec.tools.verify.fit import check_fits
@@ -79,12 +83,13 @@ def verify(
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     stock = bare(model)
+    runtime = None if chosen.runtime is None else runtime_named(RuntimeName(chosen.runtime))
     tested: dict[str, SelfSpeculative] = {}
     for drafter in (None, *(default_drafts(depth) if drafts is None else drafts)):
         name = draft_name(drafter)
         if name in tested:
             raise DraftConfigError(f"draft {name} is named more than once; name each draft once")
-        tested[name] = wrap(stock, drafter, draft_length=chosen.draft_length, adapter=found)
+        tested[name] = wrap(stock, drafter, draft_length=chosen.draft_length, adapter=found, runtime=runtime)
     _check(tested, prompts, chosen)
 
     coupled, fits = len(chosen.coupled_rules), (len(tested) - 1) * len(chosen.sampled_rules)
@@ -98,9 +103,14 @@ def verify(
         reference = read_reference(stock, prompt, chosen.max_new_tokens)
         texts.append((*prompt[0].tolist(), *reference.tokens))
         bound.measure(stock, reference)
+        plain: _Decoded | None = None
         for name, spec in tested.items():
             progress.step(f"greedy, {where}: {name}")
-            _check_greedy(spec, reference, number, chosen, reports[name])
+            decoded = _check_greedy(spec, reference, number, chosen, reports[name])
+            if plain is None:
+                plain = decoded
+            else:
+                _check_beside_plain(stock, reference.prompt, plain, decoded, number, reports[name])
     for name, compared in check_coupled(stock, prompts, tested, chosen, progress).items():
         reports[name].coupled = compared
     progress.step("looking for places to sample at")
@@ -119,9 +129,22 @@ def verify(
     )
 
 
+@dataclass(frozen=True)
+class _Decoded:
+    """What a wrapper makes of the prompt of a reference text.
+
+    Attributes:
+        texts: its greedy ones, by lossless rule.
+        logits: of the reference text, `[new tokens, vocab]`.
+    """
+
+    texts: Mapping[str, list[int]]
+    logits: Tensor
+
+
 def _check_greedy(
     spec: SelfSpeculative, reference: Reference, number: int, settings: Settings, report: DraftReport
-) -> None:
+) -> _Decoded:
     """Decode the prompt of a reference text greedily, then read the text itself, and compare both with it."""
     prompt, expected = reference.prompt, reference.tokens
     # All of it is text, whatever the padding token.
@@ -130,16 +153,36 @@ def _check_greedy(
     def compare(comparison: Comparison, found: list[int]) -> None:
         comparison.add(number, expected, found, lambda at: tie_gap(reference.logits[at], expected[at], found[at]))
 
+    texts: dict[str, list[int]] = {}
     # Without drafts there is nothing that a rule could judge.
     for rule in settings.greedy_rules if spec.draft is not None else settings.greedy_rules[:1]:
         output = spec.generate(prompt, mask, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
         comparison = report.free_running.setdefault(rule, Comparison(Check.FREE_RUNNING, report.name, rule))
-        compare(comparison, output.sequences[0, prompt.shape[1] :].tolist())
+        texts[rule] = output.sequences[0, prompt.shape[1] :].tolist()
+        compare(comparison, texts[rule])
         report.stats = Stats.together([report.stats, output.stats])
     logits = forced_logits(spec, prompt, expected)
     off = largest_difference(logits, reference.logits.float()).max().item()
     report.logits_off = max(report.logits_off, off)
     compare(report.forced, logits.argmax(-1).tolist())
+    return _Decoded({rule: text for rule, text in texts.items() if find_rule(rule).lossless}, logits)
+
+
+def _check_beside_plain(
+    model: PreTrainedModel, prompt: Tensor, plain: _Decoded, drafted: _Decoded, number: int, report: DraftReport
+) -> None:
+    """Compare what a draft makes of a prompt with what plain decoding in selfspec's loop does."""
+    report.beside_plain = comparison = report.beside_plain or Comparison(Check.PLAIN, report.name)
+    report.off_plain = max(report.off_plain, largest_difference(drafted.logits, plain.logits).max().item())
+    for own in plain.texts.values():
+        for found in drafted.texts.values():
+            comparison.add(number, own, found, partial(_gap, model, prompt, own, found))
+
+
+def _gap(model: PreTrainedModel, prompt: Tensor, own: Sequence[int], found: Sequence[int], index: int) -> float:
+    """How far the stock model has the tokens of two texts apart, at an index up to which they are equal."""
+    logits = stepwise_logits(model, prompt, own[: index + 1])[-1]
+    return tie_gap(logits, own[index], found[index])
 
 
 def _check(tested: Mapping[str, SelfSpeculative], prompts: Sequence[Tensor], settings: Settings) -> None:
