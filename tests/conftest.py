@@ -107,6 +107,16 @@ def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def verbosity_as_before() -> Iterator[None]:
+    """Lets a test silence `transformers`, as programs do for their whole process."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture
 def llama() -> PreTrainedModel:
     """A fresh tiny llama."""
     return tiny.llama()

@@ -61,7 +61,7 @@ def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Figure]:
     """What a draft writes with the small trained model in float32, and how often a round waits."""
     checkpoint = bench.models.small("float32")
     model, (draft, length) = bare(checkpoint.model), _DRAFTS[name]
-    context, tokens, rounds = (8, 24, 2) if bench.miniature else (_PROMPT, _TOKENS, _ROUNDS)
+    context, tokens, rounds = (8, 12, 2) if bench.miniature else (_PROMPT, _TOKENS, _ROUNDS)
     prompts = built_in().prompts(checkpoint.tokenizer, _ROWS, _ROWS, context)[0].to(bench.device)
     given: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None}
     mask = torch.ones_like(prompts)

@@ -61,7 +61,7 @@ def wait_cases(bench: Bench) -> Iterator[Case]:
 
 def _counted(bench: Bench, wanted: _Wanted) -> Rows:
     checkpoint = bench.models.trained("1B")
-    warm_ups, rounds, tokens = (1, 2, 32) if bench.miniature else (_WARM_UPS, _ROUNDS, _TOKENS)
+    warm_ups, rounds, tokens = (1, 2, 24) if bench.miniature else (_WARM_UPS, _ROUNDS, _TOKENS)
     spec = wrap(
         bare(checkpoint.model),
         parse_draft(wanted.draft),

@@ -75,7 +75,8 @@ def test_sampled_text_follows_the_joint(accelerator: Accelerator) -> None:
     }
     found = {}
     for rule, length in (("token", selfspec.FixedLength(2, nodes=4)), ("block", 2), ("coupled", 2)):
-        spec = selfspec.wrap(tiny_joint.network().to(accelerator.device), "exit:1", draft_length=length, accept=rule)
+        model, runtime = tiny_joint.network().to(accelerator.device), selfspec.runtime.Eager()
+        spec = selfspec.wrap(model, "exit:1", draft_length=length, accept=rule, runtime=runtime)
         drawn = spec.generate(ids, torch.ones_like(ids), seed=1, **options).sequences[:, len(tiny_joint.PROMPT) :]
         found[rule] = p_value(map(tuple, drawn.tolist()), joint)
     assert holm_rejects(found, 0.01) == []

@@ -603,6 +603,13 @@ CATALOGUE = (
         ("test_views_are_of_the_model_as_it_is[class: linear]",)),
     Mutation("views attend by the stock kernel though another took its name", "_shares_heads",
         "runs_stock_kernel(module)", "True", ("test_views_are_of_the_model_as_it_is[kernel registered]",)),
+    # Passes in which a token keeps its bits.
+    Mutation("batch-invariant passes: attention runs by torch's kernel", "BatchInvariant.viewed",
+        "with_kernel(module, _NAME, runs_stock_kernel)", "module",
+        ("test_bits_of_a_token_depend_on_nothing_that_is_read_with_it", "-m", "kernels")),
+    Mutation("batch-invariant passes: torch computes ends of vectors by other functions", "_in_one_order",
+        "type(module) in _POINTWISE", "False",
+        ("test_bits_of_a_token_depend_on_nothing_that_is_read_with_it", "-m", "kernels")),
     # What processors and criteria with memory are shown.
     Mutation("a processor with memory is called once more after all rows have ended", "judge_in_order",
         "all(row.ended for row in rows.values())", "not rows",

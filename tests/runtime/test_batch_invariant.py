@@ -81,14 +81,14 @@ def test_bits_of_a_token_depend_on_nothing_that_is_read_with_it(model: PreTraine
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["exit:2", "int8", "lookup+exit:1", "recycle"])
-def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(model: PreTrainedModel, name: str) -> None:
-    runtime = BatchInvariant()
-    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+@pytest.mark.parametrize("name", ["lookup+exit:2", "int8", "recycle"])
+def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(name: str) -> None:
+    model, runtime = tiny.llama(**SIZES, dtype=torch.bfloat16), BatchInvariant()
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
     length: Any = selfspec.FixedLength(4, nodes=9) if name == "recycle" else 4
     plain = selfspec.wrap(model, runtime=runtime)
     drafting = selfspec.wrap(model, name, draft_length=length, runtime=runtime, accept="coupled")
-    prompts = [tiny.prompt(4 + seed, seed=seed, vocabulary=70) for seed in range(6)]
+    prompts = [tiny.prompt(4 + seed, seed=seed, vocabulary=70) for seed in range(4)]
 
     def text(spec: selfspec.SelfSpeculative, ids: Tensor, mask: Tensor) -> Tensor:
         return spec.generate(ids, mask, do_sample=False, **options).sequences[:, ids.shape[1] :]

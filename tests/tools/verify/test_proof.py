@@ -25,6 +25,7 @@ from selfspec.draft import Draft, Drafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
+from selfspec.runtime import BatchInvariant, Eager
 from selfspec.runtime.runner import ModelRunner, Pass
 from selfspec.tools.verify.comparison import Check
 from selfspec.tools.verify.report import Exactness, VerifyReport
@@ -79,6 +80,8 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
         assert draft.free_running["token"].equal_texts == 2
         assert draft.forced.tokens == 32
         assert draft.logits_off <= report.bound.most_off
+    assert report.drafts[0].beside_plain is None
+    assert [draft.beside_plain.equal_texts for draft in report.drafts if draft.beside_plain is not None] == [2, 2]
     # Draft tokens were accepted and rejected, so both were verified.
     assert all(0 < draft.stats.accepted < draft.stats.judged for draft in report.drafts[1:])
     tests = [(fit.draft, fit.rule) for fit in report.fits]
@@ -117,6 +120,22 @@ def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[
     else:
         assert 1e-3 < report.bound.largest < 1
         assert all(divergence.is_near_tie(report.bound) for divergence in report.divergences)
+
+
+@pytest.mark.kernels
+def test_batch_invariant_passes_keep_every_bit_and_others_are_told(
+    prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.bfloat16)
+    settings = replace(TEXTS, accept=["token", "coupled"], runtime="batch-invariant")
+    report = verified(model, prompts, settings, DRAFTS[1:])
+    assert report.exact
+    assert "every draft's logits plain decoding's to the bit" in report.sentence
+    assert not [each for each in report.divergences if each.check in (Check.PLAIN, Check.COUPLED)]
+    monkeypatch.setattr(BatchInvariant, "viewed", Eager.viewed)
+    report = verified(model, prompts, settings, DRAFTS[1:])
+    assert report.exactness is Exactness.NOT_EXACT
+    assert failed(report, "exit:4: logits are off plain decoding's by")
 
 
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
