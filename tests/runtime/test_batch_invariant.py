@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,10 +66,14 @@ class Reading:
 
 
 @pytest.mark.kernels
-def test_bits_of_a_token_depend_on_nothing_that_is_read_with_it(model: PreTrainedModel) -> None:
+def test_bits_of_a_token_depend_on_nothing_that_is_read_with_it(
+    model: PreTrainedModel, request: pytest.FixtureRequest
+) -> None:
     texts = [tiny.prompt(length, seed=length, vocabulary=70)[0] for length in (11, 24, 17, 12)]
     begun, read = [text[:-6] for text in texts], [text[-6:] for text in texts]
     alone = [Reading(model, [one]).one_by_one(other) for one, other in zip(begun, read, strict=True)]
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(3)
     for one, other, expected in zip(begun, read, alone, strict=True):
         assert torch.equal(Reading(model, [one]).block(other[None])[0], expected)
     assert torch.equal(Reading(model, begun).block(torch.stack(read)), torch.stack(alone))
