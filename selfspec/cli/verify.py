@@ -221,8 +221,7 @@ def _drafts(report: VerifyReport) -> Table:
     from rich.text import Text
 
     bound, rejected, rules = report.bound, report.rejected, report.settings.accept
-    beside_model = "greedy texts", "forced tokens", "logits off by"
-    columns = (*beside_model, "as plain", "off plain by", "tokens a pass", "coupled texts")
+    columns = ("greedy texts", "as plain", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
     table = figures_table("What is equal, by draft", [Column("draft", no_wrap=True)], columns)
     table.add_column("p, by rule", justify="right", no_wrap=True)
     for draft in report.drafts:
@@ -236,10 +235,9 @@ def _drafts(report: VerifyReport) -> Table:
         table.add_row(
             draft.name,
             _equal_texts(draft.free_running, bound),
+            "-" if draft.beside_plain is None else _equal_texts({"": draft.beside_plain}, bound),
             _share(forced.equal_tokens, forced.tokens, forced.divergences, bound),
             Text(f"{draft.logits_off:.1e}", style=_WRONG if draft.logits_off > bound.most_off else ""),
-            "-" if draft.beside_plain is None else _equal_texts({"": draft.beside_plain}, bound),
-            "-" if draft.beside_plain is None else f"{draft.off_plain:.1e}",
             f"{draft.stats.mean_accepted_length:.2f}",
             _equal_texts(draft.coupled, bound) if draft.coupled else "-",
             Text(", ").join(p_values),
