@@ -28,6 +28,9 @@ from selfspec.placement.weight_source import source_for
 _OF_MEMORY = 0.85
 _CONTEXT = 4096
 
+KERNELS = "selfspec kernels"
+"""The command that comes first where the CPU kernels are not built; estimates of gains take them for granted."""
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -132,7 +135,7 @@ def _profile(place: str, class_name: str) -> Profile | None:
 
 def _commands(name: str, on_cpu: bool, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:
     if on_cpu and not native.load_kernels():
-        yield "selfspec kernels"
+        yield KERNELS
     if encodes:
         yield 'selfspec.wrap(model, draft="int8").generate(**inputs)  # in Python'
         return
