@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -102,7 +103,23 @@ inline void add_product(Vector& sum, const Vector& one, const Vector& other) {
   }
 #endif
 #endif
+#if defined(__aarch64__)
+  using Part = std::conditional_t<sizeof(sum[0]) == 8, float64x2_t, float32x4_t>;
+  Part sums[sizeof(Vector) / sizeof(Part)], ones[sizeof(Vector) / sizeof(Part)], others[sizeof(Vector) / sizeof(Part)];
+  std::memcpy(sums, &sum, sizeof sum);
+  std::memcpy(ones, &one, sizeof one);
+  std::memcpy(others, &other, sizeof other);
+  for (size_t part = 0; part < sizeof(Vector) / sizeof(Part); ++part) {
+    if constexpr (sizeof(sum[0]) == 8) {
+      sums[part] = vfmaq_f64(sums[part], ones[part], others[part]);
+    } else {
+      sums[part] = vfmaq_f32(sums[part], ones[part], others[part]);
+    }
+  }
+  std::memcpy(&sum, sums, sizeof sum);
+#else
   sum += one * other;
+#endif
 }
 
 // The sum of a vector: of its halves added up, of theirs, and on.
