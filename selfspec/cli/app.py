@@ -65,10 +65,8 @@ def options(
     """Options before the command."""
 
 
-def _names_model(word: str) -> bool:
+def _names_model(word: str, commands: Sequence[str]) -> bool:
     """Whether the first word is a checkpoint and no command, not even one that is misspelt."""
-    command = typer.main.get_command(app)
-    commands = list(getattr(command, "commands", ()))
     if word.startswith("-") or word in commands:
         return False
     return "/" in word or Path(word).exists() or not get_close_matches(word, commands)
@@ -82,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = asks_for_json(words)
-    if words and _names_model(words[0]):
+    command: Any = typer.main.get_command(app)
+    if words and _names_model(words[0], list(command.commands)):
         words.insert(0, inspect.__name__)
     try:
-        status = typer.main.get_command(app).main(words, prog_name="selfspec", standalone_mode=False) or 0
+        status = command.main(words, prog_name="selfspec", standalone_mode=False) or 0
     except Exception as error:
         report(error, as_json)
         sys.exit(status_of(error))

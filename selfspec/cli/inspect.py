@@ -112,18 +112,19 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
 
 
 def _gains(found: CheckpointSummary) -> str:
+    from selfspec.draft.registry import PLAIN
     from selfspec.tools.prospects import KERNELS
 
     here = found.here
     if here.profile is None:
-        if here.greedy.draft == "none":
+        if here.greedy.draft == PLAIN:
             return "nothing: no gain is sure by the weights that drafts read; selfspec calibrate measures"
         built = " once the kernels are built" if KERNELS in here.commands else ""
         times = f"about {here.greedy.speedup:.1f} times plain decoding{built}"
         return f"with {here.greedy.draft}: {times}, by the weights it reads; calibrate measures"
 
     def gain(each: Gain) -> str:
-        return "nothing" if each.draft == "none" else f"with {each.draft}, {each.speedup:.1f} times plain decoding"
+        return "nothing" if each.draft == PLAIN else f"with {each.draft}, {each.speedup:.1f} times plain decoding"
 
     return f"greedily {gain(here.greedy)}; sampling {gain(here.sampled)}; measured here"
 

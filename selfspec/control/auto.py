@@ -16,6 +16,9 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import widening
 
+UNCALIBRATED = Cascade(PromptLookup(), LowPrecision(8))
+"""What drafts where nothing was measured: look-ups before a draft in 8 bits."""
+
 # Of a draft in 8 bits: what it accepts at least on the checkpoints that were looked at, and the gain that is clear.
 _ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
 
@@ -39,7 +42,7 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
 
 
 def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
-    """What needs no calibration: look-ups before a draft in 8 bits, where its estimated gain is clear; else no draft.
+    """What needs no calibration: `UNCALIBRATED` where the estimated gain of its draft is clear; else no draft.
 
     The control ends drafts that do not pay.
     """
@@ -49,7 +52,7 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
     except DraftConfigError:
         return None
     gains = clear_gain(draft.cost(model, adapter), model.device, widening(model, adapter)) is not None
-    return Cascade(PromptLookup(), draft) if gains else None
+    return UNCALIBRATED if gains else None
 
 
 def clear_gain(cost: float, device: torch.device, widening: float) -> float | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from selfspec.control.auto import clear_gain
+from selfspec.control.auto import UNCALIBRATED, clear_gain
 from selfspec.control.profile import Profile
 from selfspec.control.profile_place import find_profile, folder
 from selfspec.control.setting import Setting
 from selfspec.draft.heads.mtp import HeldModules
-from selfspec.draft.registry import PLAIN
+from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import ProfileError
 from selfspec.kernels import native
 from selfspec.model.checkpoint import find_device, load_checkpoint
@@ -94,14 +94,14 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         model: of it, on the meta device.
         summary: of it.
     """
-    device = find_device("auto")
+    device, encodes = find_device("auto"), has_encoder(model)
     memory = source_for(device).available()
     copies = next(each.bytes for each in summary.substitutes if each.bits == 8)
     needed = summary.total.bytes + copies + _CONTEXT * summary.cache.bytes_per_token
     fits = memory is None or needed <= _OF_MEMORY * memory
     budget = None if memory is None or fits else f"{int(_OF_MEMORY * memory / 2**20)}MiB"
     profile, doubt = None, ""
-    if fits and not has_encoder(model):
+    if fits and not encodes:
         try:
             profile = _profile(place, type(model).__name__)
         except ProfileError as error:
@@ -110,7 +110,7 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         quantised = getattr(model.config, "quantization_config", None) is not None
         cost = 1.0 if quantised or not copies else copies / summary.target_bytes_read
         gain = clear_gain(cost, device, widening(model, find_adapter(model)))
-        greedy = sampled = Gain(PLAIN, 1.0) if gain is None else Gain("lookup+int8", gain)
+        greedy = sampled = Gain(PLAIN, 1.0) if gain is None else Gain(draft_name(UNCALIBRATED), gain)
     else:
         greedy, sampled = (Gain(each.draft, each.speedup[0]) for each in (profile.greedy, profile.sampled))
     return Prospects(
@@ -121,7 +121,7 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         sampled=sampled,
         profile=None if profile is None else profile.source,
         doubt=doubt,
-        commands=tuple(_commands(quote(name), device.type == "cpu", has_encoder(model), budget, profile is not None)),
+        commands=tuple(_commands(quote(name), device.type == "cpu", encodes, budget, profile is not None)),
     )
 
 
