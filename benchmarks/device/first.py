@@ -33,6 +33,7 @@ _DRAFTS = {
     "look-ups": ("lookup", _CHAIN),
     "recycled tokens": ("recycle", _TREE),
 }
+_NOT_PROVED = "no kind of pass ran by a program"
 _ROWS, _PROMPT, _TOKENS, _ROUNDS = 3, 64, 96, 12
 
 
@@ -80,8 +81,11 @@ def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Figure]:
     waits = Figure(cannot=NOT_COUNTED)
     if bench.device.type == "cuda":
         waits = waits_of_rounds(begun, rounds)
+    ran = Figure("by the modules")
+    if spec.runtime.after is not None:
+        ran = Figure.number(len(spec.programs.proved), "") if spec.programs.proved else Figure(failed=_NOT_PROVED)
     compared = {"greedy text": _compared(greedy, wanted), "sampled text": _compared(sampled, plain)}
-    return {**compared, "waits a round": waits}
+    return {**compared, "waits a round": waits, "kinds by programs": ran}
 
 
 def _compared(found: torch.Tensor, wanted: torch.Tensor) -> Figure:

@@ -19,6 +19,18 @@ def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
     return _WITHOUT_CUDNN if device.type == "cuda" else nullcontext()
 
 
+def attends_by_cudnn() -> bool:
+    """Whether passes may use cuDNN's attention, inside of `for_new_lengths` and outside: where nothing else may run."""
+    kernels = torch.backends.cuda
+    return kernels.cudnn_sdp_enabled() and not _allows_others()
+
+
+def _allows_others() -> bool:
+    kernels = torch.backends.cuda
+    # Whoever allows nothing else is not to be left without any.
+    return kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+
+
 class _WithoutCudnn(AbstractContextManager[None]):
     """May be entered by several threads at once: torch has one setting for all, which the last to leave restores."""
 
@@ -30,13 +42,9 @@ class _WithoutCudnn(AbstractContextManager[None]):
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                kernels = torch.backends.cuda
-                # Whoever allows nothing else is not to be left without any.
-                flash, efficient = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()
-                others = flash or efficient or kernels.math_sdp_enabled()
-                self._changed = others and kernels.cudnn_sdp_enabled()
+                self._changed = _allows_others() and torch.backends.cuda.cudnn_sdp_enabled()
                 if self._changed:
-                    kernels.enable_cudnn_sdp(False)
+                    torch.backends.cuda.enable_cudnn_sdp(False)
             self._inside += 1
 
     def __exit__(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from selfspec.runtime.attention_kernels import attends_by_cudnn
 from selfspec.runtime.reached_code import ReachedCode
 from selfspec.runtime.recordable import GLOBAL_HOOKS
 
@@ -121,7 +122,8 @@ def _settings() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
-        (cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        # Passes themselves turn cuDNN's off and on again.
+        (attends_by_cudnn(), cuda.fp16_bf16_reduction_math_sdp_allowed()),
         (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
         (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         torch.backends.fp32_precision,  # type: ignore[attr-defined]

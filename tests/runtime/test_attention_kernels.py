@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers import tiny
 from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.model_state import ModelState
 
 CUDA = torch.device("cuda")
 
@@ -81,3 +83,18 @@ def test_the_last_thread_to_leave_restores_it() -> None:
     leave.set()
     other.join()
     assert enabled()
+
+
+def test_what_a_recording_depends_on_is_the_same_inside_and_outside() -> None:
+    kernels = torch.backends.cuda
+    kernels.enable_cudnn_sdp(True)
+    state = ModelState(tiny.llama())
+    with for_new_lengths(CUDA):
+        assert state.holds()
+    kernels.enable_cudnn_sdp(False)
+    assert state.holds()
+    for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
+        enable(False)
+    alone = ModelState(tiny.llama())
+    kernels.enable_cudnn_sdp(True)
+    assert not alone.holds()
