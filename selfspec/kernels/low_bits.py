@@ -163,7 +163,7 @@ class EightBitsLinear(LowBitsLinear):
             held = (self.levels, None, self.scales, self.factors)
             return _few_at_a_time(lambda some: native.few_rows(some, *held), states)
         if self._kernels is Kernels.TRITON:
-            return _by_triton(self.scaled(states), self.levels, self.scales, None)
+            return _by_triton(states, self.factors, self.levels, self.scales, None)
         product = torch.ops.aten._weight_int8pack_mm
         return _in_rows(lambda rows: product(rows, self.levels, self.scales), self.scaled(states))
 
@@ -203,7 +203,7 @@ class FourBitsLinear(LowBitsLinear):
             held = (self.levels, self.factors)
             return _few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
         if self._kernels is Kernels.TRITON:
-            return _by_triton(self.scaled(states), self.levels, self.scales, self.zeros)
+            return _by_triton(states, self.factors, self.levels, self.scales, self.zeros)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         packed = (self.levels, self.group_size, self.scales_and_zeros)
@@ -244,12 +244,15 @@ class LowBitsExperts(nn.Module):
         return total
 
 
-def _by_triton(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _by_triton(
+    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
     # It is not everywhere.
     from selfspec.kernels.triton_products import low_bits_product
 
     shape = [int(size) for size in states.shape]
-    found = low_bits_product(states.reshape(math.prod(shape[:-1]), shape[-1]), levels, scales, zeros)
+    rows = states.reshape(math.prod(shape[:-1]), shape[-1])
+    found = low_bits_product(rows, factors, levels, scales, zeros)
     product: Tensor = found.view(*shape[:-1], int(found.shape[-1]))
     return product
 

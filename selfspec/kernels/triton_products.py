@@ -65,8 +65,16 @@ def _unpacked(
 
 
 @triton.jit
+def _scaled(states, factors, inside):
+    """States, `[rows, bytes]`, times the factors of their inputs, rounded to the dtype of states."""
+    factor = tl.load(factors, mask=inside, other=0.0)
+    return (states.to(tl.float32) * factor[None, :]).to(states.dtype)
+
+
+@triton.jit
 def few_rows(
     states,
+    factors,
     levels,
     scales,
     zeros,
@@ -83,6 +91,7 @@ def few_rows(
 
     Args:
         states: `[rows, in]`.
+        factors: `[in]`, float32, that states are multiplied with first.
         levels: `[outputs, width]`, bytes: a level each, or two, the first in the higher bits.
         scales: `[outputs]`, or in 4 bits `[outputs, groups]`.
         zeros: as the scales; read in 4 bits alone.
@@ -109,7 +118,8 @@ def few_rows(
         )
         at = states + row[:, None] * (width * each) + read[None, :] * each
         there = (row < rows)[:, None] & (read < width)[None, :]
-        some = tl.load(at, mask=there, other=0.0)
+        factor = factors + read * each
+        some = _scaled(tl.load(at, mask=there, other=0.0), factor, read < width)
         if group_bytes == 0:
             total = _add_product(total, some, weights, block_rows)
         else:
@@ -117,7 +127,8 @@ def few_rows(
             high = _unpacked(weights >> 4, scales, zeros, output, inside, first, groups, group_bytes, block_bytes)
             total = _add_product(total, some, high, block_rows)
             low = _unpacked(weights & 15, scales, zeros, output, inside, first, groups, group_bytes, block_bytes)
-            total = _add_product(total, tl.load(at + 1, mask=there, other=0.0), low, block_rows)
+            more = _scaled(tl.load(at + 1, mask=there, other=0.0), factor + 1, read < width)
+            total = _add_product(total, more, low, block_rows)
     found = tl.sum(total, 1)[None, :] if block_rows == 1 else total
     if group_bytes == 0:
         found *= tl.load(scales + output, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -129,26 +140,31 @@ def few_rows(
 
 
 @custom_op("selfspec::few_rows_by_triton", mutates_args=())
-def low_bits_product(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def low_bits_product(
+    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
     """Multiply rows, `[rows, in]` to `[rows, out]` in their dtype, with a weight in 8 or 4 bits.
 
     Args:
         states: on the device of the weight.
+        factors: `[in]`, float32: of each input, multiplied in first.
         levels: `[out, in]`, int8; in 4 bits `[out, in / 2]`, uint8, the first of two in the higher bits.
         scales: `[out]`; in 4 bits `[out, groups]`, of a power of two of inputs.
         zeros: the value of level 8, laid out as the scales; None in 8 bits.
     """
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(states):
-        return _launched(states, levels, scales, zeros)
+        return _launched(states, factors, levels, scales, zeros)
 
 
 @low_bits_product.register_fake
-def _(states: Tensor, levels: Tensor, *_: Tensor | None) -> Tensor:
+def _(states: Tensor, _: Tensor, levels: Tensor, *__: Tensor | None) -> Tensor:
     return states.new_empty(states.shape[0], levels.shape[0])
 
 
-def _launched(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _launched(
+    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
     dtype = states.dtype
     # The matrix units have no float64 here.
     states = states.to(torch.float32 if dtype == torch.float64 else dtype).contiguous()
@@ -158,6 +174,7 @@ def _launched(states: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | No
     of_program = 1 if rows == 1 else _ROWS
     few_rows[triton.cdiv(outputs, blocks.outputs), triton.cdiv(rows, of_program)](
         states,
+        factors,
         levels,
         scales,
         scales if zeros is None else zeros,

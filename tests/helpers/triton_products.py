@@ -27,10 +27,10 @@ def check(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32
     from selfspec.kernels.triton_products import low_bits_product
 
     for outputs, inputs in SIZES:
-        rounded = round_weight(torch.randn(outputs, inputs).to(device), Precision(bits, group))
+        rounded = round_weight((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device), Precision(bits, group))
         states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]
-        found = low_bits_product(states, rounded.levels, rounded.scales, rounded.zeros)
-        expected = states.double() @ values(rounded).T
+        found = low_bits_product(states, rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
+        expected = (states.double() * rounded.factors.double()) @ values(rounded).T
         assert found.dtype == dtype
         off = (found.double() - expected).norm() / expected.norm()
         assert off < OFF_BY[dtype], f"{bits} bits, {rows} rows, {outputs} x {inputs}, {dtype}: off by {off:.2g}"

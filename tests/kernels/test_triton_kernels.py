@@ -147,7 +147,7 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
     for bits, rows in product((8, 4), (1, 3)):
         rounded = round_weight(torch.zeros(64, 128), Precision(bits, 32))
-        low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.levels, rounded.scales, rounded.zeros)
+        low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
     for each in (dtype, torch.int8):
         slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
     p, drafted = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)

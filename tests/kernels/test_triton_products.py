@@ -32,8 +32,9 @@ def test_groups_of_other_sizes(group: int, cuda: str) -> None:
 
     rounded = round_weight(torch.randn(24, 640).to(cuda), Precision(4, group))
     states = torch.randn(2, 640, device=cuda)
-    found = low_bits_product(states, rounded.levels, rounded.scales, rounded.zeros)
-    torch.testing.assert_close(found.double(), states.double() @ values(rounded).T, rtol=0, atol=0.05)
+    found = low_bits_product(states, rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
+    expected = (states.double() * rounded.factors.double()) @ values(rounded).T
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
 
 
 def test_sizes_that_atens_kernel_for_four_bits_does_not_take_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
