@@ -244,9 +244,7 @@ class LowBitsExperts(nn.Module):
         return total
 
 
-def _by_triton(
-    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
-) -> Tensor:
+def _by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     # It is not everywhere.
     from selfspec.kernels.triton_products import low_bits_product
 

@@ -26,7 +26,7 @@ MOST_OFF = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch
 _TRIAL = Trial("attention of blocks")
 
 # A run is so many slots, or twice as often as makes no more runs than that.
-_RUN, _MOST_RUNS = 256, 64
+_RUN, _MOST_RUNS = 64, 64
 # Bytes of keys that a program reads together, and of queries; and rows it takes at most: tokens times heads of a group.
 _TILE, _QUERIES, _ROWS = 16384, 32768, 64
 

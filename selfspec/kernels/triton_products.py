@@ -140,9 +140,7 @@ def few_rows(
 
 
 @custom_op("selfspec::few_rows_by_triton", mutates_args=())
-def low_bits_product(
-    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
-) -> Tensor:
+def low_bits_product(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Multiply rows, `[rows, in]` to `[rows, out]` in their dtype, with a weight in 8 or 4 bits.
 
     Args:
@@ -162,9 +160,7 @@ def _(states: Tensor, _: Tensor, levels: Tensor, *__: Tensor | None) -> Tensor:
     return states.new_empty(states.shape[0], levels.shape[0])
 
 
-def _launched(
-    states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None
-) -> Tensor:
+def _launched(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     dtype = states.dtype
     # The matrix units have no float64 here.
     states = states.to(torch.float32 if dtype == torch.float64 else dtype).contiguous()

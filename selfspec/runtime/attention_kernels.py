@@ -22,13 +22,13 @@ def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
 def attends_by_cudnn() -> bool:
     """Whether passes may use cuDNN's attention, inside of `for_new_lengths` and outside: where nothing else may run."""
     kernels = torch.backends.cuda
-    return kernels.cudnn_sdp_enabled() and not _allows_others()
+    return bool(kernels.cudnn_sdp_enabled()) and not _allows_others()
 
 
 def _allows_others() -> bool:
     kernels = torch.backends.cuda
     # Whoever allows nothing else is not to be left without any.
-    return kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+    return any((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()))
 
 
 class _WithoutCudnn(AbstractContextManager[None]):

@@ -38,7 +38,7 @@ class CudaGraphs(Runtime):
     """
 
     after: int = 8
-    bucket: int = 64
+    bucket: int = 256
 
     def __post_init__(self) -> None:
         for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):

@@ -1,47 +1,59 @@
-"""RMSNorm in one step on a CPU, where selfspec's kernels were built: as six operations it outlasts a product."""
+"""RMSNorm in one step: as six operations it outlasts a product.
+
+On a CPU where selfspec's kernels were built, on a CUDA device where Triton runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.kernels import native
+from selfspec.kernels.trial import runs_triton
+from selfspec.model.same_code import same_code
 from selfspec.model.view import view_of, view_running
 
 
 def for_norms(module: nn.Module) -> nn.Module:
     """A view of a model, or a part of one, whose norms are one operation each; itself where there are none."""
-    return view_of(module, _in_one_step) if native.load_kernels() else module
+    return view_of(module, _in_one_step)
 
 
 def _in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
-    if not _is_rms_norm(module):
+    weight = getattr(module, "weight", None)
+    if type(weight) is not nn.Parameter or not same_code(type(module).forward, _rms_norm):
         return None
-    weight = module.weight
-    fits = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
-    return view_running(module, partial(_normalized, module)) if fits else None
+    step = _step(weight)
+    return None if step is None else view_running(module, partial(step, module))
 
 
-def _normalized(module: nn.Module, states: Tensor) -> Tensor:
+def _step(weight: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
+    if runs_triton(weight.device):
+        return _by_triton
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return _native if fits and native.load_kernels() else None
+
+
+def _native(module: nn.Module, states: Tensor) -> Tensor:
     if states.dtype != torch.float32:
         return _rms_norm(module, states)
     return native.rms_norm(states, module.weight, module.variance_epsilon)  # type: ignore[arg-type]
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module computes what `_rms_norm` does, by its code and not by its name."""
-    forward = type(module).forward
-    return isinstance(forward, FunctionType) and _operations(forward.__code__) == _operations(_rms_norm.__code__)
+def _by_triton(module: nn.Module, states: Tensor) -> Tensor:
+    # It is not everywhere.
+    from selfspec.kernels.triton_norms import MOST_OFF, tried_norm
 
-
-def _operations(code: CodeType) -> tuple[object, ...]:
-    # The first constant is the docstring, or its absence.
-    return code.co_code, code.co_names, code.co_consts[1:], code.co_argcount
+    stock, weight = partial(_rms_norm, module, states), module.weight
+    assert isinstance(weight, Tensor)
+    needs_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
+    if needs_gradient or states.dtype not in MOST_OFF or states.dtype != weight.dtype or states.numel() == 0:
+        return stock()
+    return tried_norm(states, weight, float(module.variance_epsilon), stock=stock)  # type: ignore[arg-type]
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

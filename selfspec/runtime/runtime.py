@@ -19,6 +19,7 @@ from selfspec.runtime.grouped_queries import for_grouped_queries
 from selfspec.runtime.norms import for_norms
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
+from selfspec.runtime.rotary import for_rotary
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -136,7 +137,7 @@ class Eager(Runtime):
 
 def with_kernels(module: _Module) -> _Module:
     """Make a view of a model, or of a part of one, that gives the same in less time."""
-    return cast(_Module, for_norms(for_few_rows(for_grouped_queries(module))))
+    return cast(_Module, for_rotary(for_norms(for_few_rows(for_grouped_queries(module)))))
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

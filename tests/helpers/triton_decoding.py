@@ -14,25 +14,38 @@ from helpers import tiny
 from helpers.drafting import GREEDY, Oracle, stock
 from selfspec.cache.tree import Tree
 from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
-from selfspec.kernels import triton_attention, triton_judge, triton_slots
+from selfspec.kernels import triton_attention, triton_judge, triton_norms, triton_rotary, triton_slots
 
-SEAMS = ("selfspec.runtime.grouped_queries", "selfspec.cache.shared_cache", "selfspec.decode.accept_draws")
-KERNELS = {triton_attention: "block_attention", triton_slots: "slots_moved", triton_judge: "judge_chain"}
+SEAMS = (
+    "selfspec.cache.shared_cache",
+    "selfspec.decode.accept_draws",
+    "selfspec.runtime.grouped_queries",
+    "selfspec.runtime.norms",
+    "selfspec.runtime.rotary",
+)
+KERNELS = {
+    triton_attention: "block_attention",
+    triton_slots: "slots_moved",
+    triton_judge: "judge_chain",
+    triton_norms: "rms_norm",
+    triton_rotary: "rotated",
+}
 
 
 def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
     return drawn_by_race(weights, race_noise(weights, noise._seeds(purpose, first, weights.shape[1])))
 
 
-def check(tree: Tree, used: int, sampled: dict[str, Any]) -> None:
+def check(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
     """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels.
 
     Args:
         tree: of the drafts.
         used: how many of the kernels it takes.
         sampled: what `generate` is asked for.
+        dtype: of the model.
     """
-    model, ids = tiny.mistral(dtype=torch.float64), tiny.prompt(9, batch=3)
+    model, ids = tiny.mistral(dtype=dtype), tiny.prompt(9, batch=3)
     greedy = stock(model, ids, 12)
     spec = selfspec.wrap(
         model, Oracle(tree, greedy[:, 9:]), draft_length=len(tree), accept="token", runtime=selfspec.runtime.Eager()
@@ -55,7 +68,8 @@ def check(tree: Tree, used: int, sampled: dict[str, Any]) -> None:
 if __name__ == "__main__":
     with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
         drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0}
-        check(Tree((-1, -1, 0, 0, 1)), 2, GREEDY)
-        check(Tree.chain(3), 2, GREEDY)
-        check(Tree.chain(3), 2, drawn)
+        check(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
+        check(Tree.chain(3), 3, GREEDY)
+        check(Tree.chain(3), 3, drawn)
+        check(Tree.chain(3), 4, GREEDY, torch.float32)
     print("all equal")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_attention, triton_judge, triton_slots
+from helpers import tiny, triton_attention, triton_judge, triton_slots, triton_steps
 from selfspec import kernels
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime.grouped_queries import for_grouped_queries
@@ -27,7 +27,9 @@ triton = pytest.importorskip("triton")
 
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
 from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
+from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
 from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
+from selfspec.kernels.triton_rotary import rotated  # noqa: E402
 from selfspec.kernels.triton_slots import slots_moved  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +44,8 @@ def _autocast() -> AbstractContextManager[Any]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "checks", ["triton_products", "triton_attention", "triton_slots", "triton_judge", "triton_decoding"]
+    "checks",
+    ["triton_products", "triton_attention", "triton_slots", "triton_judge", "triton_steps", "triton_decoding"],
 )
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
@@ -67,6 +70,14 @@ def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda:
 @pytest.mark.parametrize("dtype", triton_slots.DTYPES, ids=str)
 def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
     triton_slots.check(dtype, cuda)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
+def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
+    if dtype != torch.float64:
+        triton_steps.check_norms(dtype, cuda)
+    triton_steps.check_rotary(dtype, cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
@@ -124,8 +135,8 @@ def _type(value: Any) -> Any:
         return tuple(map(_type, value))
     if isinstance(value, Tensor):
         return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
-    assert isinstance(value, int)
-    return "i32"
+    assert isinstance(value, (int, float))
+    return "i32" if isinstance(value, int) else "fp32"
 
 
 @pytest.mark.kernels
@@ -147,10 +158,17 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
     for bits, rows in product((8, 4), (1, 3)):
         rounded = round_weight(torch.zeros(64, 128), Precision(bits, 32))
-        low_bits_product(torch.zeros(rows, 128, dtype=dtype), rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
+        low_bits_product(
+            torch.zeros(rows, 128, dtype=dtype), rounded.factors, rounded.levels, rounded.scales, rounded.zeros
+        )
+    if dtype != torch.float64:
+        rms_norm(torch.zeros(2, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-5)
+    heads = torch.zeros(1, 2, 3, 64, dtype=dtype)
+    rotated(heads, heads, heads[:, 0], heads[:, 0])
     for each in (dtype, torch.int8):
         slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
     p, drafted = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
     judge_chain(p, p[:, :2], drafted, torch.zeros(1, 2, dtype=torch.double), drafted > 0, p[:, 0])
     judge_chain(p, None, drafted, None, None, None)
-    assert compiled == every
+    # Norms in float64 are not computed in it.
+    assert compiled == every - ({"normalize_token"} if dtype == torch.float64 else set())

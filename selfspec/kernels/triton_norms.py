@@ -1,0 +1,75 @@
+"""RMSNorm of tokens on a CUDA device in one launch, in Triton: torch's eight outlast a product of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec.kernels.trial import Trial
+
+MOST_OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""By dtype, how far rounding may take the largest difference from torch's norm, of the largest number."""
+
+_TRIAL = Trial("RMSNorm")
+# Numbers of a token for each warp of its program, and warps at most.
+_OF_WARP, _MOST_WARPS = 512, 16
+
+
+@triton.jit
+def normalize_token(states, weight, output, width, epsilon, block: tl.constexpr):
+    """Normalize one token.
+
+    Args:
+        states: `[tokens, width]`.
+        weight: `[width]`.
+        output: as the states, written.
+        width: numbers of a token.
+        epsilon: added to the mean square.
+        block: a power of two that holds them.
+    """
+    start = tl.program_id(0).to(tl.int64) * width
+    inner = tl.arange(0, block)
+    inside = inner < width
+    wide = tl.load(states + start + inner, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + epsilon)
+    # The modules round before they multiply with the weight.
+    normalized = (wide * scale).to(output.dtype.element_ty).to(tl.float32)
+    weighted = normalized * tl.load(weight + inner, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + start + inner, weighted.to(output.dtype.element_ty), mask=inside)
+
+
+def tried_norm(states: Tensor, weight: Tensor, epsilon: float, *, stock: Callable[[], Tensor]) -> Tensor:
+    """Compute `rms_norm`, or `stock`, the same by torch, where the kernel is not trusted."""
+    kind = (states.device, states.dtype, states.shape[-1])
+    return _TRIAL.run(kind, partial(rms_norm, states, weight, epsilon), stock, MOST_OFF[states.dtype])
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Normalize tokens, `[..., width]` to the same: `weight * states / sqrt(mean square + epsilon)`.
+
+    Args:
+        states: in a dtype of `MOST_OFF`; squares are summed in float32.
+        weight: `[width]`, in the same dtype.
+        epsilon: above 0.
+    """
+    states = states.contiguous()
+    width, output = states.shape[-1], torch.empty_like(states)
+    block = int(triton.next_power_of_2(width))
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(states):
+        normalize_token[states.numel() // width,](
+            states,
+            weight,
+            output,
+            width,
+            epsilon,
+            block=block,
+            num_warps=max(1, min(_MOST_WARPS, block // _OF_WARP)),
+            enable_fp_fusion=True,
+        )
+    return output
