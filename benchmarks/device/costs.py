@@ -42,7 +42,7 @@ def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
     context, longer = (16, 24) if bench.miniature else (512, 4096)
 
-    runtimes, drafts = (RuntimeName.EAGER, RuntimeName.GRAPHS), (exit_, "int8", "int4")
+    runtimes, drafts = (RuntimeName.GRAPHS, RuntimeName.EAGER), ("int8", "int4", exit_)
     wanted = [_Wanted(name, draft, context) for name in runtimes for draft in drafts]
     wanted += [_Wanted(RuntimeName.GRAPHS, exit_, context, batch=8), _Wanted(RuntimeName.GRAPHS, exit_, longer)]
     for each in wanted:
