@@ -55,8 +55,9 @@ def compare(model: PreTrainedModel, pairs: Iterable[Pair]) -> TextAgreement:
     distinct = list(dict.fromkeys(pairs))
     parted = [pair for pair in distinct if pair.expected != pair.found]
     texts, equal = len(distinct), len(distinct) - len(parted)
-    whole = all(len(pair.expected) == len(pair.found) for pair in parted)
-    if not parted or not whole or model.dtype not in _HALF:
+    # Where texts part one may end sooner; one that only stops early is not the other up to rounding.
+    cut = any(_parting(pair) is None for pair in parted)
+    if not parted or cut or model.dtype not in _HALF:
         return TextAgreement(texts, equal)
     bound, gaps = Bound(widths_of(_BLOCK)), []
     stock = bare(model)
@@ -65,7 +66,14 @@ def compare(model: PreTrainedModel, pairs: Iterable[Pair]) -> TextAgreement:
         prompt = torch.tensor([pair.prompt], device=model.device)
         bound.measure(model, read_reference(stock, prompt, len(pair.expected)))
         # How far the two tokens where the texts part are from a tie, by the model's own one-token passes.
-        place = next(index for index, token in enumerate(pair.expected) if token != pair.found[index])
+        place = _parting(pair)
+        assert place is not None
         logits = stepwise_logits(model, prompt, pair.expected[: place + 1])[-1]
         gaps.append(tie_gap(logits, pair.expected[place], pair.found[place]))
     return TextAgreement(texts, equal, max(gaps), bound.near_tie)
+
+
+def _parting(pair: Pair) -> int | None:
+    """The place of the first token that differs; None: one text is the beginning of the other."""
+    both = enumerate(zip(pair.expected, pair.found, strict=False))
+    return next((index for index, (one, other) in both if one != other), None)

@@ -161,6 +161,16 @@ def test_half_precision_excuses_near_ties_alone() -> None:
     assert not type(found)(2, 1, widest_gap=found.near_tie, near_tie=found.near_tie).refused
 
 
+def test_where_texts_part_one_may_end_sooner_but_none_may_be_cut() -> None:
+    model = tiny.llama(dtype=torch.bfloat16)
+    asked, said = (3, 4, 5), (1, 2, 3, 4)
+    parted = compare(model, [Pair(asked, said, (1, 6))])
+    assert parted.widest_gap is not None
+    cut = compare(model, [Pair(asked, said, (1, 6)), Pair(asked, said, (1, 2))])
+    assert cut.widest_gap is None
+    assert cut.refused
+
+
 def test_in_full_precision_nothing_is_excused(llama: PreTrainedModel) -> None:
     found = compare(llama, [Pair((3, 4, 5), (1, 2), (1, 3))])
     assert found.refused
