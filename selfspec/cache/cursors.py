@@ -13,6 +13,9 @@ from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 
+WIDEST_ROUND = 16
+"""Tokens of each row that a pass of a round may look at whatever the slack is: programs read more than they need."""
+
 _SMALLEST_ROOM = 64
 
 
@@ -50,7 +53,7 @@ class Cursors:
         self.aligned = aligned
         self.bucket = bucket
         self.slack = slack
-        self._room = min(_SMALLEST_ROOM, limit)
+        self._room = self._whole(min(_SMALLEST_ROOM, limit))
         self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
         # Where rows ended when slots were last asked for, and what was said by the width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
@@ -80,9 +83,13 @@ class Cursors:
         self.tree, self.read = None, 0
 
     def make_room(self, committed: int) -> None:
-        """Double the room until it holds `committed` tokens, but never beyond the limit."""
+        """Double the room until it holds `committed` tokens, but never beyond the limit and what is left of a bucket."""
         while self._room < min(committed, self.limit):
-            self._room = min(2 * self._room, self.limit)
+            self._room = self._whole(min(2 * self._room, self.limit))
+
+    def _whole(self, room: int) -> int:
+        """At least this room, with slots in whole buckets: caches of many lengths then have passes of one shape."""
+        return -(-(room + self.slack) // self.bucket) * self.bucket - self.slack
 
     def hold(self, rows: int, committed: int) -> None:
         """Let there be storage for `rows` rows of `committed` tokens each."""
@@ -102,7 +109,7 @@ class Cursors:
 
     def padded(self, width: int) -> bool:
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
-        return self.bucket > 1 and width <= self.slack + 1
+        return self.bucket > 1 and width <= max(self.slack + 1, WIDEST_ROUND)
 
     def slots(self, width: int, first: int) -> Tensor:
         """Slots that a pass writes: `[1, width]` for equal cursors, else `[batch, width]`."""

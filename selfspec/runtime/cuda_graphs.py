@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.cache.cursors import WIDEST_ROUND
 from selfspec.device import backend, has_graphs
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.pass_function import PassTensors
@@ -18,6 +19,9 @@ from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesErro
 
 # Graphs of one kind of pass: one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
+
+# Tokens of each row that a graph reads.
+_WIDTHS = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
 
 Launch = Callable[[], tuple[Tensor, ...]]
 """Run a pass over tensors at fixed addresses; returns its outputs."""
@@ -58,6 +62,10 @@ class CudaGraphs(Runtime):
     def takes(self, example: PassTensors) -> bool:
         # What an encoder has read is large, and lies elsewhere in each generation.
         return example.source is None
+
+    def width(self, tokens: int) -> int:
+        # A few tokens take a device as long as one, and each width would have graphs of its own.
+        return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def program(self, function: Function, example: PassTensors) -> Function:
         # What waits for the device would fail a capture half-way.

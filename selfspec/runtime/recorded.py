@@ -47,12 +47,13 @@ class RecordedRunner(ModelRunner):
         kind, slots = self._kind(call, tensors), tensors.slots
         wider = self._wider(call, kind, slots)
         if wider is not None:
-            kind, tensors = replace(kind, width=wider.tokens.shape[1]), wider
+            # The modules, too: the number of tokens may decide the last bits.
+            kind, tensors, call = replace(kind, width=wider.tokens.shape[1]), wider, replace(call, tokens=wider.tokens)
         return self._programs.run(
             kind,
             tensors,
             width,
-            stock=lambda: self._run_stock(call),
+            stock=lambda: self._run_stock(call).first(width),
             function=lambda: self._function(kind),
         )
 

@@ -455,3 +455,14 @@ def test_a_layer_whose_attention_never_runs_allocates_when_it_first_does(llama: 
         passes.states(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3))
     allocated = [layer.keys is not None for layer in cache.layers]
     assert allocated == [True, True, part is Part.MLP, False]
+
+
+@pytest.mark.parametrize("limit", [5, 61, 200, 1000])
+@pytest.mark.parametrize("slack", [0, 3, 70])
+def test_caches_of_many_lengths_have_slots_in_whole_buckets(limit: int, slack: int) -> None:
+    cache = SharedCache(1, 1, limit, slack, torch.device("cpu"), bucket=64)
+    for committed in range(1, limit, 50):
+        cache.reserve(committed)
+        assert cache.capacity % 64 == 0
+        assert min(committed, limit) + slack <= cache.capacity
+    assert cache.capacity < 64 + limit + slack
