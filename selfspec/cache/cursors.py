@@ -83,7 +83,7 @@ class Cursors:
         self.tree, self.read = None, 0
 
     def make_room(self, committed: int) -> None:
-        """Double the room until it holds `committed` tokens, but never beyond the limit and what is left of a bucket."""
+        """Double the room until it holds `committed` tokens, never beyond the limit but for the rest of a bucket."""
         while self._room < min(committed, self.limit):
             self._room = self._whole(min(2 * self._room, self.limit))
 
