@@ -91,7 +91,7 @@ class ModulesInOrder(ModuleState):
 
     def _reaches(self, number: int) -> bool:
         # The last module reads what the others made of as many tokens before it.
-        known = self._cache.seq_lens[number] + self._counts[number]
+        known = self._cache.seq_lens[number] + self._count(number)
         return super()._reaches(number) and known > len(self._further)
 
     def read_if_many(self, view: RowsView) -> None:

@@ -121,7 +121,7 @@ class PairState:
         return [self._reaches(number) for number in range(len(self._rows))]
 
     def _reaches(self, number: int) -> bool:
-        return self._counts[number] > 0
+        return self._count(number) > 0
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
         """Read what is committed, and begin a draft; return the logits after each row's last token.
@@ -219,7 +219,11 @@ class PairState:
     @property
     def _counts(self) -> list[int]:
         """How many states of each row wait."""
-        return [0 if each is None else len(each.states) for each in self._waiting]
+        return [self._count(number) for number in range(len(self._waiting))]
+
+    def _count(self, number: int) -> int:
+        waiting = self._waiting[number]
+        return 0 if waiting is None else waiting.states.shape[0]
 
     def _drop(self, running: Sequence[int]) -> None:
         """Drop the rows that passes of the target run no more."""
