@@ -14,7 +14,7 @@ TestAnyRounds = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="jamba")
 TestAnyRoundsLfm2 = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="lfm2")
 # The torch code of these is slow.
 TestAnyRoundsFalconH1 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 2, steps=8, architecture="falcon_h1"))
-TestAnyRoundsQwen3Next = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 6, steps=8, architecture="qwen3_next"))
+TestAnyRoundsQwen3Next = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 3, steps=8, architecture="qwen3_next"))
 # Nothing but states: no positions, no masks.
 TestAnyRoundsMamba2 = any_rounds(AnyShrunkenRounds, 4, steps=8, architecture="mamba2", kernels=("eager",))
 

@@ -174,7 +174,7 @@ def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
 
 @pytest.mark.statistical
 def test_many_more_samples_follow_the_exact_joint() -> None:
-    assert rejected(rows=3, batches=750) == []
+    assert rejected(rows=3, batches=400) == []
 
 
 @pytest.mark.parametrize("control", [InStep(4), selfspec.CostAware(costs=CHEAP)], ids=str)

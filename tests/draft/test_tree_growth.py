@@ -296,7 +296,7 @@ def test_many_samples_follow_the_exact_joint(rule: str) -> None:
     warps = [Warp(), Warp(temperature=0.6), Warp(temperature=1.3, top_k=3, top_p=0.9)]
     controls = {**{name: Given(tree) for name, tree in SMALL.items()}, "sometimes": SOMETIMES}
     found = {
-        f"{draft}, {shape}": _fits(drafts[draft], controls[shape], rule, warps[number % 3], 8192, 1)
+        f"{draft}, {shape}": _fits(drafts[draft], controls[shape], rule, warps[number % 3], 4096, 1)
         for number, (draft, shape) in enumerate(product(drafts, controls))
     }
     assert holm_rejects(found, 0.01) == []

@@ -68,4 +68,4 @@ def test_sampled_rows_of_a_crowded_batch_follow_the_joint() -> None:
     ],
 )
 def test_many_sampled_rows_of_a_crowded_batch_follow_the_joint(draft: str, accept: str | None) -> None:
-    assert holm_rejects(draws(draft, 1000, accept), 0.01) == []
+    assert holm_rejects(draws(draft, 500, accept), 0.01) == []
