@@ -1,4 +1,4 @@
-"""`selfspec demo`: in well under a minute, the embedded model with and without a draft, side by side."""
+"""`selfspec demo`: in half a minute, the embedded model with and without a draft, side by side."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DemoRuns:
     ] = None
     seconds: Annotated[
         float, typer.Option(min=0, help="End within about X seconds, loading included, after one turn at least.")
-    ] = 38.0
+    ] = 26.0
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -71,7 +71,7 @@ class DemoRuns:
                 f"--temperature {self.temperature:g} does not sample; give one above 0, e.g. 0.8"
             )
         if not self.seconds < math.inf:
-            raise UnsupportedOptionError(f"--seconds {self.seconds:g} never ends; give e.g. 38")
+            raise UnsupportedOptionError(f"--seconds {self.seconds:g} never ends; give e.g. 26")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Demonstrated:
 def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
     """Watch a small model write with and without a draft: how much faster it is here, and that the text is the same.
 
-    Takes less than 45 seconds. Exit status 1 if any greedy token is not `model.generate`'s. The embedded model has 10M
+    Takes about half a minute. Exit status 1 if any greedy token is not `model.generate`'s. The embedded model has 10M
     parameters, writes Python, and was taught to exit early (see its MODEL_CARD.md).
     """
     started, watch = time.perf_counter(), CoreWatch()
