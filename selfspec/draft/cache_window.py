@@ -41,7 +41,9 @@ class CacheWindow(OverLessOfCache):
         super().__post_init__()
         for name, value, least in (("recent", self.recent, 1), ("sinks", self.sinks, 0)):
             if type(value) is not int or value < least:
-                raise DraftConfigError(f"a window's {name} must be an integer of at least {least}, got {shown(value)}")
+                raise DraftConfigError(
+                    f"a window's {name} is an integer of at least {least}, got {shown(value)}; e.g. int8+window:512"
+                )
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> CacheWindow:

@@ -68,16 +68,19 @@ class JoinedDrafter(Drafter):
         wrong = [source for source in sources if not isinstance(source, Drafter)]
         flat = tuple(chain(*(each.sources if type(each) is type(self) else (each,) for each in sources)))
         twice = any(source in flat[:place] for place, source in enumerate(flat))
-        if wrong or twice or len(flat) < 2:
+        if wrong or len(flat) < 2:
             raise DraftConfigError(
                 "a cascade and a union are of two or more different drafters, e.g. Cascade(PromptLookup(), "
                 f"EarlyExit(layer=4)); got {shown(list(sources))}"
             )
+        named = " and ".join(source.spelling or shown(source) for source in flat)
+        if twice:
+            raise DraftConfigError(f"name each draft once; got {named}")
         if sum(source.runs != "nothing" for source in flat) > 1:
             raise DraftConfigError(
-                f"a cascade and a union hold at most one drafter that runs a model, which drafts each time that it is "
-                f"asked; got {shown(list(sources))}; name one of these alone: `selfspec bench` sets them side by side; "
-                "a head that guesses for int8 would gain 4 % where 0.36 of its tokens are right (docs/heads.md)"
+                f"in a cascade or a union at most one draft runs a model, and here several do: {named}; take one of "
+                "them, `selfspec bench` compares them; a head that guesses for int8 would gain 4 % where 0.36 of its "
+                "tokens are right (docs/heads.md)"
             )
         bits = next((source.bits for source in flat if source.bits is not None), None)
         runs = next((source.runs for source in flat if source.runs != "nothing"), "nothing")

@@ -77,8 +77,8 @@ class FewerExperts(AroundLayerPath):
         active = max((each.active for each in experts_of(model, adapter)), default=0)
         if active <= self.most:
             said = (
-                f"sends each token to {active} experts"
+                f"sends each token to {active} experts; take fewer, or another draft"
                 if active
-                else "has no routed experts that a draft can leave out"
+                else "has no routed experts that a draft can leave out; take another draft"
             )
-            raise DraftConfigError(f"experts:{self.most}: {type(model).__name__} {said}; take fewer, or another draft")
+            raise DraftConfigError(f"experts:{self.most}: {type(model).__name__} {said}")

@@ -163,6 +163,8 @@ def _misread(text: object) -> DraftConfigError:
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")
     parts = text.strip().split("+")
+    if not all(part.strip() for part in parts):
+        return DraftConfigError(f"{said}: nothing comes before or behind a +; write e.g. lookup+int8")
     meant = "+".join(_meant(part, list(forms)) for part in parts)
     if meant != text.strip():
         return DraftConfigError(f"{said}; did you mean {meant}? There are {listed}")
@@ -171,7 +173,7 @@ def _misread(text: object) -> DraftConfigError:
     if len(known) < len(set(named)):
         return DraftConfigError(f"{said}; write {listed}")
     examples = {each.name: each.example for each in declarations()}
-    said_how = (f"{forms[name]}, such as {examples.get(name, name)}" for name in known)
+    said_how = (", such as ".join(dict.fromkeys((forms[name], examples.get(name, name)))) for name in known)
     return DraftConfigError(f"{said}; write {'; '.join(said_how)}")
 
 

@@ -174,12 +174,12 @@ def test_the_nearest_draft_is_named(text: str, meant: str) -> None:
         ("exit:", "write exit:E, such as exit:4"),
         ("exit:4+exit:", "write exit:E, such as exit:4"),
         ("skip:3", "write skip:PART=LAYERS, such as skip:attn="),
-        ("lookup+exit:x", "write lookup, such as lookup; exit:E"),
+        ("lookup+exit:x", "write lookup; exit:E"),
         ("lookup:x", "write lookup"),
         ("vocab:FILE", r"write draft\+vocab:FILE"),
         ("lookup+vocab:FILE", r"draft\+vocab:FILE"),
         ("union:", "write union:DRAFT"),
-        ("lookup++int8", "write exit:E, head:FOLDER"),
+        ("lookup++int8", "nothing comes before or behind a"),
         ("rm -rf", "write exit:E, head:FOLDER"),
         ("no_such_module:Class", "write exit:E, head:FOLDER"),
         ("int3", "int4"),
@@ -199,9 +199,7 @@ def test_a_message_is_no_essay(text: Any) -> None:
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "sources", [(), (EarlyExit(1),), (Recycling(), Recycling()), (EarlyExit(1), "lookup"), (EarlyExit,)]
-)
+@pytest.mark.parametrize("sources", [(), (EarlyExit(1),), (EarlyExit(1), "lookup"), (EarlyExit,)])
 @pytest.mark.parametrize("kind", [Cascade, Union])
 def test_what_is_joined_is_two_or_more_drafters(kind: Any, sources: Any) -> None:
     with pytest.raises(DraftConfigError, match="two or more different drafters"):
@@ -211,7 +209,7 @@ def test_what_is_joined_is_two_or_more_drafters(kind: Any, sources: Any) -> None
 @pytest.mark.parametrize("kind", [Cascade, Union])
 def test_one_source_runs_a_model(kind: Any) -> None:
     for sources in ((EarlyExit(1), EarlyExit(2)), (EarlyExit(1), Recycling(), LowPrecision(8))):
-        with pytest.raises(DraftConfigError, match="at most one drafter that runs a model"):
+        with pytest.raises(DraftConfigError, match="at most one draft runs a model, and here several do: exit:1 and "):
             kind(*sources)
 
 
