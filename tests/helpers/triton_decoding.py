@@ -69,7 +69,6 @@ if __name__ == "__main__":
     with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
         drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0}
         check(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
-        check(Tree.chain(3), 3, GREEDY)
         check(Tree.chain(3), 3, drawn)
         check(Tree.chain(3), 4, GREEDY, torch.float32)
     print("all equal")
