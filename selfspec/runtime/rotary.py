@@ -20,7 +20,8 @@ _ROTATE, _HALF = "apply_rotary_pos_emb", "rotate_half"
 
 def for_rotary(module: nn.Module) -> nn.Module:
     """A view of a model, or a part of one, whose attentions turn queries and keys in one step; itself where none do."""
-    return view_of(module, _in_one_step)
+    devices = {weight.device for weight in module.parameters()}
+    return view_of(module, _in_one_step) if any(map(runs_triton, devices)) else module
 
 
 def _in_one_step(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -49,13 +50,21 @@ def _turns_halves(forward: FunctionType) -> bool:
 
 def _rotated(stock: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     tensors = q, k, cos, sin
-    usual = unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and cos.dim() == 3 and q.shape[-1] == cos.shape[-1]
+    usual = unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and cos.dim() == 3 and _fit(*tensors)
     alike = len({each.dtype for each in tensors}) == 1 and not any(each.requires_grad for each in tensors)
     if not usual or not alike or not runs_triton(q.device) or q.numel() == 0:
         return stock(q, k, cos, sin, unsqueeze_dim)
     from selfspec.kernels.triton_rotary import DTYPES, rotated
 
     return rotated(q, k, cos, sin) if q.dtype in DTYPES else stock(q, k, cos, sin, unsqueeze_dim)
+
+
+def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether shapes and layouts are those that the kernel reads: it takes one layout for cosines and sines."""
+    rows, _, tokens, width = q.shape
+    turns = cos.shape[0] in (1, rows) and cos.shape[1:] == (tokens, width) and width % 2 == 0
+    same = cos.shape == sin.shape and cos.stride() == sin.stride()
+    return turns and same and (k.shape[0], *k.shape[2:]) == (rows, tokens, width)
 
 
 def rotate_half(x: Tensor) -> Tensor:

@@ -446,6 +446,8 @@ CATALOGUE = (
         ("test_attention_over_few_tokens_without_gradients_is_for_triton",)),
     Mutation("rotary positions turn both halves one way", "_turned", "sign * across", "across",
         (f"{_TRITON}[triton_steps]",)),
+    Mutation("sines are read as cosines lie", "_fit", "cos.stride() == sin.stride()", "True",
+        ("test_rotary.py::test_other_layouts_are_left_to_torch",)),
     Mutation("norms sum squares of what lies behind a token", "normalize_token", "inner < width", "inner < block",
         (f"{_TRITON}[triton_steps]",)),
     Mutation("slots of all rows are moved as those of the first", "move_slots", "sources + row * count + place",
