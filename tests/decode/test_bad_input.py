@@ -390,7 +390,7 @@ NAMES = [
 def test_names_of_drafts_are_understood_or_refused(text: str) -> None:
     with nothing_runs() as spec:
         for make in (parse_draft, partial(selfspec.wrap, spec.model)):
-            with pytest.raises(DraftConfigError, match=r"draft .*understood|different drafters|cannot be read"):
+            with pytest.raises(DraftConfigError, match=r"draft .*understood|name each draft once|cannot be read"):
                 make(text)
 
 

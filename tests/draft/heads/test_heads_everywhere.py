@@ -212,7 +212,7 @@ def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: st
 def test_a_head_and_another_draft_that_runs_a_model_are_refused(tmp_path: Path, kind: str) -> None:
     _, draft = published_heads.with_head(kind, tmp_path)
     for joined in (f"{draft}+int8", f"int8+exit:2+{draft}", f"union:{draft}+exit:2"):
-        with pytest.raises(DraftConfigError, match="name one of these alone"):
+        with pytest.raises(DraftConfigError, match="at most one draft runs a model"):
             parse_draft(joined)
 
 
