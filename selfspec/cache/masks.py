@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.open_block import OpenBlock
+from selfspec.cache.top_slots import sees as sees_top
 
 Pattern = Callable[..., Tensor]
 """Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
@@ -51,6 +52,12 @@ def smallest_window(config: PreTrainedConfig) -> int | None:
     return min((span for span in spans if span is not None), default=None)
 
 
+def all_layers_slide(config: PreTrainedConfig) -> bool:
+    """Whether no layer may look back over all slots."""
+    types = set(getattr(config, "layer_types", None) or ("sliding_attention",)) & _WITH_KEYS
+    return smallest_window(config) is not None and not types & {"full_attention", "hybrid"}
+
+
 def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
     """Types of layers for which no mask can be made, so that it is not known what their tokens see."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
@@ -76,6 +83,7 @@ def attention_mask(
     recurrent: bool = False,
     padded: bool = False,
     window: Window | None = None,
+    top: Tensor | None = None,
 ) -> Any:
     """What a stock model takes as `attention_mask` for tokens in slots of their rows.
 
@@ -91,6 +99,7 @@ def attention_mask(
         recurrent: whether some layers have states in place of keys and values.
         padded: whether slots past the last token may be visible even where all rows have the same.
         window: what tokens attend to of what they see; None: to all of it.
+        top: slots that tokens attend to where they would attend to all, as `TopSlots.seen` gives them; None: all.
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
@@ -102,13 +111,17 @@ def attention_mask(
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
     def mask(pattern: Pattern) -> Tensor | None:
-        if pattern is causal_mask_function and not masks_full and window is None:
+        if pattern is causal_mask_function and not masks_full and window is None and top is None:
             return None
+        if window is not None:
+            pattern = _within(window, pattern)
+        elif top is not None and pattern is causal_mask_function:
+            pattern = _among(top, pattern)
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,
             q_length=tokens,
             kv_length=visible,
-            mask_function=allowed(pattern if window is None else _within(window, pattern)),
+            mask_function=allowed(pattern),
             allow_is_causal_skip=False,
             dtype=dtype,
             device=slots.device,
@@ -136,6 +149,15 @@ def _within(window: Window, pattern: Pattern) -> Pattern:
 
     def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
+
+    return allowed
+
+
+def _among(top: Tensor, pattern: Pattern) -> Pattern:
+    """A pattern among some of the slots."""
+
+    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return pattern(row, head, query, key) & sees_top(top, row, key)
 
     return allowed
 

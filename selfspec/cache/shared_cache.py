@@ -28,6 +28,7 @@ from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
 from selfspec.cache.rounded_layer import RoundedLayer
 from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.source import Source
+from selfspec.cache.top_slots import TopSlots
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
@@ -48,6 +49,7 @@ class Slots:
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
         block: what the tokens belong to; None: each sees all slots before its own.
         copied: how many of the first slots of each row are seen by their copies, `[batch]`; None: there are none.
+        top: what rows see of their slots, as `TopSlots.seen` gives it; None: all.
         copies: of each layer levels and factors of keys and of values, see `through_copy`.
     """
 
@@ -57,6 +59,7 @@ class Slots:
     buffers: tuple[Tensor, ...]
     block: OpenBlock | None = None
     copied: Tensor | None = None
+    top: Tensor | None = None
     copies: tuple[Tensor, ...] = ()
 
     @property
@@ -113,6 +116,7 @@ class SharedCache(Cache):
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         self._copies: dict[CacheBits, RoundedCopy] = {}
+        self._top: dict[int, TopSlots] = {}
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -211,6 +215,8 @@ class SharedCache(Cache):
         first, rows = len(self.seq_lens), len(other.seq_lens)
         if first + rows > self.held or max(other.seq_lens) > self.room:
             raise ValueError(f"storage for {self.held} rows of {self.room} tokens cannot take {list(other.seq_lens)}")
+        for top in self._top.values():
+            top.join(rows)
         before = self.seq_lens
         self._cursors.seq_lens = [*before, *other.seq_lens]
         self._cursors.offsets += other._cursors.offsets
@@ -235,6 +241,7 @@ class SharedCache(Cache):
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
         self._forget_copies()
+        self._top.clear()
         self._cursors.seq_lens = [length]
         self._cursors.offsets = [other._cursors.offsets[row]]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
@@ -258,6 +265,8 @@ class SharedCache(Cache):
             rows: none of them before its own number: a row may move to the front alone.
         """
         self._forget_copies()
+        for top in self._top.values():
+            top.narrow(rows)
         lengths = [self.seq_lens[row] for row in rows]
         for layer in self._slotted:
             layer.move_slots(rows, lengths)
@@ -331,6 +340,15 @@ class SharedCache(Cache):
         self._copies[bits].follow(self.seq_lens, self.capacity)
         return self._copies[bits]
 
+    def top(self, keys: int) -> TopSlots:
+        """The slots that a draft attends to which attends to so many keys."""
+        if keys not in self._top:
+            self._top[keys] = TopSlots(len(self.seq_lens), keys, self.device)
+        return self._top[keys]
+
+    def _seen_top(self, keys: int | None) -> Tensor | None:
+        return None if keys is None else self.top(keys).seen(self.capacity)
+
     def _forget_copies(self) -> None:
         """Copy anew before the next draft: rows have changed."""
         for copy in self._copies.values():
@@ -400,6 +418,8 @@ class SharedCache(Cache):
         """Keep only some rows, in the order given. What the others hold is freed."""
         self._most_bytes = self.most_bytes
         self._forget_copies()
+        for top in self._top.values():
+            top.narrow(rows)
         self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
         self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
         self._cursors.held = len(rows)
@@ -469,8 +489,12 @@ class SharedCache(Cache):
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self._cursors.padded(width)
 
-    def slots(self, width: int, first: int = -1, bits: CacheBits | None = None) -> Slots | None:
+    def slots(
+        self, width: int, first: int = -1, bits: CacheBits | None = None, top_keys: int | None = None
+    ) -> Slots | None:
         """All that a pass needs to know of this cache, ready to be written to; `bits` as in `reading`.
+
+        With `top_keys` it sees those slots that `top` has chosen.
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
         where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
@@ -480,13 +504,16 @@ class SharedCache(Cache):
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
+        copied, copies = (None, ()) if bits is None else self._copy(bits).tensors
         return Slots(
             slots,
             self._cursors.position_ids(self._positions(slots, block)),
             torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
-            *(() if bits is None else self._copy(bits).tensors),
+            copied,
+            self._seen_top(top_keys),
+            copies,
         )
 
     def attention_mask(
@@ -496,6 +523,7 @@ class SharedCache(Cache):
         dtype: torch.dtype,
         first: int = -1,
         window: Window | None = None,
+        top_keys: int | None = None,
     ) -> Any:
         """What a stock model takes as `attention_mask` for a pass over some nodes of the block.
 
@@ -506,7 +534,7 @@ class SharedCache(Cache):
         the right.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
-        plain = self._cursors.uniform and not padded and block is None and window is None
+        plain = self._cursors.uniform and not padded and block is None and window is None and top_keys is None
         if plain or not self._slotted:
             return None
         if self._cursors.aligned == "right":
@@ -521,6 +549,7 @@ class SharedCache(Cache):
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
             window=window,
+            top=self._seen_top(top_keys),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from selfspec.draft.assistant import Assistant
 from selfspec.draft.cache_in_bits import CacheInBits
+from selfspec.draft.cache_top import TopOfCache
 from selfspec.draft.cache_window import CacheWindow
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.declaration import drafter
@@ -67,6 +68,7 @@ __all__ = [
     "SkipFile",
     "Stateless",
     "Suffixes",
+    "TopOfCache",
     "Union",
     "Uno",
     "Verdict",

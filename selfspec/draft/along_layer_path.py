@@ -152,6 +152,16 @@ class OverLessOfCache(AroundLayerPath):
             )
 
 
+def check_sees_all(path: LayerPath) -> None:
+    """Refuse a path whose tokens attend to a part of the cache already.
+
+    Raises:
+        DraftConfigError: they do.
+    """
+    if path.window is not None or path.top_keys is not None:
+        raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+
+
 class LayerPathProposer(GrowingProposer):
     """Runs the path of a `LayerPathDrafter` in a network of `depth` layers."""
 
@@ -175,6 +185,9 @@ class LayerPathProposer(GrowingProposer):
             return step.logits
 
         tree, start = self.tree(rows, budget), self._path.resume_point
+        if self._path.top_keys is not None:
+            rows.open_block(tree)
+            rows.runner.choose_top(self._path.top_keys, rows.last_tokens, apart=rows.rows_apart)
         draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)

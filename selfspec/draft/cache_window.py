@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from selfspec.cache.masks import Window
-from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache
+from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache, check_sees_all
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
@@ -58,6 +58,5 @@ class CacheWindow(OverLessOfCache):
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
-        if path.window is not None:
-            raise DraftConfigError("a draft has one window of the cache; write +window once")
+        check_sees_all(path)
         return replace(path, window=Window(self.recent, self.sinks))

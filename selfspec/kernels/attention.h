@@ -13,8 +13,11 @@
 #include "lanes.h"
 #include "rounded_slots.h"
 
-// What a query sees: the slots of a few sinks, and all from `first` on and before `end`; of the block's, where there is
-// one, those in `sees`.
+// Slots that are chosen together, as in `selfspec/cache/top_slots.py`.
+constexpr int64_t kSlotsChosen = 32;
+
+// What a query sees: the slots of a few sinks or of some chunks, and all from `first` on and before `end`; of the
+// block's, where there is one, those in `sees`.
 struct Sight {
   int64_t first_sink;
   int64_t end_of_sinks;
@@ -24,8 +27,9 @@ struct Sight {
   const bool* sees;       // of the block's slots; null: all before `end`
   const int64_t* depths;  // of the block's slots; null: there is no window
   int64_t reach;          // smallest position that the window holds, counted from the block's
+  const int64_t* ranks;   // of the chunks before `first`, those that are seen in their order, others -1; null: sinks
 
-  // How many slots come before `first`.
+  // How many slots are seen before `first`.
   int64_t sinks() const { return end_of_sinks - first_sink; }
 
   bool hides(int64_t slot) const {
@@ -180,7 +184,14 @@ struct Query {
       const int64_t from = std::max(first, begin), to = std::min(last, end);
       if (from < to) work(from, to, found);
     };
-    part(sight.first_sink, sight.end_of_sinks, of_sinks());
+    if (sight.ranks) {
+      for (int64_t chunk = begin / kSlotsChosen; chunk * kSlotsChosen < std::min(end, sight.first); ++chunk) {
+        const int64_t first = chunk * kSlotsChosen, rank = sight.ranks[chunk];
+        if (rank >= 0) part(first, first + kSlotsChosen, scores + rank * kSlotsChosen - first);
+      }
+    } else {
+      part(sight.first_sink, sight.end_of_sinks, of_sinks());
+    }
     part(sight.first, sight.end, of_recent());
   }
 

@@ -188,11 +188,13 @@ def _draft_logits(
     cache.reserve(length)
     runner = ModelRunner(model, adapter, cache, substitutes)
     path = drafter.path(runner.depth)
-    if path.cache_bits is None:
+    if path.cache_bits is None and path.top_keys is None:
         return runner.logits(path, ids, head=drafter.head).logits[0]
-    # Copies are of tokens that the target has read.
+    # Copies, and what the target attended to, are of tokens that it has read.
     found = []
     for piece in ids.split(_PIECE, 1):
+        if path.top_keys is not None:
+            runner.choose_top(path.top_keys, piece[:, :1], apart=False)
         found.append(runner.logits(path, piece, head=drafter.head).logits[0])
         runner.prefill(piece, [piece.shape[1]])
         cache.commit([piece.shape[1]])

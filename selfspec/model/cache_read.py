@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from selfspec.cache.rounded_copy import copied_bytes
+from selfspec.cache.top_slots import EVERY
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.summary import layer_caches
 
@@ -27,6 +28,8 @@ def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPa
         if not path.runs(Sublayer(layer, Part.ATTENTION)):
             continue
         seen = [most for most in (cache.window, of_path) if most is not None]
+        if path.top_keys is not None and cache.window is None:
+            seen = [path.top_keys + EVERY // 2]
         bits = path.cache_bits
         each = cache.numbers * dtype.itemsize if bits is None else copied_bytes(cache.numbers, cache.key, bits)
         read += each * sum(min(length, *seen) if seen else length for length in lengths)

@@ -33,6 +33,7 @@ class LayerPath:
         substituted: sublayers that run with substitutes of their linear layers.
         head_substituted: whether the language-model head does, too.
         window: what of the cache its tokens attend to; None: all.
+        top_keys: how many tokens of the cache they attend to, those that the target attended to most; None: all.
         lora: low-rank additions that its last tokens use; None: there are none.
         cache_bits: of the copies of committed keys and values that its tokens read; None: they read the exact ones.
         experts: how many routed experts a token is sent to at most; None: as many as the network does.
@@ -45,6 +46,7 @@ class LayerPath:
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     window: Window | None = None
+    top_keys: int | None = None
     lora: LoraRows | None = None
     cache_bits: CacheBits | None = None
     experts: int | None = None
@@ -87,7 +89,7 @@ class LayerPath:
 
         All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
         """
-        if any(each is not None for each in (self.window, self.cache_bits, self.experts)):
+        if any(each is not None for each in (self.window, self.top_keys, self.cache_bits, self.experts)):
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

@@ -77,8 +77,8 @@ class PassTensors:
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
         source = () if self.source is None else self.source.flat()
-        copied = () if slots.copied is None else (slots.copied,)
-        return (self.tokens, *places, *entering, *source, *copied, *slots.memory)
+        seen = (each for each in (slots.copied, slots.top) if each is not None)
+        return (self.tokens, *places, *entering, *source, *seen, *slots.memory)
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class PassFunction:
             block=slots.block,
             padded=padded,
             window=self.kind.path.window,
+            top=slots.top,
         )
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
@@ -178,12 +179,15 @@ class PassFunction:
             masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
-        copied, copies = None, 0
+        copied, top, copies = None, None, 0
         if self.kind.path.cache_bits is not None:
             copied, *rest = rest
+        if self.kind.path.top_keys is not None:
+            top, *rest = rest
+        if copied is not None:
             # Of each layer four, and two buffers.
             copies = len(rest) * 4 // 6
-        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, copied, tuple(rest[:copies]))
+        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, copied, top, tuple(rest[:copies]))
         return PassTensors(tokens, entering, slots, source)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes, takes_positions
-from selfspec.cache.masks import Window
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.compat import cache_argument
@@ -29,6 +28,7 @@ from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.pass_function import PassResult, beside_source, model_inputs, run_view
 from selfspec.runtime.runtime import Eager, Runtime
@@ -117,6 +117,7 @@ class ModelRunner:
         self._takes_positions = takes_positions(model)
         self._cache_name = cache_argument(model)
         self._gated: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], GatedModel] = {}
+        self._shares: AttentionShares | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -229,6 +230,28 @@ class ModelRunner:
         self._cache.record(tokens.shape[1])
         return tap.take()
 
+    def choose_top(self, keys: int, tokens: Tensor, *, apart: bool) -> None:
+        """Choose the slots that drafts attend to which attend to so many keys, where it is time to.
+
+        It takes a plain step of the stock modules. What this writes is written again by verification.
+
+        Args:
+            keys: of the cache's `top`.
+            tokens: the last committed ones, `[batch, 1]`.
+            apart: whether each row is to choose when it would alone; else all do when one is to.
+        """
+        top, lengths = self._cache.top(keys), self._cache.seq_lens
+        due = top.due(lengths)
+        if not due:
+            return
+        if self._shares is None:
+            self._shares = AttentionShares(self._model)
+        base = self._shares.module.get_submodule(self._base)
+        with self._reading(PassCall(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
+            base(**self._called_with(base, tokens))
+        long = [row for row, length in enumerate(lengths) if length > keys]
+        top.choose(shares[0], lengths, due if apart else long)
+
     def try_paths(self, trial: Trial, block: Tensor, tree: Tree, taps: tuple[Point, ...] = ()) -> Pass:
         """Run the whole model over a block, and try paths on some of its tokens.
 
@@ -273,7 +296,7 @@ class ModelRunner:
     def _run_stock(self, call: PassCall) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
-        inputs = self._inputs(call.tokens, call.first, call.path.window)
+        inputs = self._inputs(call.tokens, call.first, call.path)
         return run_view(view, call.base, call.entering, inputs, self._cache.source)
 
     # What another runner replaces.
@@ -303,10 +326,11 @@ class ModelRunner:
         gated.tap(self._adapter, self._base, taps)
         return gated
 
-    def _inputs(self, tokens: Tensor, first: int = -1, window: Window | None = None) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1, path: LayerPath | None = None) -> dict[str, object]:
         width = tokens.shape[1]
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
-        mask = self._cache.attention_mask(self._config, width, self._dtype, first, window)
+        window, top_keys = (None, None) if path is None else (path.window, path.top_keys)
+        mask = self._cache.attention_mask(self._config, width, self._dtype, first, window, top_keys)
         if self._placed is not None:
             self._placed.place(self._cache.positions(width, first))
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}

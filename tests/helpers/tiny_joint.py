@@ -11,7 +11,7 @@ PROMPT, TOKENS = (1, 2), 3
 ROWS, BATCHES = 8192, 4
 
 
-def network(seed: int = 0, width: int = 8) -> PreTrainedModel:
+def network(seed: int = 0, width: int = 8, context: int = tiny.CONTEXT) -> PreTrainedModel:
     """Two layers of a small width over five tokens: thousands of rows a second."""
     return tiny.llama(
         vocab_size=5,
@@ -21,6 +21,7 @@ def network(seed: int = 0, width: int = 8) -> PreTrainedModel:
         num_attention_heads=1,
         num_key_value_heads=1,
         initializer_range=0.6,
+        max_position_embeddings=context,
         seed=seed,
     )
 

@@ -47,7 +47,7 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
     masks = function.masks(flat)
     by_type = masks if isinstance(masks, dict) else {None: masks}
     made = {name: mask for name, mask in by_type.items() if mask is not None}
-    sights = tuple(Sight(_window(name, function.config), function.kind.path.window) for name in made)
+    sights = tuple(_sight(name, function) for name in made)
 
     def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(made, tensors[len(flat) :], strict=True))
@@ -55,6 +55,12 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
         return function.masked(tensors[: len(flat)], mask).flat()
 
     return Capture(noted(whole, [*flat, *made.values()]), sights)
+
+
+def _sight(name: str | None, function: PassFunction) -> Sight:
+    """What tokens see under the mask of a type of layers."""
+    path, sliding = function.kind.path, _window(name, function.config)
+    return Sight(sliding, path.window, path.top_keys is not None and sliding is None)
 
 
 def _window(name: str | None, config: Any) -> int | None:

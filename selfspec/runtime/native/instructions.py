@@ -58,7 +58,7 @@ class Function(IntEnum):
 MOST_NODES = 64
 """Tokens of a pass that programs run."""
 
-MEMORY, FIRST_TENSOR = 0, 8
+MEMORY, FIRST_TENSOR = 0, 10
 """Places of a call's memory and of its first tensor in the table of addresses."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
@@ -75,10 +75,12 @@ class Sight:
     Attributes:
         sliding: how many positions they look back over, themselves included; None: over all.
         window: what a draft attends to of these; None: to all.
+        top: whether a draft attends to the slots that `TopSlots` has chosen of these.
     """
 
     sliding: int | None
     window: Window | None
+    top: bool
 
 
 @dataclass(eq=False)

@@ -65,8 +65,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def built(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    options = {"vocab_size": 64, "max_position_embeddings": 128, **dict.fromkeys(_SPECIAL), **FAMILIES[family]}
+def built(family: str, dtype: torch.dtype = torch.float32, context: int = 128) -> PreTrainedModel:
+    options = {"vocab_size": 64, "max_position_embeddings": context, **dict.fromkeys(_SPECIAL), **FAMILIES[family]}
     if family != "gpt2":
         options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -229,6 +229,23 @@ def test_trees_attend_to_a_window_that_holds_them() -> None:
         drafted = [kind for kind in spec.programs.proved if kind.path.window is not None and kind.nodes is not None]
         assert bool(drafted) == known
         assert bool(spec.programs.refusals) != known
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_chosen_slots_are_attended_to(family: str, bits: Any) -> None:
+    model, ids = built(family, context=512), tiny.prompt(240, 2, vocabulary=64)
+    mask = torch.ones_like(ids)
+    ids[1, :50] = mask[1, :50] = 0
+    draft = selfspec.drafts.LowPrecision()
+    around = draft if bits is None else selfspec.drafts.CacheInBits(draft, bits)
+    for nodes in (3, 7):
+        spec = wrapped(model, Native(after=0), selfspec.drafts.TopOfCache(around, 128))
+        options = {"max_new_tokens": 80, "do_sample": False, "attention_mask": mask}
+        found = spec.generate(ids, draft_length=selfspec.FixedLength(3, nodes=nodes), **options).sequences
+        assert found.tolist() == model.generate(ids, **options).tolist()
+        assert any(kind.path.top_keys == 128 and (kind.nodes is None) == (nodes == 3) for kind in spec.programs.proved)
+        assert not spec.programs.refusals
 
 
 @pytest.mark.parametrize("bits", [8, 4])

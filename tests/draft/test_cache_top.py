@@ -1,0 +1,246 @@
+"""Drafts over the keys that the target attends to most: what is chosen, when, and that the target attends to all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.drafting import GREEDY, stock
+from helpers.encoder_decoders import encoder_decoder
+from helpers.goodness import holm_rejects
+from helpers.joints import Warp, p_values
+from helpers.tiers import taking_turns
+from helpers.tiny_joint import PROMPT, network
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.top_slots import CHUNK, EVERY, TopSlots
+from selfspec.cache.tree import Tree
+from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup, TopOfCache
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.registry import draft_name, parse_draft
+from selfspec.errors import DraftConfigError
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.registry import find_adapter
+from selfspec.runtime.runner import ModelRunner
+
+KEYS = 4 * CHUNK
+LATEST, CHUNKS = CHUNK, 3
+DRAFTS: dict[str, LayerPathDrafter] = {
+    "int8": LowPrecision(),
+    "exit": EarlyExit(2),
+    "skip set": LayerSkip(attention=[1], mlp=[2]),
+}
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def long_llama() -> PreTrainedModel:
+    return tiny.llama(max_position_embeddings=1024).double()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("nodes", [3, 7])
+def test_greedy_text_is_stock_text(long_llama: PreTrainedModel, draft: str, nodes: int) -> None:
+    around = TopOfCache(DRAFTS[draft], KEYS)
+    spec = selfspec.wrap(long_llama, around, draft_length=selfspec.FixedLength(3, nodes=nodes))
+    for rows, tokens in ((1, LONG), (3, LONG), (1, 20)):
+        ids = tiny.prompt(tokens, rows).clamp(min=1)
+        output = spec.generate(ids, max_new_tokens=EVERY + 10, **GREEDY)
+        assert torch.equal(output.sequences, stock(long_llama, ids, EVERY + 10))
+        assert output.stats.drafted > 0
+
+
+def _runner(model: PreTrainedModel, ids: Tensor) -> tuple[ModelRunner, SharedCache]:
+    adapter = find_adapter(model)
+    rows, tokens = ids.shape
+    cache = adapter.shared_cache(model, rows, 2 * tokens, 16, device=torch.device("cpu"))
+    runner = ModelRunner(model, adapter, cache)
+    cache.reserve(tokens + 16)
+    runner.prefill(ids, [tokens] * rows)
+    cache.commit([tokens] * rows)
+    return runner, cache
+
+
+def _attended(model: PreTrainedModel, tokens: int, read: int, tree: Tree | None) -> list[list[int]]:
+    """Slots that the tokens of a draft step attend to in the second of two rows: where a value's change tells."""
+    path = TopOfCache(LowPrecision(), KEYS).path(1)
+    runner, cache = _runner(model, tiny.prompt(tokens, 2).clamp(min=1))
+    block = tiny.prompt(read, 2, seed=5).clamp(min=1)
+    runner.choose_top(KEYS, block[:, :1], apart=False)
+
+    def states() -> Tensor:
+        if tree is not None:
+            cache.open(tree)
+        logits = runner.logits(path, block).logits[1]
+        cache.commit([0, 0])
+        return logits
+
+    before, found = states(), []
+    for slot in range(tokens):
+        values = cache.layers[0].values
+        kept = values[1, :, slot].clone()
+        values[1, :, slot] += 1e4
+        found.append((states() != before).any(-1).tolist())
+        values[1, :, slot] = kept
+    return [[slot for slot in range(tokens) if found[slot][token]] for token in range(read)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tree", [None, Tree((-1, -1))], ids=["chain", "tree"])
+def test_a_step_attends_to_the_top_chunks_and_the_latest_tokens(tree: Tree | None) -> None:
+    model = tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
+    model.set_attn_implementation("eager")
+    ids = tiny.prompt(LONG, 2).clamp(min=1)
+    last = tiny.prompt(3, 2, seed=5).clamp(min=1)[:, :1]
+    weights = model(torch.cat([ids, last], 1), output_attentions=True).attentions[0][1, :, -1, :LONG].sum(0)
+    since = (LONG - LATEST) // CHUNK * CHUNK
+    mass = weights[:since].unflatten(0, (-1, CHUNK)).sum(-1)
+    model.set_attn_implementation("sdpa")
+    chunks = sorted(mass.topk(CHUNKS).indices.tolist())
+    expected = [slot for chunk in chunks for slot in range(CHUNK * chunk, CHUNK * (chunk + 1))]
+    assert chunks != [2, 3, 4]
+    assert _attended(model, LONG, 3, tree) == [[*expected, *range(since, LONG)]] * 3
+
+
+@torch.no_grad()
+def test_a_short_text_is_seen_whole() -> None:
+    model = tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
+    assert _attended(model, KEYS, 1, None) == [list(range(KEYS))]
+
+
+def test_each_row_chooses_by_its_own_shares_and_in_its_own_time() -> None:
+    top = TopSlots(3, KEYS, torch.device("cpu"))
+    lengths = [200, 100, 300]
+    assert top.due(lengths) == [0, 2]
+    shares = torch.zeros(3, 400)
+    shares[0, 3 * CHUNK] = shares[0, 0] = shares[0, 1] = 1
+    shares[2, [5 * CHUNK, 2 * CHUNK + 1, 7 * CHUNK]] = torch.tensor([1.0, 2.0, 3.0])
+    # Behind what is chosen from, nothing counts.
+    shares[:, 290:] = 9
+    top.choose(shares, lengths, [0, 2])
+    assert top.due([200 + EVERY - 1, 129, 300]) == [1]
+    assert top.due([200 + EVERY, 128, 300]) == [0]
+    seen = top.seen(400)
+    assert seen.shape == (3, 2 + 13)
+    assert seen[:, 0].tolist() == [5 * CHUNK, 0, 8 * CHUNK]
+    assert seen[:, 1].tolist() == [3, 0, 3]
+    assert [chunk for chunk in range(13) if seen[2, 2 + chunk] >= 0] == [2, 5, 7]
+    assert seen[2, [4, 7, 9]].tolist() == [0, 1, 2]
+    assert {0, 3} <= {chunk for chunk in range(13) if seen[0, 2 + chunk] >= 0}
+    kept = seen.clone()
+    top.join(1)
+    assert torch.equal(top.seen(400)[:3], kept)
+    assert top.due([200, 100, 300, 200]) == [3]
+    top.narrow([2, 3])
+    assert torch.equal(top.seen(400)[0], kept[2])
+    assert top.due([300, 200]) == [1]
+
+
+@torch.no_grad()
+def test_choosing_changes_nothing_that_the_target_reads(long_llama: PreTrainedModel) -> None:
+    ids, block = tiny.prompt(LONG, 2).clamp(min=1), tiny.prompt(3, 2, seed=5).clamp(min=1)
+    found = []
+    for chooses in (False, True):
+        runner, _ = _runner(long_llama, ids)
+        if chooses:
+            runner.choose_top(KEYS, block[:, :1], apart=False)
+        found.append(runner.logits(LayerPath.full(runner.depth), block).logits)
+    assert torch.equal(*found)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # Layers with windows beside others, and capped scores.
+    "gemma2": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16},
+    # A number more in each softmax.
+    "gpt_oss": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
+    "deepseek_v3": SIZES
+    | {"first_k_dense_replace": 4, "q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 8}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_choose(family: str) -> None:
+    torch.manual_seed(0)
+    options = {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 512, **FAMILIES[family]}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(family, **options, **special)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().double()
+    ids = tiny.prompt(150, 2).clamp(min=1)
+    spec = selfspec.wrap(model, TopOfCache(LowPrecision(), KEYS), draft_length=3)
+    assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
+
+
+def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(long_llama, TopOfCache(LayerSkip(mlp=[1]), KEYS), draft_length=3, accept="token")
+    rows = tiny.prompt(LONG, 2).clamp(min=1)
+    rows[1, : LONG - 140] = 0
+    masks = (rows != 0).long()
+    options: dict[str, Any] = {"max_new_tokens": 2 * EVERY, "do_sample": True, "seed": 3}
+    both = spec.generate(rows, attention_mask=masks, **options)
+    alone = spec.generate(rows[:1], **options)
+    assert torch.equal(both.sequences[:1], alone.sequences)
+
+
+def test_it_leaves_nothing_to_resume() -> None:
+    assert TopOfCache(EarlyExit(2)).path(4).resume_point is None
+    assert TopOfCache(EarlyExit(2)).early_exit(4) is None
+
+
+def test_it_is_written_behind_other_drafts() -> None:
+    for name in ("int8+top:512", "exit:4+top:256", "lookup+int8+top:128", "int8+kv4+top:512"):
+        assert draft_name(parse_draft(name)) == name
+    found = parse_draft("int8+top:512")
+    assert isinstance(found, TopOfCache)
+    assert (found.keys, found.bits) == (512, 8)
+
+
+@pytest.mark.parametrize("name", ["top:512", "int8+top", "int8+top:", "int8+top:-1", "lookup+top:512"])
+def test_what_is_written_otherwise_is_refused(name: str) -> None:
+    with pytest.raises(DraftConfigError, match=r"top:N|int8\+top:512"):
+        parse_draft(name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopOfCache(LowPrecision(), KEYS - 1),
+        lambda: TopOfCache(LowPrecision(), True),
+        lambda: TopOfCache(PromptLookup(), 512),  # type: ignore[arg-type]
+        lambda: TopOfCache(TopOfCache(LowPrecision())).path(4),
+        lambda: TopOfCache(CacheWindow(LowPrecision())).path(4),
+        lambda: CacheWindow(TopOfCache(LowPrecision())).path(4),
+    ],
+)
+def test_values_that_choose_nothing_are_refused(make: Any) -> None:
+    with pytest.raises(DraftConfigError):
+        make()
+
+
+def test_models_whose_attention_cannot_be_seen_are_refused(llama: PreTrainedModel) -> None:
+    adapter = replace(find_adapter(llama), ragged="padding")
+    with pytest.raises(DraftConfigError, match="draft with int8 alone"):
+        selfspec.wrap(llama, TopOfCache(LowPrecision()), adapter=adapter)
+    with pytest.raises(DraftConfigError, match="cannot be seen; draft with int8 alone"):
+        selfspec.wrap(encoder_decoder("bart"), TopOfCache(LowPrecision()))
+    with pytest.raises(DraftConfigError, match="attends to a window already; draft with int8 alone"):
+        selfspec.wrap(tiny.BUILDERS["mistral"](), TopOfCache(LowPrecision()))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), CacheInBits(LowPrecision())])
+)
+def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
+    model = network(width=16, context=256)
+    spec = selfspec.wrap(model, TopOfCache(draft, KEYS), draft_length=2, accept=rule)
+    prompts = [(PROMPT * KEYS)[: KEYS + 5]]
+    assert holm_rejects(p_values(spec, Warp(), prompts=prompts, rows=2048, batches=2), 0.01) == []
