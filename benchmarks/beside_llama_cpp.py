@@ -32,7 +32,6 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.gguf_file import write_gguf
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
-_DRAFTS = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--draft", action="extend", nargs="+", help="[default: int8 int4]")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--python", default=sys.executable, help="of the environment that has llama.cpp")
     parser.add_argument("--name", default="llama_cpp", help="of the results")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.draft = options.draft or ["int8", "int4"]
+    return options
 
 
 def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +108,14 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for kind in ("F32", "Q8_0"):
             file = Path(kept) / f"{kind}.gguf"
             write_gguf(model, model, None, file, kind.lower())
-            command = [options.python, "-P", HERE / "llama_cpp_worker.py", file, options.threads]
+            command = [
+                options.python,
+                "-P",
+                HERE / "llama_cpp_worker.py",
+                file,
+                options.threads,
+                options.context + tokens,
+            ]
             workers[kind] = JsonWorker(command)
         # Once they have said this, they have read their files.
         systems = {kind: worker.read()["system"] for kind, worker in workers.items()}
@@ -114,7 +123,7 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     decoders: dict[str, Decode] = {
         _GENERATE: _Stock(model, tokens),
         _PLAIN: _Own(plain, tokens),
-        **{f"selfspec {draft}": _Own(plain.drafting(draft), tokens) for draft in _DRAFTS},
+        **{f"selfspec {draft}": _Own(plain.drafting(draft), tokens) for draft in options.draft},
         **{f"llama.cpp {kind}": _Llama(worker, tokens) for kind, worker in workers.items()},
     }
     measured = {f"{at:g}": _in_turns(decoders, prompts, at, options) for at in options.temperatures}

@@ -1,6 +1,6 @@
 """Decodes by llama.cpp what it is asked on standard input, a line of JSON each, and answers how long that took.
 
-    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS [--float32-cache]
+    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS CONTEXT [--float32-cache]
 
 `beside_llama_cpp.py` and the tests of exports run it, with whatever Python has llama-cpp-python: it needs nothing else.
 """
@@ -16,13 +16,11 @@ from typing import Any
 
 import llama_cpp
 
-_CONTEXT = 512
-
 
 def main() -> None:
     """Serve until standard input ends."""
-    file, threads, *exact = sys.argv[1:]
-    decoder = Decoder(Path(file), int(threads), exact == ["--float32-cache"])
+    file, threads, context, *exact = sys.argv[1:]
+    decoder = Decoder(Path(file), int(threads), int(context), exact == ["--float32-cache"])
     print(json.dumps({"system": llama_cpp.llama_print_system_info().decode()}), flush=True)
     for line in sys.stdin:
         print(json.dumps(decoder.decoded(json.loads(line))), flush=True)
@@ -34,17 +32,19 @@ class Decoder:
     Args:
         file: GGUF.
         threads: of every pass.
+        context: the most tokens of a text.
         float32_cache: keys and values stay in float32, where llama.cpp rounds them to float16.
     """
 
-    def __init__(self, file: Path, threads: int, float32_cache: bool = False) -> None:
+    def __init__(self, file: Path, threads: int, context: int, float32_cache: bool = False) -> None:
         llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
         settings.use_mmap = False
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = _CONTEXT
+        # A prompt is one batch.
+        options.n_ctx = options.n_batch = context
         options.n_threads = options.n_threads_batch = threads
         if float32_cache:
             options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32

@@ -15,7 +15,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
-from selfspec.runtime.grouped_queries import asks_for_kernel
+from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.values import shown
 
 LEAST = 4 * CHUNK
@@ -68,7 +68,7 @@ class TopOfCache(OverLessOfCache):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
         alone = f"draft with {self.draft_with.spelling or 'the same drafter'} alone"
-        if has_encoder(model) or not any(map(asks_for_kernel, model.modules())):
+        if has_encoder(model) or not AttentionShares(model).sees_any:
             raise DraftConfigError(f"what {type(model).__name__} attends to cannot be seen; {alone}")
         if all_layers_slide(model.config.get_text_config(decoder=True)):
             raise DraftConfigError(f"every layer of {type(model).__name__} attends to a window already; {alone}")

@@ -33,14 +33,18 @@ class AttentionShares:
 
     Attributes:
         module: the view.
+        sees_any: whether some attention notes what it attends to. One whose `forward` was replaced does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.module = with_kernel(model, _NAME, asks_for_kernel)
         stock = dict(model.named_modules())
         self._noting = {
-            module: _kernel_of(stock[name]) for name, module in self.module.named_modules() if asks_for_kernel(module)
+            module: _kernel_of(stock[name])
+            for name, module in self.module.named_modules()
+            if asks_for_kernel(module) and module is not stock[name]
         }
+        self.sees_any = bool(self._noting)
 
     @contextmanager
     def noted(self) -> Iterator[list[Tensor]]:
@@ -90,7 +94,7 @@ def _attend(
         elif attention_mask is not None:
             scores = scores + attention_mask
         of_layer = scores.softmax(-1).sum((1, 2))
-        noted.shares[:] = [noted.shares[0] + of_layer.to(noted.shares[0].device) if noted.shares else of_layer]
+        noted.shares[:] = [sum((each.to(of_layer.device) for each in noted.shares), of_layer)]
     options = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
     given = {name: option for name, option in options.items() if option is not None}
     return noted.kernel(module, query, key, value, attention_mask, **given, **others)

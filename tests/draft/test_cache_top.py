@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -16,6 +17,7 @@ from helpers.drafting import GREEDY, stock
 from helpers.encoder_decoders import encoder_decoder
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
+from helpers.shrunken import shrunken
 from helpers.tiers import taking_turns
 from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
@@ -37,6 +39,21 @@ DRAFTS: dict[str, LayerPathDrafter] = {
     "skip set": LayerSkip(attention=[1], mlp=[2]),
 }
 LONG = 200
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # Layers with windows beside others, and capped scores.
+    "gemma2": {"sliding_window": 16},
+    # A number more in each softmax.
+    "gpt_oss": {"sliding_window": 16},
+    "deepseek_v3": {},
+    "gpt2": {"n_positions": 512},
+}
+
+
+def _built(family: str) -> PreTrainedModel:
+    return shrunken(family, max_position_embeddings=512, **FAMILIES[family])
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +126,26 @@ def test_a_step_attends_to_the_top_chunks_and_the_latest_tokens(tree: Tree | Non
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_all_layers_that_see_all_choose_together(family: str) -> None:
+    # Layers of gemma2 take turns: the first sees a window.
+    full = {"llama": [0, 1, 2, 3], "gemma2": [1, 3]}[family]
+    model = _built(family)
+    ids, usual = tiny.prompt(301, 2).clamp(min=1), model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    layers = torch.stack(model(ids, output_attentions=True).attentions)[full]
+    model.set_attn_implementation(usual)
+    since = (300 - LATEST) // CHUNK * CHUNK
+    mass = layers[:, :, :, -1, :since].sum((0, 2)).unflatten(1, (-1, CHUNK)).sum(-1)
+    runner, cache = _runner(model, ids[:, :300])
+    runner.choose_top(KEYS, ids[:, 300:], apart=False)
+    seen = cache.top(KEYS).seen(since)[:, 2 : 2 + mass.shape[1]] >= 0
+    expected = torch.zeros_like(seen).scatter(1, mass.topk(CHUNKS, dim=1).indices, True)
+    assert torch.equal(seen, expected)
+    assert not torch.equal(seen[0], seen[1])
+
+
+@torch.no_grad()
 def test_a_short_text_is_seen_whole() -> None:
     model = tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
     assert _attended(model, KEYS, 1, None) == [list(range(KEYS))]
@@ -154,26 +191,9 @@ def test_choosing_changes_nothing_that_the_target_reads(long_llama: PreTrainedMo
     assert torch.equal(*found)
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    # Layers with windows beside others, and capped scores.
-    "gemma2": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16},
-    # A number more in each softmax.
-    "gpt_oss": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
-    "deepseek_v3": SIZES
-    | {"first_k_dense_replace": 4, "q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 8}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_choose(family: str) -> None:
-    torch.manual_seed(0)
-    options = {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 512, **FAMILIES[family]}
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(family, **options, **special)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().double()
+    model = _built(family)
     ids = tiny.prompt(150, 2).clamp(min=1)
     spec = selfspec.wrap(model, TopOfCache(LowPrecision(), KEYS), draft_length=3)
     assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
@@ -231,6 +251,11 @@ def test_models_whose_attention_cannot_be_seen_are_refused(llama: PreTrainedMode
         selfspec.wrap(llama, TopOfCache(LowPrecision()), adapter=adapter)
     with pytest.raises(DraftConfigError, match="cannot be seen; draft with int8 alone"):
         selfspec.wrap(encoder_decoder("bart"), TopOfCache(LowPrecision()))
+    hooked = tiny.llama(num_hidden_layers=2)
+    for layer in hooked.model.layers:
+        layer.self_attn.forward = MethodType(type(layer.self_attn).forward, layer.self_attn)
+    with pytest.raises(DraftConfigError, match="cannot be seen; draft with exit:1 alone"):
+        selfspec.wrap(hooked, TopOfCache(EarlyExit(1)))
     with pytest.raises(DraftConfigError, match="attends to a window already; draft with int8 alone"):
         selfspec.wrap(tiny.BUILDERS["mistral"](), TopOfCache(LowPrecision()))
 

@@ -31,6 +31,7 @@ def ask_llama_cpp(file: Path, jobs: Sequence[dict[str, Any]]) -> list[dict[str, 
         str(_BENCHMARKS / "llama_cpp_worker.py"),
         str(file),
         "1",
+        "512",
         "--float32-cache",
     ]
     lines = "".join(json.dumps(job) + "\n" for job in jobs)
