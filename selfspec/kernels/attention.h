@@ -137,6 +137,8 @@ struct Head {
   void add(const float* shares, int64_t first, int64_t end, float* y) const {
     constexpr int lanes = kLanes<float>;
     int64_t place = 0;
+    // As many sums at a time as hide how long one takes.
+    for (; place + 8 * lanes <= size; place += 8 * lanes) sums<8>(shares, first, end, place, y);
     for (; place + 4 * lanes <= size; place += 4 * lanes) sums<4>(shares, first, end, place, y);
     for (; place + lanes <= size; place += lanes) sums<1>(shares, first, end, place, y);
     for (; place < size; ++place) {
