@@ -96,4 +96,5 @@ class TopSlots:
 
 def sees(seen: Tensor, row: Tensor, key: Tensor) -> Tensor:
     """Whether rows see slots; `seen` as `TopSlots` gives it, and numbers that broadcast against each other."""
-    return (key >= seen[row, 0]) | (seen[row, 2 + key // CHUNK] >= 0)
+    chunk = key.div(CHUNK, rounding_mode="floor")
+    return (key >= seen[row, 0]) | (seen[row, 2 + chunk] >= 0)

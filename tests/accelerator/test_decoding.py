@@ -87,6 +87,23 @@ def test_trees_are_drafted_and_judged_without_another_wait(accelerator: Accelera
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_keys_are_chosen_without_a_wait_and_read_by_captured_passes(accelerator: Accelerator, rows: int) -> None:
+    model = model_on(accelerator, max_position_embeddings=256)
+    ids = prompts(accelerator, rows).repeat(1, 12)
+    for runtime in (selfspec.runtime.Eager(), selfspec.runtime.CudaGraphs(after=0, bucket=32)):
+        spec = selfspec.wrap(model, "exit:1+top:128", draft_length=3, runtime=runtime)
+        if runtime.after is None:
+            assert_one_wait(spec, accelerator, ids)
+            continue
+        spec.programs = GraphCache(spec.runtime, ticking())
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
+        for _ in range(2):
+            assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+        assert any(kind.path.top_keys == 128 for kind in spec.programs.proved)
+        assert not spec.programs.refusals
+
+
 @pytest.mark.parametrize("kind", published_heads.FAMILIES)
 def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)

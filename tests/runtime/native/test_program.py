@@ -241,7 +241,7 @@ def test_chosen_slots_are_attended_to(family: str, bits: Any) -> None:
     around = draft if bits is None else selfspec.drafts.CacheInBits(draft, bits)
     for nodes in (3, 7):
         spec = wrapped(model, Native(after=0), selfspec.drafts.TopOfCache(around, 128))
-        options = {"max_new_tokens": 80, "do_sample": False, "attention_mask": mask}
+        options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False, "attention_mask": mask}
         found = spec.generate(ids, draft_length=selfspec.FixedLength(3, nodes=nodes), **options).sequences
         assert found.tolist() == model.generate(ids, **options).tolist()
         assert any(kind.path.top_keys == 128 and (kind.nodes is None) == (nodes == 3) for kind in spec.programs.proved)
