@@ -2,7 +2,10 @@
 
     python benchmarks/acceptance.py MODEL... --draft int8 --draft int4 --texts heldout.jsonl
     python benchmarks/acceptance.py MODEL --draft exit:2 --draft head:FOLDER@2 --texts 'heldout.jsonl#kind=code'
+    python benchmarks/acceptance.py MODEL --draft int8+window:512 --draft int8+top:512 --texts heldout.jsonl \
+        --tokens 1800 --again 150
 
+With `--again` each text begins again where it ends, and what comes again is judged: a draft has to look far back.
 Nothing is generated. Each draft reads the first tokens of the texts by its own path, keys and values included, so in
 fewer bits its context is a little worse than in a generation, where it is the target's own.
 """
@@ -23,6 +26,7 @@ from selfspec.environment import environment
 from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
 from selfspec.measure.embedded import model_place
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.own_text import Continuation
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 
@@ -35,12 +39,13 @@ def main() -> None:
     parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
     parser.add_argument("--number", type=int, default=40, help="of texts")
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
+    parser.add_argument("--again", type=int, default=0, help="tokens of a text that come again, and alone are judged")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="acceptance", help="of the results")
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("number", "tokens", "threads")}
+    settings = {name: getattr(options, name) for name in ("number", "tokens", "again", "threads")}
     models: dict[str, dict[str, Any]] = {}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
     for place in track(options.models, transient=True):
@@ -52,6 +57,8 @@ def main() -> None:
 def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = load_checkpoint(model_place(place), "float32", "cpu")
     texts = prompts_of(options.texts, checkpoint.tokenizer, options.number, options.tokens)
+    if options.again:
+        texts = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt=options.tokens) for ids in texts]
     drafts = {name: parse_draft(name) for name in options.draft}
     paths = {name: draft for name, draft in drafts.items() if isinstance(draft, LayerPathDrafter)}
     if paths.keys() != drafts.keys():
@@ -68,9 +75,10 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _report(record: dict[str, Any]) -> str:
     settings = record["settings"]
+    again = f", whose first {settings['again']} come again and alone are judged" if settings.get("again") else ""
     columns = ["agreement", *(f"1 - TV at {heat:g}" for heat in TEMPERATURES)]
     lines = [
-        f"On {settings['number']} held-out texts of {settings['tokens']} tokens, float32, with 95 % bootstrap "
+        f"On {settings['number']} held-out texts of {settings['tokens']} tokens{again}, float32, with 95 % bootstrap "
         "intervals over texts.\n",
         f"| model | draft | {' | '.join(columns)} |",
         "|---" * (2 + len(columns)) + "|",
