@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from harness import keep, prompts_of
 from rich.progress import track
+from torch import Tensor
 from transformers.utils import logging
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -57,13 +58,14 @@ def main() -> None:
 def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = load_checkpoint(model_place(place), "float32", "cpu")
     texts = prompts_of(options.texts, checkpoint.tokenizer, options.number, options.tokens)
+    judged: list[Tensor | Continuation] = [*texts]
     if options.again:
-        texts = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt=options.tokens) for ids in texts]
+        judged = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt=options.tokens) for ids in texts]
     drafts = {name: parse_draft(name) for name in options.draft}
     paths = {name: draft for name, draft in drafts.items() if isinstance(draft, LayerPathDrafter)}
     if paths.keys() != drafts.keys():
         raise SystemExit(f"no path of the model: {', '.join(drafts.keys() - paths.keys())}")
-    found = teacher_forced(checkpoint.model, find_adapter(checkpoint.model), paths, texts, TEMPERATURES)
+    found = teacher_forced(checkpoint.model, find_adapter(checkpoint.model), paths, judged, TEMPERATURES)
     return {
         name: {
             "agreement": draft.agreement().to_dict(),
