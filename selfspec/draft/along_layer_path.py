@@ -152,14 +152,25 @@ class OverLessOfCache(AroundLayerPath):
             )
 
 
-def check_sees_all(path: LayerPath) -> None:
-    """Refuse a path whose tokens attend to a part of the cache already.
+class OverPartOfCache(OverLessOfCache):
+    """Another path drafter, whose steps attend to a part of the cache, of which a number says how large it is."""
 
-    Raises:
-        DraftConfigError: they do.
-    """
-    if path.window is not None or path.top_keys is not None:
-        raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+    @classmethod
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
+        if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
+            raise ValueError(argument)
+        made: Callable[[LayerPathDrafter, int], OverPartOfCache] = cls
+        return made(before, int(argument))
+
+    @abstractmethod
+    def over_part(self, path: LayerPath) -> LayerPath:
+        """A path that attends to all, over the part."""
+
+    def path(self, depth: int) -> LayerPath:
+        path = self.draft_with.path(depth)
+        if path.window is not None or path.top_keys is not None:
+            raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+        return self.over_part(path)
 
 
 class LayerPathProposer(GrowingProposer):

@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import all_layers_slide
 from selfspec.cache.top_slots import CHUNK
-from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache, check_sees_all
+from selfspec.draft.along_layer_path import OverPartOfCache
 from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
@@ -30,7 +29,7 @@ LEAST = 4 * CHUNK
     help="any of these whose steps attend to the N tokens that the target attends to most, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class TopOfCache(OverLessOfCache):
+class TopOfCache(OverPartOfCache):
     """Another path drafter, whose draft steps attend to `keys` tokens: a quarter of them the latest of the text.
 
     The others are the passages that the target's attention to was largest, all its layers and heads together, which is
@@ -49,20 +48,12 @@ class TopOfCache(OverLessOfCache):
                 f"a draft attends to at least {LEAST} keys, got {shown(self.keys)}; e.g. int8+top:512"
             )
 
-    @classmethod
-    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> TopOfCache:
-        if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
-            raise ValueError(argument)
-        return cls(before, int(argument))
-
     @property
     def spelling(self) -> str | None:
         before = self.draft_with.spelling
         return None if before is None else f"{before}+top:{self.keys}"
 
-    def path(self, depth: int) -> LayerPath:
-        path = self.draft_with.path(depth)
-        check_sees_all(path)
+    def over_part(self, path: LayerPath) -> LayerPath:
         return replace(path, top_keys=self.keys)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:

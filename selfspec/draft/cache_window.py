@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from selfspec.cache.masks import Window
-from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache, check_sees_all
+from selfspec.draft.along_layer_path import OverPartOfCache
 from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.values import shown
@@ -24,7 +23,7 @@ SINKS = 4
     help="any of these whose steps attend to the latest N tokens and the first 4, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class CacheWindow(OverLessOfCache):
+class CacheWindow(OverPartOfCache):
     """Another path drafter, whose draft steps attend to the `recent` latest tokens and to the first few, the `sinks`.
 
     At long contexts a step reads more of the cache than of the weights; this bounds what a draft step reads. The target
@@ -45,18 +44,10 @@ class CacheWindow(OverLessOfCache):
                     f"a window's {name} is an integer of at least {least}, got {shown(value)}; e.g. int8+window:512"
                 )
 
-    @classmethod
-    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> CacheWindow:
-        if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
-            raise ValueError(argument)
-        return cls(before, int(argument))
-
     @property
     def spelling(self) -> str | None:
         before = self.draft_with.spelling
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
-    def path(self, depth: int) -> LayerPath:
-        path = self.draft_with.path(depth)
-        check_sees_all(path)
+    def over_part(self, path: LayerPath) -> LayerPath:
         return replace(path, window=Window(self.recent, self.sinks))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from selfspec.runtime.grouped_queries import asks_for_kernel, with_kernel
+from selfspec.runtime.grouped_queries import asks_for_kernel, with_kernel, written_forward
 
 _NAME = "selfspec_noted_attention"
 
@@ -22,7 +21,7 @@ class _Noted:
     """What an attention runs, and where what it attends to is added up."""
 
     kernel: Callable[..., tuple[Tensor, Any]]
-    shares: list[Tensor] = field(default_factory=list)
+    shares: list[Tensor]
 
 
 class AttentionShares:
@@ -61,7 +60,7 @@ class AttentionShares:
 
 def _kernel_of(attention: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The kernel that an attention asks for."""
-    known = inspect.unwrap(type(attention).forward).__globals__
+    known = written_forward(attention).__globals__
     named: Any = known["ALL_ATTENTION_FUNCTIONS"]
     config: Any = attention.config
     kernel: Callable[..., tuple[Tensor, Any]] = named.get_interface(

@@ -66,7 +66,7 @@ def _asking(
 
 def asks_for_kernel(module: nn.Module) -> bool:
     """Whether a module is an attention that asks its configuration for a kernel; others choose theirs themselves."""
-    code = getattr(_written_forward(module), "__code__", asks_for_kernel.__code__)
+    code = getattr(written_forward(module), "__code__", asks_for_kernel.__code__)
     return "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
@@ -75,7 +75,7 @@ def _shares_heads(module: nn.Module) -> bool:
     return isinstance(groups, int) and groups > 1 and runs_stock_kernel(module)
 
 
-def _written_forward(module: nn.Module) -> Callable[..., Any]:
+def written_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the `forward` of a module's class without decorators, which may accept older names."""
     forward: Callable[..., Any] = inspect.unwrap(type(module).forward)
     return forward
@@ -85,7 +85,7 @@ def runs_stock_kernel(module: nn.Module) -> bool:
     """Whether the kernel that an attention asks for is sdpa, that of `transformers`, and of torch below it."""
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
         return False
-    kernels = _written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    kernels = written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
     product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
     return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
 
