@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of what is written")
     parser.add_argument("--prompt", default="def ", help="of the greedy text that is compared")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, help="more positions than the small model's, by YaRN, untrained")
     options = parser.parse_args()
     if options.to.exists():
         parser.error(f"{options.to} exists; name another folder")
@@ -82,8 +83,22 @@ def main() -> None:
     print(f"chance of a token that the small model does not have: {padding_chance(wide, small, prompt):.1e} at most")
     if texts[0] != texts[1]:
         raise SystemExit(1)
+    if options.context:
+        stretch(wide.config, options.context)
     wide.to(getattr(torch, options.dtype)).save_pretrained(options.to)
     tokenizer.save_pretrained(options.to)
+
+
+def stretch(config: LlamaConfig, context: int) -> None:
+    """Give a configuration more positions, as YaRN does (Peng et al. 2023)."""
+    trained = config.max_position_embeddings
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": context / trained,
+        "original_max_position_embeddings": trained,
+    }
+    config.max_position_embeddings = context
 
 
 def places(own: int, layers: int) -> list[int]:

@@ -6,9 +6,11 @@ import gc
 import io
 import os
 import random
+import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ torch.set_num_threads(1)
 
 # Equal examples in every run, and no deadlines that a busy machine would miss.
 settings.load_profile("ci")
+
+MANY_CASES = 4
+"""Of a test. A plain run has no more than a third of those of a test with more."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +61,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for place, name in enumerate(sorted(tiny.BUILDERS))
         ]
         metafunc.parametrize("architecture", cases)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave a plain run every third case of a test that has many, mixed by their names; `contract` has the others."""
+    tiers = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts"))))
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not tiers & {mark.name for mark in item.iter_markers()}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        if len(found) > MANY_CASES:
+            for item in found[ceil(len(found) / 3) :]:
+                item.add_marker(pytest.mark.contract)
 
 
 @pytest.hookimpl(wrapper=True)

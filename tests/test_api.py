@@ -747,6 +747,7 @@ def test_a_stream_does_nothing_before_it_is_asked(llama: PreTrainedModel) -> Non
     selfspec.wrap(llama, DRAFTS["exit"], draft_length=4).stream(tiny.prompt(5), max_new_tokens=3)
 
 
+@pytest.mark.contract
 def test_streams_may_take_turns(llama: PreTrainedModel) -> None:
     """Several generations of one model, advanced round by round in turn, with plain ones in between."""
     plain = llama.generate(tiny.prompt(PROMPT), max_new_tokens=8, do_sample=False)

@@ -80,6 +80,7 @@ class _FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_an_exception_at_any_operation_leaves_everything_right(
     llama: PreTrainedModel, draft: selfspec.drafts.Drafter
@@ -152,6 +153,7 @@ def test_an_exception_through_custom_generate_leaves_everything_right(llama: Pre
     everyone.assert_unharmed()
 
 
+@pytest.mark.contract
 def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) -> None:
     """The deepest interleaving there is: a generation in the middle of another one's pass."""
     spec = selfspec.wrap(llama, DRAFTS["sublayers"], draft_length=4)
@@ -201,6 +203,7 @@ def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
         return list(pool.map(run, jobs))
 
 
+@pytest.mark.contract
 @pytest.mark.usefixtures("eager_switching")
 @pytest.mark.parametrize(("architecture", "shared"), in_turns(("llama", "gpt2"), (True, False)))
 def test_threads_that_share_a_model_get_what_they_would_get_alone(architecture: str, shared: bool) -> None:

@@ -26,6 +26,7 @@ def conditionals(vocab: int, lengths: range, generator: torch.Generator) -> Chai
     )
 
 
+@pytest.mark.statistical
 @RULES
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases(), st.integers(0, 2**32))

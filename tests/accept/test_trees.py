@@ -71,6 +71,7 @@ def test_a_cut_that_is_drawn_on_its_own_commits_the_target_joint_exactly(rule: R
     torch.testing.assert_close(result.joint, case.p.joint(), atol=EXACT, rtol=0)
 
 
+@pytest.mark.statistical
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(tree_cases())
 def test_a_block_never_commits_less_than_token_level_where_no_sibling_is_followed_by_a_deeper_one(

@@ -176,6 +176,7 @@ def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
         assert out.sequences.tolist() == wanted.tolist()
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("folder", "text"),
     [

@@ -103,7 +103,7 @@ def _cases() -> list[object]:
     return cases
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _subject(model_type: str) -> Subject:
     return subject(model_type)
 

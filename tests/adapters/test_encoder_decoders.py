@@ -24,7 +24,7 @@ def _cases() -> list[object]:
     return cases
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _subject(model_type: str) -> EncoderDecoder:
     return encoder_decoder_subject(model_type)
 

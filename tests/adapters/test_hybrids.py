@@ -10,13 +10,15 @@ from helpers import tiny
 from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.shrunken import shrunken
 
-TestAnyRounds = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="jamba")
-TestAnyRoundsLfm2 = any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="lfm2")
+TestAnyRounds = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="jamba"))
+TestAnyRoundsLfm2 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="lfm2"))
 # The torch code of these is slow.
 TestAnyRoundsFalconH1 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 2, steps=8, architecture="falcon_h1"))
 TestAnyRoundsQwen3Next = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 3, steps=8, architecture="qwen3_next"))
 # Nothing but states: no positions, no masks.
-TestAnyRoundsMamba2 = any_rounds(AnyShrunkenRounds, 4, steps=8, architecture="mamba2", kernels=("eager",))
+TestAnyRoundsMamba2 = pytest.mark.contract(
+    any_rounds(AnyShrunkenRounds, 4, steps=8, architecture="mamba2", kernels=("eager",))
+)
 
 
 @pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])

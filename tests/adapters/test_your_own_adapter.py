@@ -30,6 +30,7 @@ def _run(example: dict[str, Any], declared: str, blocks: slice) -> None:
         exec(block, names)
 
 
+@pytest.mark.contract
 def test_the_page_runs_as_printed(example: dict[str, Any]) -> None:
     _run(example, _RIGHT, slice(1, None))
 

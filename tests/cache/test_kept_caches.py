@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
-TestAnyRoundsOnTheHost = any_rounds(AnyRounds, 10, kept="host")
+TestAnyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 10, kept="host"))
 TestManyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 100, steps=50, kept="host"))
 
 
@@ -97,6 +97,7 @@ def test_rows_that_end_and_rows_that_fail_are_dropped_and_scrubbed() -> None:
     assert not cache.lossless
 
 
+@pytest.mark.contract
 def test_a_budget_says_how_keys_and_values_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama(dtype=torch.float32, intermediate_size=64)
     model.save_pretrained(tmp_path)

@@ -31,15 +31,15 @@ EXACT = 1e-9
 
 # Any sequence of rounds, over any trees.
 
-TestAnyRounds = any_rounds(AnyRounds, 12)
-TestAnyRoundsMistral = any_rounds(AnyRounds, 10, architecture="mistral")
-TestAnyRoundsQwen2 = any_rounds(AnyRounds, 10, architecture="qwen2")
-TestAnyRoundsGPT2 = any_rounds(AnyRounds, 10, architecture="gpt2")
-TestAnyRoundsGemma2 = any_rounds(AnyShrunkenRounds, 10, architecture="gemma2", kernels=("eager",))
+TestAnyRounds = pytest.mark.contract(any_rounds(AnyRounds, 12))
+TestAnyRoundsMistral = pytest.mark.contract(any_rounds(AnyRounds, 10, architecture="mistral"))
+TestAnyRoundsQwen2 = pytest.mark.contract(any_rounds(AnyRounds, 10, architecture="qwen2"))
+TestAnyRoundsGPT2 = pytest.mark.contract(any_rounds(AnyRounds, 10, architecture="gpt2"))
+TestAnyRoundsGemma2 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, architecture="gemma2", kernels=("eager",)))
 # Chunked attention, and every other layer without.
-TestAnyRoundsLlama4 = any_rounds(AnyShrunkenRounds, 10, architecture="llama4_text")
-TestAnyRoundsInBuckets = any_rounds(AnyRounds, 10, bucket=16)
-TestAnyRoundsInBucketsMistral = any_rounds(AnyRounds, 10, architecture="mistral", bucket=16)
+TestAnyRoundsLlama4 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, architecture="llama4_text"))
+TestAnyRoundsInBuckets = pytest.mark.contract(any_rounds(AnyRounds, 10, bucket=16))
+TestAnyRoundsInBucketsMistral = pytest.mark.contract(any_rounds(AnyRounds, 10, architecture="mistral", bucket=16))
 
 
 def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None:

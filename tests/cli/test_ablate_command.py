@@ -17,6 +17,7 @@ _QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.tools
 def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *_QUICK)
     to = tmp_path / "study"
@@ -62,6 +63,7 @@ def test_a_full_disk_ends_with_status_1(invoke: Invoke, folder: str, tmp_path: P
     assert "cannot be written" in ending.stderr
 
 
+@pytest.mark.tools
 def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = ("search", folder, "--to", str(file), "--evaluations", "8", "--keep", str(tmp_path / "kept"), *_QUICK)

@@ -94,6 +94,7 @@ def test_graphs_are_refused_where_there_is_no_such_device(
     assert not (to / "runs.jsonl").exists()
 
 
+@pytest.mark.tools
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     # Of itself the control would not draft with an exit that is worth nothing on these prompts.
@@ -136,6 +137,7 @@ def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path:
     assert (to / "report.md").read_text() == text
 
 
+@pytest.mark.tools
 def test_arms_that_say_something_else_fail_it(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_without_matplotlib_it_says_so_before_it_begins(
     assert "selfspec[bench]" in ending.stderr
 
 
+@pytest.mark.tools
 def test_arms_are_measured_within_a_budget(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +203,7 @@ def test_what_a_budget_cannot_measure_is_refused(
     assert said in ending.stderr
 
 
+@pytest.mark.tools
 def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     words = ("bench", folder, "--workload", texts, *QUICK, "--temperature", "0", *ARMS)
     ending = invoke(*words, "--measure", "quality", "--to", str(tmp_path / "to"), "--output", "json")
@@ -212,6 +216,7 @@ def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts:
     assert "perplexity" in (tmp_path / "to" / "report.md").read_text()
 
 
+@pytest.mark.tools
 def test_acceptance_alone_of_whole_prompts_times_nothing(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.tools
 def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, profiles: Path, prompts: Path) -> None:
     kept = profiles.parent / "kept"
     words: tuple[str, ...] = ("--prompt-file", str(prompts), "--keep", str(kept), "--output", "json")

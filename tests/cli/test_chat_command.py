@@ -203,6 +203,7 @@ def terminal(endless: str, template: str, tmp_path: Path, request: pytest.Fixtur
     opened.close()
 
 
+@pytest.mark.tools
 def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) -> None:
     """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
     for message, ending in ((b"Tell me of Lily.", b"ended here"), (b"And?", b"; ")):
@@ -240,6 +241,7 @@ def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
     assert json.loads(terminal.file.read_text())["messages"][0]["content"] == "One day\nLily\nslept."
 
 
+@pytest.mark.tools
 def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> None:
     """Also those that come while the answer is being ended."""
     terminal.wait_for(b"> ")

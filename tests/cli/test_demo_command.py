@@ -19,6 +19,7 @@ from selfspec.tools.lab.turns import Score
 QUICK = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--threads", "1"]
 
 
+@pytest.mark.tools
 def test_json(invoke: Invoke) -> None:
     ending = invoke(*QUICK, "--draft", "exit:3", "--output", "json")
     found = json.loads(ending.stdout)
@@ -49,6 +50,7 @@ def test_text(invoke: Invoke) -> None:
     assert "selfspec generate MODEL --draft lookup+int8" in last
 
 
+@pytest.mark.tools
 def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.cli.demo._show", lambda *_: 10.0)
     ending = invoke("demo", "--seconds", "6", "--threads", "1")
@@ -60,6 +62,7 @@ def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monke
     assert "some drafts were left out" in ending.stdout
 
 
+@pytest.mark.tools
 def test_a_single_turn_has_no_interval(invoke: Invoke) -> None:
     printed = invoke(*QUICK).stdout
     assert "One turn: too few for intervals" in printed
@@ -67,6 +70,7 @@ def test_a_single_turn_has_no_interval(invoke: Invoke) -> None:
     assert "(" not in headed + table
 
 
+@pytest.mark.tools
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "compare", lambda *_: TextAgreement(4, 3))
     ending = invoke(*QUICK, "--output", "json")

@@ -25,6 +25,7 @@ def said(invoke: Invoke, verb: str, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.tools
 def test_verify(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\n")
@@ -35,6 +36,7 @@ def test_verify(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     assert (settings["max_new_tokens"], settings["samples"]) == (16, 120)
 
 
+@pytest.mark.tools
 def test_ablate(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     to = str(tmp_path / "study")
     words = ("ablate", "--model", folder, "--draft", "exit:3", "--to", to, "--max-new-tokens", "20", *STUDY)
@@ -45,6 +47,7 @@ def test_ablate(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     assert again["study"] == study
 
 
+@pytest.mark.tools
 def test_ablate_by_a_file(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "study.toml"
     file.write_text(f'models = ["{folder}"]\ndrafts = ["exit:3"]\nconfirm = 3\n')
@@ -59,6 +62,7 @@ def test_search(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     assert said(invoke, "searching", *words, "--evaluations", "22")["evaluations"] == 22
 
 
+@pytest.mark.tools
 def test_calibrate(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\n")

@@ -83,6 +83,7 @@ def test_trees_give_the_same_text(invoke: Invoke, folder: str, expected: list[in
         assert found["stats"]["drafted"] <= 5 * found["stats"]["rounds"]
 
 
+@pytest.mark.tools
 def test_json_from_a_process_of_its_own_is_all_that_stdout_holds(folder: str, expected: list[int]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-m", "selfspec", *words(folder, "--draft", "exit:4", "--output", "json")]

@@ -90,6 +90,7 @@ def test_further_places_are_checked_too(
     _refused(invoke("bench", folder, "--to", str(results)))
 
 
+@pytest.mark.tools
 def test_a_training_on_a_full_disk_ends_in_one_line_and_goes_on_later(
     invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

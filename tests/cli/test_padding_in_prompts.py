@@ -111,6 +111,7 @@ def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> Non
 STUDY = ("--texts", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--pricing", "weights", "--device", "cpu")
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_ablate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path, temperature: str) -> None:
     to = str(tmp_path / "study")
@@ -127,6 +128,7 @@ def test_search(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> No
     assert said(invoke, *words, *STUDY)["evaluations"] == 4
 
 
+@pytest.mark.tools
 def test_calibrate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     quick = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")
     found = said(invoke, "calibrate", padded, *quick, "--prompt-file", prompts, "--to", str(tmp_path / "profile.json"))
@@ -142,6 +144,7 @@ def test_quantize(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> 
     assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("kind", ["exit", "layerskip"])
 def test_train(invoke: Invoke, padded: str, tmp_path: Path, kind: str) -> None:
     text, to = tmp_path / "text.txt", str(tmp_path / "trained")

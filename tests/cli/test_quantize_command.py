@@ -23,6 +23,7 @@ def test_what_it_writes_drafts(invoke: Invoke, folder: str, tmp_path: Path, bits
     assert "substitutes" in drafted.stderr
 
 
+@pytest.mark.tools
 def test_prompts_and_seeds_change_what_errors_are_compensated_on(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nThe dog\n")

@@ -22,6 +22,7 @@ def text(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.tools
 def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "model")
     ending = invoke(
@@ -80,6 +81,7 @@ def test_a_draft_head_drafts_for_its_base(invoke: Invoke, folder: str, text: str
     assert (unknown.status, "eagle3" in unknown.stderr) == (2, True)
 
 
+@pytest.mark.tools
 def test_exit_heads_draft_for_their_base_alone(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "heads")
     ending = invoke(

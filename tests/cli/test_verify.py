@@ -167,6 +167,7 @@ def test_an_interrupt(invoke: Invoke, folder: str, prompt_file: Path, monkeypatc
     assert aside(ending) == "interrupted"
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("draft", [(), ("--draft", "int4", "--draft", "lookup")])
 def test_models_are_verified_within_a_budget(
     invoke: Invoke, folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, draft: tuple[str, ...]

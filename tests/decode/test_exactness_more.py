@@ -78,6 +78,7 @@ DRAFTERS = (
 )
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("drafter", "warp"), in_turns(DRAFTERS, (WARM, SHARP, FILTERED), mark=pytest.mark.statistical))
 def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
     keeping = Keeping(drafter)

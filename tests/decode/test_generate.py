@@ -234,6 +234,7 @@ def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, 
     assert output.stats.new_tokens == new
 
 
+@pytest.mark.contract
 def test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row(llama: PreTrainedModel) -> None:
     text = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=30)[0, 4:].tolist()
     # Drafting with the whole network but for one late MLP accepts long runs, so the end falls inside one.

@@ -55,6 +55,7 @@ def chances(prefix: tuple[int, ...], logits: Tensor) -> list[float]:
     return found
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("processor", [Alternating, Undoable])
 def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
     found: dict[str, float] = {}

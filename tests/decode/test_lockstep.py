@@ -94,6 +94,7 @@ def test_rows_stay_in_step_where_drafts_are_worth_nothing() -> None:
     assert accepts_unevenly(model, OneRow(text), prompts)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("rows", [4, 24])
 def test_rows_go_out_of_step_once_drafts_pay_for_it_and_stay_exact(rows: int) -> None:
     # Of many rows one commits next to nothing, so that drafts only pay once rows are out of step.
@@ -166,6 +167,7 @@ def rejected(rows: int, batches: int) -> list[str]:
     return holm_rejects(found, 0.01)
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize(("rows", "batches"), [(3, 100), (2048, 3)], ids=["few rows", "many rows"])
 def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
     # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
@@ -177,6 +179,7 @@ def test_many_more_samples_follow_the_exact_joint() -> None:
     assert rejected(rows=3, batches=400) == []
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("control", [InStep(4), selfspec.CostAware(costs=CHEAP)], ids=str)
 def test_coupled_rows_equal_plain_decoding(llama: PreTrainedModel, control: Control) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_k": None, "accept": "coupled"}
@@ -214,6 +217,7 @@ def test_rounds_counts_and_scores_are_those_of_what_was_committed(llama: PreTrai
     assert all(a <= b for a, b in zip(stats.accepted_per_depth, stats.judged_per_depth, strict=True))
 
 
+@pytest.mark.contract
 def test_acceptance_by_depth_is_what_it_is_of_rows_that_are_not_cut() -> None:
     rates = []
     for control, rows, batches in ((selfspec.FixedLength(3), 4000, 1), (InStep(3), 3, 200)):

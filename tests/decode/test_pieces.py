@@ -66,6 +66,7 @@ def test_text_is_the_models(model: PreTrainedModel, draft: selfspec.drafts.Draft
     assert found.stats.new_tokens >= sum(found.lengths) > 0
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.contract)], ids=["one encoder", "two"])
 def test_an_assistant_drafts_each_piece(model: PreTrainedModel, shared: bool) -> None:
     assistant = near(model)
@@ -88,6 +89,7 @@ def test_an_assistant_that_reads_other_features_or_fewer_tokens(model: PreTraine
     assert found.stats.drafted
 
 
+@pytest.mark.contract
 def test_segments_are_the_models(model: PreTrainedModel) -> None:
     wanted = model.generate(**LONG, return_segments=True)
     found = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3).generate(**LONG, return_segments=True)
@@ -109,6 +111,7 @@ def test_the_whole_output_has_its_items(model: PreTrainedModel) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.contract
 def test_a_fallback_draws_by_the_seed(model: PreTrainedModel) -> None:
     """Every segment fails the threshold, so that each is drawn again, with noise of its own."""
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)

@@ -404,6 +404,7 @@ CASES: list[tuple[Drafter, str, int]] = [
 ]
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("calls", [25, pytest.param(250, marks=pytest.mark.statistical)])
 @pytest.mark.parametrize("processor", [Drifting, Undone])
 def test_samples_follow_the_exact_joint(processor: type[Drifting], calls: int) -> None:

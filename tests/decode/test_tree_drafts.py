@@ -87,6 +87,7 @@ def test_scores_and_processors_follow_the_path(llama: Any) -> None:
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
     found: dict[str, float] = {}

@@ -199,6 +199,7 @@ def test_families_choose(family: str) -> None:
     assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
 
 
+@pytest.mark.contract
 def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(long_llama, TopOfCache(LayerSkip(mlp=[1]), KEYS), draft_length=3, accept="token")
     rows = tiny.prompt(LONG, 2).clamp(min=1)

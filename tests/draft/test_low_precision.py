@@ -293,6 +293,7 @@ def test_a_substitute_follows_a_single_value() -> None:
     torch.testing.assert_close(first(torch.eye(64))[40, 3], layer.weight[3, 40] + layer.bias[3], rtol=0, atol=0.02)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("name", "change", "runtime"),
     [("int8", uncounted, Again()), ("int4", counted, StandIn(0, bucket=8))],

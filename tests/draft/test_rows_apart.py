@@ -43,6 +43,7 @@ def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
     return drafts
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize(("rule", "turn"), in_turns(("token", "block"), (0, 1), mark=pytest.mark.statistical))
 def test_samples_follow_the_exact_joint(rule: str, turn: int) -> None:
     model = small()

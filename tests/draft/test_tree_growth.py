@@ -278,6 +278,7 @@ SOMETIMES = Given(Tree((-1, -1, 0)), lambda confidences: int(1000 * sum(confiden
 SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": Tree((-1, -1, 1, 1, 1))}
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
     shapes = ("fork", "uneven")

@@ -81,6 +81,7 @@ def test_wilson_is_the_textbooks() -> None:
     assert none.high == pytest.approx(1 - all_of.low)
 
 
+@pytest.mark.tools
 def test_two_shares_of_one_truth_agree_as_often_as_they_should() -> None:
     draws = random.Random(0)
     agreed = 0

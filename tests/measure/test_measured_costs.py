@@ -88,6 +88,7 @@ def test_what_was_planted_is_measured(planted: PreTrainedModel, clock: Clock) ->
         )
 
 
+@pytest.mark.tools
 def test_the_line_through_planted_passes_is_theirs(planted: PreTrainedModel, clock: Clock) -> None:
     costs = _measured(planted, clock).of("none")
     assert costs.verify == pytest.approx(1.0)
@@ -113,6 +114,7 @@ def test_rows_at_different_places_are_timed_beside_rows_that_stand_alike(
     assert costs.to_dict()["out_of_step"]["value"] == pytest.approx(slower)
 
 
+@pytest.mark.tools
 def test_a_single_row_is_always_in_step(planted: PreTrainedModel, clock: Clock) -> None:
     costs = _measured(planted, clock)
     assert costs.out_of_step is None
@@ -120,6 +122,7 @@ def test_a_single_row_is_always_in_step(planted: PreTrainedModel, clock: Clock) 
     assert costs.of("none").out_of_step == Costs(0.0).out_of_step
 
 
+@pytest.mark.tools
 def test_rows_of_a_batch_are_measured_together(planted: PreTrainedModel, clock: Clock) -> None:
     costs = _measured(planted, clock, batch=3, temperature=0.8, lengths=(2,))
     assert costs.batch == 3
@@ -145,6 +148,7 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
     assert costs.of_round(2, 2) * step == pytest.approx(2 * (LAYER + HEAD) + passes + judging[True])
 
 
+@pytest.mark.tools
 def test_the_text_and_the_model_are_left_alone(planted: PreTrainedModel, clock: Clock) -> None:
     before = planted.generation_config.to_dict()
     ids = tiny.prompt(8)

@@ -60,6 +60,7 @@ def test_greedy_rounds_are_those_of_the_generation(
     assert sum(expected.tokens) == output.stats.new_tokens == _NEW
 
 
+@pytest.mark.tools
 def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrainedModel, prompt: Tensor) -> None:
     drafter, length, rows = _DRAFTERS[0], 3, 64
     spec = selfspec.wrap(stories, draft=drafter, draft_length=length, accept="token")

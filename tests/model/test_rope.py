@@ -178,6 +178,7 @@ def test_pieces_beyond_the_change_are_exact() -> None:
     equal(generated(spec, longer, 9, past), generated(model, longer, 9))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.contract) for name in MODELS if name != "llama")]
 )
@@ -230,6 +231,7 @@ def answered(conversation: Conversation, text: str) -> ChatTurn:
     return turn
 
 
+@pytest.mark.contract
 def test_a_conversation_goes_on_beyond_the_change() -> None:
     conversation, model = conversing()
     prompts = []

@@ -88,6 +88,7 @@ def test_they_are_those_that_are_made_in_memory(
     assert all(torch.equal(values[name], value) for name, value in _values(read).items())
 
 
+@pytest.mark.contract
 def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> None:
     model = _model()
     rounded, other = (str(tmp_path / name) for name in ("rounded.safetensors", "compensated.safetensors"))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _CODE = """\
 def one():
     return 1
@@ -67,6 +69,7 @@ def _tried(folder: Path, limit: float, *entries: tuple[str, str, str, str, list[
     return {name: outcome for name, *outcome in map(json.loads, ended.stdout.splitlines())}
 
 
+@pytest.mark.tools
 def test_verdicts(tmp_path: Path) -> None:
     found = _tried(
         tmp_path,
@@ -88,5 +91,6 @@ def test_verdicts(tmp_path: Path) -> None:
     assert "1 passed" in found["survives"][1]
 
 
+@pytest.mark.tools
 def test_a_bug_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert _tried(tmp_path, 3, ("endless", "two", "2", "1000", ["test_waits"]))["endless"][0] == "too long"

@@ -149,6 +149,7 @@ def test_a_disk_that_fails_while_loading_gives_memory_back(tmp_path: Path, monke
     assert copies.locked == []
 
 
+@pytest.mark.contract
 def test_load_streams_to_a_device_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_device(monkeypatch)
     model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)

@@ -36,6 +36,7 @@ def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
     assert [recorder.captured for recorder in runtime.recorders] == [3]
 
 
+@pytest.mark.contract
 def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> None:
     spec = wrapped(llama, StandIn(0, BUCKET), EXIT)
     others = []

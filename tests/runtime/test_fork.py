@@ -57,6 +57,7 @@ assert spec.programs.proved
 """
 
 
+@pytest.mark.contract
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_child_forked_while_a_thread_records_decodes() -> None:
     tests = Path(__file__).resolve().parent.parent

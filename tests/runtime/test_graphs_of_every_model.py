@@ -59,17 +59,20 @@ def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
     return wrapped(llama, GRAPHS, selfspec.drafts.EarlyExit(1))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_may_come_and_go(spec: selfspec.SelfSpeculative, first: bool) -> None:
     check_inference_mode(spec, PROMPT, NEW, first)
 
 
+@pytest.mark.contract
 def test_threads_share_programs(spec: selfspec.SelfSpeculative) -> None:
     prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
     expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
     assert greedy_together(spec, prompts, NEW) == expected
 
 
+@pytest.mark.contract
 def test_other_weights_are_noticed(spec: selfspec.SelfSpeculative) -> None:
     model, prompt = spec.model, tiny.prompt(PROMPT)
     for _ in range(2):

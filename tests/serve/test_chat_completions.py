@@ -101,6 +101,7 @@ def test_what_the_template_refuses_is_the_clients_to_mend(server: Running) -> No
     assert reply.body["error"]["param"] == "messages"
 
 
+@pytest.mark.contract
 def test_an_answer_without_a_length_may_fill_the_context(server: Running) -> None:
     assert server.chat(max_tokens=None, temperature=0, stop=["."]).body["choices"][0]["finish_reason"] == "stop"
     messages = [{"role": "user", "content": "Tell me of Lily. " * 50}]

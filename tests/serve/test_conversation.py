@@ -117,6 +117,7 @@ def test_other_caches(name: str) -> None:
         assert turn.tokens == whole(spec, turn.prompt, 5)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("name", "source"),
     in_turns(("qwen3_next", "mamba", "mamba2", "falcon_mamba"), {"plain": PLAIN, "forgetful": FORGETFUL}),

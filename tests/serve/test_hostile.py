@@ -136,6 +136,7 @@ def test_what_grammars_need_is_loaded_before_requests_come(server: Running) -> N
     assert not [name for name in set(sys.modules) - loaded if name.startswith("xgrammar")]
 
 
+@pytest.mark.contract
 def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_request(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def _texts(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     return [tuple(each.tokens) for each in seen]
 
 
+@pytest.mark.statistical
 def test_sampled_rows_of_a_crowded_batch_follow_the_joint() -> None:
     assert holm_rejects(draws("exit", 150), 0.01) == []
 

@@ -82,6 +82,7 @@ def test_layers_with_states_and_other_kinds_of_positions(architecture: str, draf
     run_mix(shrunken(architecture).double(), 7, 5, draft)
 
 
+@pytest.mark.contract
 def test_rows_are_read_again_where_the_cache_is_small() -> None:
     """A seed in which rows are preempted, with drafts that remember texts by row."""
     preempted = 0
@@ -96,6 +97,7 @@ def test_rows_are_read_again_where_the_cache_is_small() -> None:
     assert preempted > 0
 
 
+@pytest.mark.contract
 def test_no_cache_outlives_its_rows() -> None:
     before = caches_alive()
     engine = run_mix(small(), 3, 6, "cascade")

@@ -60,6 +60,7 @@ def test_the_next_turn_reads_what_is_new(model: PreTrainedModel, draft: str) -> 
     assert engine.scheduler.stats().cached_tokens == 23 + 17 + len(longer) - 1
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", ["falcon_mamba", "qwen3_next"])
 def test_states_are_taken_as_a_whole(name: str) -> None:
     stateful = shrunken(name).double().eval()

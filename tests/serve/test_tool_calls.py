@@ -161,6 +161,7 @@ def test_what_is_no_call_is_text(name: str, text: str, cuts: list[int]) -> None:
     assert read(form, text, cuts) == (text, [])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", TAGGED)
 @settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 260), max_size=40))

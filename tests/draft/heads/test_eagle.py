@@ -100,6 +100,7 @@ def test_a_row_without_a_state_waits(model: PreTrainedModel, tmp_path: Path, mon
     reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, {}))
 
 
+@pytest.mark.contract
 def test_behind_a_look_up_it_still_knows_all_that_was_committed(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def written(folder: Path, kind: str, model: Any) -> str:
     return f"eagle:{published_heads.eagle3(folder, model, **points)}"
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
 @pytest.mark.parametrize("kind", ["eagle3", "mtp2"])
 def test_samples_follow_the_exact_joint(tmp_path: Path, kind: str, control: Any) -> None:

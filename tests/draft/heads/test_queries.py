@@ -80,6 +80,7 @@ def reference(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[
     return logits
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("groups", "control"), [(False, CONTROLS[0]), (True, CONTROLS[1])], ids=["chain", "groups"])
 def test_an_assistant_drafts_what_transformers_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: bool, control: Any

@@ -107,6 +107,7 @@ def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None
         considered(4, drafts)
 
 
+@pytest.mark.tools
 def test_a_module_in_the_checkpoint_is_tried_without_being_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +306,7 @@ def found(model: PreTrainedModel) -> Profile:
     return calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
 
 
+@pytest.mark.tools
 def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
     assert set(found.report["costs"]["draft"]) == {"none", "exit:3", "int8", "int4"}
     for name, chosen, temperature in (("greedy", found.greedy, 0.0), ("sampled", found.sampled, 0.8)):
@@ -337,6 +339,7 @@ def test_its_profile_can_be_written_read_and_drafted_with(
     assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
 
 
+@pytest.mark.tools
 def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wide = [replace(each, name="exit:3, 8 nodes") for each in _confirmed(exit_3=1.5)]
     monkeypatch.setattr(running, "confirm", _confirming({0.0: wide, 0.8: _confirmed(lookup=0.9)}, {4: 1.1, 16: 1.1}))
@@ -412,6 +415,7 @@ def test_batches_in_which_drafts_lose_are_decoded_plainly(
         assert (stats.drafted > 0) is (most_rows is None or rows <= most_rows)
 
 
+@pytest.mark.tools
 def test_batches_that_memory_has_no_room_for_are_left_out(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +433,7 @@ def test_batches_that_memory_has_no_room_for_are_left_out(
     assert [costs.rows for costs in found.greedy.costs.measured] == [1, 4]
 
 
+@pytest.mark.tools
 def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

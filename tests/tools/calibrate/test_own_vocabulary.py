@@ -75,6 +75,7 @@ def _reduced(model: PreTrainedModel, *drafts: LayerPathDrafter) -> list[str | No
     return [each.spelling for each in found]
 
 
+@pytest.mark.tools
 def test_drafts_in_fewer_bits_have_one_where_the_head_is_large() -> None:
     drafts = EarlyExit(2), LowPrecision(8), LowPrecision(4), LowPrecision(8, exit=2)
     assert _reduced(_writing_few(), *drafts) == ["int8+vocab:tokens.json", "int4+vocab:tokens.json"]
@@ -82,6 +83,7 @@ def test_drafts_in_fewer_bits_have_one_where_the_head_is_large() -> None:
     assert _reduced(tiny.llama(vocab_size=64), *drafts) == []
 
 
+@pytest.mark.tools
 def test_what_is_chosen_is_read_from_the_file_beside_the_profile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

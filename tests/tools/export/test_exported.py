@@ -66,6 +66,7 @@ def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: 
         assert torch.equal(names[name.replace(".3.", ".1.")], model.state_dict()[name])
 
 
+@pytest.mark.tools
 def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
     drafter = selfspec.drafts.EarlyExit(3)

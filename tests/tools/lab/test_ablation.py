@@ -59,6 +59,7 @@ def test_a_study_is_done_once_and_grows(load: Load, tmp_path: Path, done: Counte
     assert done.total() == count + 5 * 2
 
 
+@pytest.mark.tools
 def test_prompts_are_whole_and_texts_end_where_the_model_ends_them(load: Load) -> None:
     studied = load("stories")
     # Of several lengths; the model's most likely third token ends a text.
@@ -125,6 +126,7 @@ def test_one_model_is_not_named_twice(load: Load) -> None:
         work_on(declared(models=["a", "b"], drafts="exit:1", temperatures=0.0), load, Runs(None))
 
 
+@pytest.mark.tools
 def test_drafts_of_any_kind_are_judged_by_generation_and_timed_by_what_they_run(load: Load) -> None:
     drafts = ["exit:3", "int8", "lookup", "lookup+exit:3"]
     finding = work_on(declared(drafts=drafts, draft_lengths=[2], temperatures=[0.0]), load, Runs(None))

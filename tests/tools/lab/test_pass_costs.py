@@ -12,6 +12,7 @@ from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.pass_costs import PassCosts, costs_of
 
 
+@pytest.mark.tools
 def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     drafts = ("exit:2", "lookup", "lookup+exit:2")
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts)]

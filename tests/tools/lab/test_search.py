@@ -33,6 +33,7 @@ def _space(studied: StudiedModel, fewest: int, most: int) -> Space:
     return Space.of(studied.model, studied.adapter, fewest, most)
 
 
+@pytest.mark.tools
 def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
     space = _space(studied, 2, 2)
     everything = evaluate(Runs(tmp_path), STUDY, studied, list(map(frozenset, combinations(space.choices, 2))))
@@ -42,6 +43,7 @@ def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedMo
     assert len(found) == len({row["draft"] for row in found}) == 15
 
 
+@pytest.mark.tools
 def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
     found = search(studied, STUDY, _space(studied, 1, 5), evaluations=40)
     assert all(1 <= row["skipped"] <= 5 for row in found)
@@ -51,6 +53,7 @@ def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
         assert not any(other["alpha"] >= row["alpha"] and other["c"] <= row["c"] and other != row for other in found)
 
 
+@pytest.mark.tools
 def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: FilePath) -> None:
     space = _space(studied, 1, 4)
 

@@ -108,6 +108,7 @@ def test_a_cell_is_not_run_again(llama: PreTrainedModel, tmp_path: Path) -> None
     assert (again.expected, again.steps) == (0, [])
 
 
+@pytest.mark.tools
 def test_another_arm_or_model_is_measured_with_all_the_others(llama: PreTrainedModel, tmp_path: Path) -> None:
     run(llama, tmp_path)
     measured = run(llama, tmp_path, specs=[*SPECS, ArmSpec("draft", "exit:1")])
@@ -127,6 +128,7 @@ def test_texts_and_counts_of_each_prompt_are_rows(llama: PreTrainedModel, tmp_pa
     assert all(len(row["call_judged_by_depth"]) == len(row["call_accepted_by_depth"]) for row in rows)
 
 
+@pytest.mark.tools
 def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_path: Path) -> None:
     watch = Notes()
     drafts = [ArmSpec("draft", name, length=2) for name in ("exit:1", "int8", "lookup", "recycle")]

@@ -79,6 +79,7 @@ def test_a_draft_that_changed_the_text_would_show(finding: Finding) -> None:
     assert confirm(studied, texts, 0.0, 16, run.asked)["exact"] is False
 
 
+@pytest.mark.tools
 def test_a_study_is_written_whole(finding: Finding, shown: list[TextFindings], tmp_path: Path) -> None:
     from PIL import Image
     from pyarrow import parquet
@@ -149,6 +150,7 @@ def frames(shown: list[TextFindings], tmp_path: Path, monkeypatch: pytest.Monkey
     return sum(marked)
 
 
+@pytest.mark.tools
 def test_no_draft_is_marked_best_where_none_gains(
     shown: list[TextFindings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

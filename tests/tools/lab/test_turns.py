@@ -71,6 +71,7 @@ def test_greedy_arms_agree_and_count_what_they_did(greedy: list[ArmRun]) -> None
         assert {(call.passes, call.first_tokens) for call in by_name[plain].calls[0]} == {(16, 1)}
 
 
+@pytest.mark.tools
 def test_shapes_of_rounds_are_what_stats_counted(greedy: list[ArmRun]) -> None:
     for result in greedy[3:]:
         for call in result.calls[0]:
@@ -81,6 +82,7 @@ def test_shapes_of_rounds_are_what_stats_counted(greedy: list[ArmRun]) -> None:
     assert all(shape.steps == shape.drafted <= 3 for call in fixed.calls[0] for shape in call.rounds)
 
 
+@pytest.mark.tools
 def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
     found = measured(llama, Cell("w", 0.0, 3, 6, 16))
     absent = [result.arm.spec.kind for result in found if result.absence is not None]
@@ -90,6 +92,7 @@ def test_batches_have_no_assisted_generation(llama: PreTrainedModel) -> None:
     assert all(result.agreement is not None and result.agreement.equal == 6 for result in running)
 
 
+@pytest.mark.tools
 def test_an_assistant_drafts_for_both() -> None:
     name = f"assistant:{checkpoint_folder()}"
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
@@ -102,6 +105,7 @@ def test_an_assistant_drafts_for_both() -> None:
         assert all(call.passes <= most for call in arm.calls[0])
 
 
+@pytest.mark.tools
 def test_sampled_texts_are_not_compared(llama: PreTrainedModel) -> None:
     found = measured(llama, Cell("w", 0.8, 1, 6, 16))
     assert all(result.agreement is None for result in found)

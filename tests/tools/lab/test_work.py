@@ -19,6 +19,7 @@ pytest.importorskip("pandas")
 TIMES = TokenTimes(step=11, read=1)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("confirm", "pricing"), [(0, "weights"), (2, "weights"), (0, "measured")])
 def test_it_is_of_the_right_size(confirm: int, pricing: str) -> None:
     load = stories_loader()

@@ -91,6 +91,7 @@ def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path:
     assert out.stats.accepted > 0
 
 
+@pytest.mark.tools
 def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Path) -> None:
     plan = replace(_HEADS, own_texts=8, beginning=4, vocabulary=100)
 
@@ -108,6 +109,7 @@ def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Pat
     assert tensors[0]["tokens"].shape == (100,)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     training: Training, tmp_path: Path, precision: Literal["float32", "bfloat16"]
@@ -154,6 +156,7 @@ def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Trainin
     AutoTokenizer.from_pretrained(to)
 
 
+@pytest.mark.tools
 def test_layerskip_gives_the_same_weights_after_an_interrupt(training: Training, tmp_path: Path) -> None:
     def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == 5:
@@ -205,6 +208,7 @@ def test_wrong_settings_and_texts_are_refused_before_anything_is_written(trainin
     assert not to.exists()
 
 
+@pytest.mark.tools
 def test_a_crash_while_saving_loses_nothing(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

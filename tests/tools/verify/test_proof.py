@@ -109,6 +109,7 @@ def test_drafts_in_fewer_bits_of_other_architectures(model_type: str) -> None:
     assert report.exactness is Exactness.EXACT
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
@@ -138,6 +139,7 @@ def test_batch_invariant_passes_keep_every_bit_and_others_are_told(
     assert failed(report, "exit:4: logits are off plain decoding's by")
 
 
+@pytest.mark.tools
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     drafts = [selfspec.drafts.EarlyExit(2)]
     short = replace(TEXTS, max_new_tokens=8)
@@ -156,6 +158,7 @@ def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> Non
     assert announced == len(steps)
 
 
+@pytest.mark.tools
 def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
     report = verify(llama, [tiny.prompt(5)], settings=replace(TEXTS, max_new_tokens=4))
     assert [draft.name for draft in report.drafts] == [
@@ -175,6 +178,7 @@ def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -
     assert report.exactness is Exactness.EXACT
 
 
+@pytest.mark.tools
 def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
     copied = copy.copy(stories)
     # A full stop ends the text.
@@ -227,6 +231,7 @@ def test_a_bonus_token_that_is_too_sure_shows(
     assert report.divergences == ()
 
 
+@pytest.mark.tools
 def test_a_bonus_token_from_the_place_before_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +250,7 @@ def test_a_bonus_token_from_the_place_before_shows(
     assert not any(divergence.check is Check.TEACHER_FORCED for divergence in report.divergences)
 
 
+@pytest.mark.tools
 def test_states_shifted_by_a_token_show(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +266,7 @@ def test_states_shifted_by_a_token_show(
     assert not failed(report, "none:")
 
 
+@pytest.mark.tools
 def test_noise_that_depends_on_the_draft_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +281,7 @@ def test_noise_that_depends_on_the_draft_shows(
     assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
 
 
+@pytest.mark.tools
 def test_noise_that_favours_the_likely_shows(
     stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +293,7 @@ def test_noise_that_favours_the_likely_shows(
     assert failed(report, "none: tokens sampled under coupled do not fit")
 
 
+@pytest.mark.tools
 def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Tensor]) -> None:
     report = verified(stories, prompts, replace(FITS, accept=["token", "relaxed-top-k"]), DRAFTS[1:])
     assert report.exactness is Exactness.NOT_EXACT
@@ -318,6 +327,7 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
     return model
 
 
+@pytest.mark.tools
 def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     report = verified(nudged_twin(monkeypatch, 3e-6), PAIR, TEXTS, [selfspec.drafts.EarlyExit(2)])
     assert report.divergences
@@ -329,6 +339,7 @@ def test_a_near_tie_is_told_and_excused(monkeypatch: pytest.MonkeyPatch) -> None
     assert report.sentence.startswith(f"EXACT WITHIN ROUNDING: {len(report.divergences)} divergences, all at")
 
 
+@pytest.mark.tools
 def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     report = verified(nudged_twin(monkeypatch, 1e-2), PAIR, TEXTS, [selfspec.drafts.EarlyExit(2)])
     assert report.exactness is Exactness.NOT_EXACT

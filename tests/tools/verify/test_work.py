@@ -15,6 +15,7 @@ from selfspec.tools.verify.verification import verify, work
 TIMES = TokenTimes(step=11, read=1)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("tokens", [16, 48])
 def test_it_is_of_the_right_size(tokens: int) -> None:
     model, prompts = tiny.llama(), [tiny.prompt(8), tiny.prompt(12, seed=1)]

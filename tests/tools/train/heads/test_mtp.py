@@ -38,6 +38,7 @@ def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Pat
     lessons.assert_steps_are(lesson, text, RECIPE.depth, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_module_learns_and_drafts_from_its_new_folder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def test_each_mask_says_what_the_saved_lora_drafts(model: PreTrainedModel, text:
     assert {"q_proj", "down_proj"} <= set(config["target_modules"])
 
 
+@pytest.mark.tools
 def test_a_lora_learns_and_drafts(
     model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,145 @@
+"""Decoding behind long prompts: each prompt is read once, and every arm goes on from its keys and values, in turns.
+
+    python benchmarks/long_context.py MODEL --texts 'heldout.jsonl#kind=code' --context 8000 32768 \
+        --draft int8 --draft int8+window:512 --draft int8+top:512
+    python benchmarks/long_context.py MODEL --texts heldout.jsonl --context 131072 --memory 2GiB
+
+`selfspec bench --context` reads the prompt for each arm and repeat, as users do; at tens of thousands of tokens that
+takes hours. Speeds here are of the new tokens alone, the first included. With `--memory` the model is loaded within a
+budget, which the most memory that the process took while it read is set against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from copy import deepcopy
+from statistics import fmean
+from typing import Any
+
+import torch
+from harness import equal_tokens, keep, prompts_of, sampling
+from rich.progress import track
+from transformers.utils import logging
+
+import selfspec
+from selfspec.environment import environment
+from selfspec.measure.embedded import model_place
+from selfspec.measure.estimate import Estimate
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.process_memory import status_bytes
+
+_PLAIN = "plain"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a checkpoint, or demo")
+    parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]", help="joined where they are too short")
+    parser.add_argument("--context", type=int, nargs="+", required=True, help="tokens of a prompt")
+    parser.add_argument("--draft", action="append", default=[], help="may be given again")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory", help="budget of the process, e.g. 2GiB")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--name", default="long_context", help="of the results")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    place = model_place(options.model)
+    checkpoint = load_checkpoint(place, "float32", "cpu")
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    if options.memory:
+        del checkpoint
+        room = max(options.context) + options.max_new_tokens
+        model = selfspec.load(place, options.memory, device="cpu", dtype="float32", draft=False, context=room).model
+    settings = {name: value for name, value in vars(options).items() if name not in ("model", "texts")}
+    contexts: dict[str, Any] = {}
+    record = {
+        "model": options.model.rstrip("/").rpartition("/")[2],
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "settings": settings,
+        "environment": environment(torch.device("cpu")),
+        "contexts": contexts,
+    }
+    for context in options.context:
+        prompt = prompts_of(options.texts, tokenizer, 1, context)[0]
+        contexts[str(context)] = _behind(model, prompt, options)
+        keep(options.name, record, _report(record))
+    print(_report(record))
+
+
+def _behind(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Read a prompt, and time what follows it."""
+    plain, tokens = selfspec.wrap(model, None), options.max_new_tokens
+    started = time.perf_counter()
+    read = plain.generate(prompt, max_new_tokens=1, eos_token_id=None, return_dict_in_generate=True)
+    seconds, most = time.perf_counter() - started, status_bytes("VmHWM")
+    arms = {_PLAIN: plain, **{draft: plain.drafting(draft) for draft in options.draft}}
+    found: dict[str, Any] = {}
+    for temperature in options.temperatures:
+        rates: dict[str, list[float]] = {name: [] for name in arms}
+        texts: dict[str, list[list[int]]] = {name: [] for name in arms}
+        passes: dict[str, list[float]] = {name: [] for name in arms}
+        for repeat in track(range(-options.warm_up, options.repeats), f"T {temperature:g}", transient=True):
+            for name, spec in arms.items():
+                cache = deepcopy(read.cache)
+                at = time.perf_counter()
+                out = spec.generate(
+                    read.sequences,
+                    cache=cache,
+                    max_new_tokens=tokens,
+                    eos_token_id=None,
+                    seed=max(repeat, 0),
+                    **sampling(temperature),
+                )
+                if repeat >= 0:
+                    rates[name].append(tokens / (time.perf_counter() - at))
+                    texts[name].append(out.sequences[0, read.sequences.shape[1] :].tolist())
+                    passes[name].append(out.stats.mean_accepted_length)
+        found[f"{temperature:g}"] = {
+            name: {
+                "tokens_per_second": Estimate.of_median(rates[name]).to_dict(),
+                "against plain": Estimate.of_median(
+                    [one / base for one, base in zip(rates[name], rates[_PLAIN], strict=True)]
+                ).to_dict(),
+                "tokens_per_pass": fmean(passes[name]),
+                "equal_tokens": min(equal_tokens(*pair) for pair in zip(texts[name], texts[_PLAIN], strict=True)),
+            }
+            for name in arms
+        }
+    return {"prefill_seconds": seconds, "cache_bytes": read.stats.cache_bytes, "most_bytes": most, "decoding": found}
+
+
+def _report(record: dict[str, Any]) -> str:
+    settings, machine = record["settings"], record["environment"]
+    lines = [
+        "# Decoding behind long prompts\n",
+        f"{record['model']}, {record['parameters'] / 1e6:.1f}M parameters, float32; {machine['processor']}, "
+        f"{settings['threads']} threads. {settings['max_new_tokens']} new tokens, {settings['repeats']} repeats in "
+        "turns; medians and their intervals.",
+    ]
+    for context, found in record["contexts"].items():
+        budget = f"; the process took {found['most_bytes'] / 2**30:.2f} GiB at most while it read"
+        if settings["memory"]:
+            budget += f", of {settings['memory']}"
+        lines.append(f"\n## {int(context):,} tokens\n")
+        held = f"keys and values take {found['cache_bytes'] / 2**20:.0f} MiB{budget}"
+        lines.append(f"Read in {found['prefill_seconds']:.0f} s; {held}.")
+        for temperature, arms in found["decoding"].items():
+            lines.append(f"\n| temperature {temperature} | tokens/s | against plain | tokens a pass | equal tokens |")
+            lines.append("|---|---|---|---|---|")
+            for name, arm in arms.items():
+                rate, ratio = (Estimate(**arm[key]) for key in ("tokens_per_second", "against plain"))
+                equal = arm["equal_tokens"] if temperature == "0" else ""
+                lines.append(
+                    f"| {name} | {rate.shown(1)} | {ratio.shown(2)} | {arm['tokens_per_pass']:.2f} | {equal} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
