@@ -72,6 +72,8 @@ struct FloatSlots {
 // all of them.
 constexpr int kQueriesTogether = 24;
 constexpr int64_t kSlotsTogether = 64;
+// With fewer, asking takes longer than it saves.
+constexpr size_t kQueriesThatAsk = 6;
 
 // Keys or values of one head, `[slots, size]`.
 template <typename Slots>
@@ -80,6 +82,12 @@ struct Head {
   int64_t size;
 
   const Head& slots(int64_t, int64_t, float*) const { return *this; }
+
+  // Asks for some slots, so that they have come from memory when they are read.
+  void ask(int64_t first, int64_t end) const {
+    constexpr int64_t line = 64 / sizeof(typename Slots::Stored);
+    for (const auto* from = at + first * size; from < at + end * size; from += line) __builtin_prefetch(from, 0, 2);
+  }
 
   void read_slot(int64_t slot, float* to) const {
     for (int64_t i = 0; i < size; ++i) to[i] = Slots::number(at[slot * size + i]);
@@ -154,6 +162,9 @@ struct WithCopy {
   RoundedHead<Bits> copy;
   int64_t copied;
   int64_t size;
+
+  // Unpacking takes longer than reading.
+  void ask(int64_t, int64_t) const {}
 
   // Some slots as floats, in `room`, so that all queries over them share the work.
   Head<FloatSlots> slots(int64_t first, int64_t end, float* room) const {
@@ -230,20 +241,36 @@ struct Query {
 };
 
 // Calls `work` with a query, a range of slots that it sees, their scores, and keys or values of these; for some slots at
-// a time, so that they are read from memory once for all queries.
+// a time, so that they are read from memory once for all queries. Only the first of these has the processor read ahead,
+// and while many others compute the memory would be idle: each of them asks for its share of the next slots.
 template <typename Kept, typename Work>
 void over_slots(const std::vector<Query>& queries, const Kept& kept, float* room, const Work& work) {
   int64_t end = 0;
   for (const Query& query : queries) end = std::max(end, query.sight.end);
-  for (int64_t slot = 0; slot < end; slot += kSlotsTogether) {
-    const int64_t next = slot + kSlotsTogether;
+  const auto is_seen = [&](int64_t slot) {
     bool seen = false;
-    for (const Query& query : queries) query.within(slot, next, [&](int64_t, int64_t, float*) { seen = true; });
-    if (!seen) continue;
-    const auto& some = kept.slots(slot, std::min(next, end), room);
     for (const Query& query : queries) {
-      query.within(slot, next, [&](int64_t from, int64_t to, float* scores) { work(some, query, from, to, scores); });
+      query.within(slot, slot + kSlotsTogether, [&](int64_t, int64_t, float*) { seen = true; });
     }
+    return seen;
+  };
+  const int64_t share = (kSlotsTogether + queries.size() - 1) / queries.size();
+  bool seen = is_seen(0);
+  for (int64_t slot = 0, next; slot < end; slot = next) {
+    next = slot + kSlotsTogether;
+    const bool goes_on = next < end && is_seen(next);
+    const bool asks = goes_on && queries.size() >= kQueriesThatAsk;
+    if (seen) {
+      const auto& some = kept.slots(slot, std::min(next, end), room);
+      int64_t ahead = next;
+      for (const Query& query : queries) {
+        const int64_t last = std::min({ahead + share, next + kSlotsTogether, end});
+        if (asks && ahead < last) kept.ask(ahead, last);
+        ahead = last;
+        query.within(slot, next, [&](int64_t from, int64_t to, float* scores) { work(some, query, from, to, scores); });
+      }
+    }
+    seen = goes_on;
   }
 }
 
