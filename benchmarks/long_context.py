@@ -76,7 +76,9 @@ def _behind(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> di
     """Read a prompt, and time what follows it."""
     plain, tokens = selfspec.wrap(model, None), options.max_new_tokens
     started = time.perf_counter()
-    read = plain.generate(prompt, max_new_tokens=1, eos_token_id=None, return_dict_in_generate=True)
+    read = plain.generate(
+        prompt, torch.ones_like(prompt), max_new_tokens=1, eos_token_id=None, return_dict_in_generate=True
+    )
     seconds, most = time.perf_counter() - started, status_bytes("VmHWM")
     arms = {_PLAIN: plain, **{draft: plain.drafting(draft) for draft in options.draft}}
     found: dict[str, Any] = {}
@@ -90,6 +92,7 @@ def _behind(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> di
                 at = time.perf_counter()
                 out = spec.generate(
                     read.sequences,
+                    torch.ones_like(read.sequences),
                     cache=cache,
                     max_new_tokens=tokens,
                     eos_token_id=None,
