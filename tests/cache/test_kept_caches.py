@@ -26,7 +26,7 @@ PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 TestAnyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 10, kept="host"))
-TestManyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 100, steps=50, kept="host"))
+TestManyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 60, steps=50, kept="host"))
 
 
 def kept(model: PreTrainedModel, cache: CacheKind, draft: Any = None, length: Any = None) -> selfspec.SelfSpeculative:

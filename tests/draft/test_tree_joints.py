@@ -13,6 +13,7 @@ from torch import Tensor
 import selfspec
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, Warp, drawn, joint, small
+from helpers.tiers import taking_turns
 from selfspec.accept.registry import find_rule
 from selfspec.accept.rule import Rule
 from selfspec.cache.tree import Tree
@@ -124,8 +125,7 @@ def rejected(drafter: Drafter, rule: str, warp: Warp, control: Control, rows: in
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "rule"), taking_turns(list(DRAFTS), RULES))
 def test_samples_of_ragged_batches_follow_the_exact_joint(draft: str, rule: str) -> None:
     warp = WARPS[(list(DRAFTS).index(draft) + RULES.index(rule)) % len(WARPS)]
     assert rejected(DRAFTS[draft](), rule, warp, InTurns(2, nodes=5), rows=512, calls=20) == []
