@@ -52,8 +52,8 @@ class Batching:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of --cache, keep at most `1GiB`, say, of finished answers, for texts that begin like them; 0: none; by "
-            "default a quarter, at most 1 GiB.",
+            help="Of --cache, keep at most `1GiB`, say, of finished answers, for texts that begin like them; 0: none; "
+            "by default a quarter, at most 1 GiB.",
         ),
     ] = None
     prefill_tokens: Annotated[
@@ -179,7 +179,7 @@ def serve(
             if served.template is None:
                 print("note: there is no chat template; --template FILE gives one", file=sys.stderr)
             if address.api_key is None and not _is_local(address.host):
-                print("note: all who reach this address may ask; with --api-key KEY only those who have it", file=sys.stderr)
+                print("note: anybody may ask who reaches this address; --api-key KEY asks for a key", file=sys.stderr)
 
         run(app, served, bound, bounds.stop_seconds, ready)
     return None
