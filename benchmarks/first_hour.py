@@ -111,8 +111,8 @@ def _answers() -> bool:
     job = b'{"model": "code", "prompt": "def walk(", "max_tokens": 32, "temperature": 0}'
     request = urllib.request.Request(f"{_AT}/completions", job, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status == 200
+        with urllib.request.urlopen(request):
+            return True
     except urllib.error.URLError:
         return False
 

@@ -587,7 +587,7 @@ class SelfSpeculative:
         if any(isinstance(memory, DraftMemory) for memory in self._memories.values()):
             warnings.warn(
                 f"the model has {found} tokens, and had {self._vocabulary} when its drafts learnt from texts: what "
-                "they learnt is dropped, and they begin anew",
+                "they learnt is dropped, and they start again",
                 stacklevel=4,
             )
         self.forget()

@@ -79,10 +79,8 @@ class SamplingOptions:
 class Shaping:
     """Penalties and stop strings."""
 
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: make tokens of the text so far less likely.")] = (
-        1.0
-    )
-    no_repeat_ngram_size: Annotated[int, typer.Option(min=0, help="Let no run of N tokens come twice; 0: let it.")] = 0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: make tokens that came before less likely.")] = 1.0
+    no_repeat_ngram_size: Annotated[int, typer.Option(min=0, help="Let no run of N tokens come twice; 0: off.")] = 0
     stop_strings: Annotated[
         list[str] | None, typer.Option("--stop-string", help="Stop after this text; may be repeated.")
     ] = None

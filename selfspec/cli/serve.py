@@ -25,7 +25,7 @@ class Address:
     port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: any that is free.")] = 8000
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="SELFSPEC_API_KEY", help="Take requests with this key alone.", show_envvar=True),
+        typer.Option(envvar="SELFSPEC_API_KEY", help="Take only requests with this key.", show_envvar=True),
     ] = None
     name: Annotated[
         str | None, typer.Option(help="Clients ask for the model by this name; by default as it is given here.")
@@ -35,7 +35,7 @@ class Address:
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let scripts of pages from there ask, as https://example.com; *: any."),
+        typer.Option(metavar="ORIGIN", help="Let scripts of pages from there ask, e.g. https://example.com; *: any."),
     ] = None
 
 
@@ -52,8 +52,8 @@ class Batching:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of these, caches of finished answers take at most so much, for texts that begin alike; 0: none; by "
-            "default a quarter, at most 1 GiB.",
+            help="Of --cache, keep at most `1GiB`, say, of finished answers, for texts that begin like them; 0: none; "
+            "by default a quarter, at most 1 GiB.",
         ),
     ] = None
     prefill_tokens: Annotated[
@@ -126,7 +126,7 @@ def serve(
     if address.api_key is not None and not (
         address.api_key.isascii() and address.api_key.isprintable() and " " not in address.api_key
     ):
-        raise UnsupportedOptionError("--api-key has blanks, or letters that no header holds; use those of ASCII")
+        raise UnsupportedOptionError("--api-key has spaces, or characters that no header holds; use ASCII without them")
     source = read_template(template)
     drafting.check(model, budget)
 
@@ -179,7 +179,7 @@ def serve(
             if served.template is None:
                 print("note: there is no chat template; --template FILE gives one", file=sys.stderr)
             if address.api_key is None and not _is_local(address.host):
-                print("note: whoever reaches this address may ask; --api-key KEY lets in who has it", file=sys.stderr)
+                print("note: anybody may ask who reaches this address; --api-key KEY asks for a key", file=sys.stderr)
 
         run(app, served, bound, bounds.stop_seconds, ready)
     return None

@@ -97,7 +97,7 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
         raise PromptError(
             "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
             "padding_side='left'). Without a mask, `transformers` takes the padding token for padding wherever it "
-            "stands: pass attention_mask=torch.ones_like(input_ids) if it is text"
+            "is: pass attention_mask=torch.ones_like(input_ids) if it is text"
         )
     return mask
 

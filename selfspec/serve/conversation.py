@@ -78,7 +78,7 @@ class Conversation:
         if room < 1:
             raise PromptError(
                 f"the conversation with this message has {len(prompt)} tokens, and the context {self._context}; "
-                "begin anew with /reset, or say less"
+                "start again with /reset, or say less"
             )
         # An answer ends where tables change; the next turn, beyond, reads all anew.
         room = min([room, *(boundary - len(prompt) for boundary in self._boundaries if boundary > len(prompt))])

@@ -60,7 +60,7 @@ def check_schema(schema: Mapping[str, Any]) -> int:
     values = states = 0
     for part in _parts(_Part(schema, "", 1)):
         if part.depth > MOST_DEPTH:
-            raise part.refuse(f"schemas lie more than {MOST_DEPTH} deep in each other")
+            raise part.refuse(f"schemas are nested more than {MOST_DEPTH} deep")
         if len(part.schema.get("properties", ())) > MOST_PROPERTIES:
             raise part.refuse(f"an object has more than {MOST_PROPERTIES} properties")
         _check_keywords(part, schema)

@@ -214,7 +214,7 @@ def calibrate(
 def _drafter(draft: str | Drafter) -> Drafter:
     found = parse_draft(draft) if isinstance(draft, str) else draft
     if found is None:
-        raise DraftConfigError("plain decoding is what all drafts are set beside; name drafts alone")
+        raise DraftConfigError("plain decoding is what all drafts are compared with; name drafts alone")
     return found
 
 

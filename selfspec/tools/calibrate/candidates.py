@@ -71,8 +71,8 @@ def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0)
     for draft in usual:
         if not isinstance(draft, Drafter):
             raise DraftConfigError(
-                f"draft {shown(draft)} is none to consider; plain decoding is what all are set beside, so name drafts "
-                "alone, such as exit:E or lookup+int8"
+                f"draft {shown(draft)} cannot be considered; plain decoding is what all are compared with, so name "
+                "drafts alone, such as exit:E or lookup+int8"
             )
         if draft.spelling is None:
             raise DraftConfigError(

@@ -226,7 +226,7 @@ def _quality(report: Report, measured: MeasuredCell) -> None:
 def quality_sentence(measured: MeasuredCell) -> str:
     """Say whether texts of arms differ from plain decoding's by more than chance, at 5 % for all of them together."""
     if not any(each.p_value is not None for each in measured.qualities.values()):
-        return "There are no texts by plain decoding to set these beside."
+        return "There are no texts by plain decoding to compare these with."
     far = [arm.name for arm in differing(measured.qualities)]
     if not far:
         return "No arm's texts are more or less likely than plain decoding's by more than chance."

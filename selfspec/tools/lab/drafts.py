@@ -93,7 +93,7 @@ class Given:
         """
         found = self.drafts[name] if name in self.drafts else parse_draft(name)
         if found is None:
-            raise DraftConfigError("plain decoding is what every draft is set beside; name a draft")
+            raise DraftConfigError("plain decoding is what every draft is compared with; name a draft")
         return found
 
     def lossless(self, rule: str | None) -> bool:

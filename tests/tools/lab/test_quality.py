@@ -120,4 +120,4 @@ def test_sampled_lossless_texts_differ_by_chance_alone(model: PreTrainedModel) -
 
 def test_without_plain_decoding_nothing_is_said_to_be_like_it() -> None:
     said = quality_sentence(cell_of(made(EXIT, [0.5, 0.2]), made(RELAXED, [0.1, 0.2])))
-    assert said == "There are no texts by plain decoding to set these beside."
+    assert said == "There are no texts by plain decoding to compare these with."

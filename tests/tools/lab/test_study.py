@@ -91,7 +91,7 @@ def test_drafts_are_named_one_by_one() -> None:
     [
         ("exit:9", "out of range"),
         ("exitz", "also knows exits"),
-        ("none", "what every draft is set beside"),
+        ("none", "what every draft is compared with"),
         ("random:9x1", "out of range"),
         ("random:many", "random:4x20"),
         ("heads:nowhere", "cannot be read.*selfspec train exit"),
