@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from selfspec.measure.embedded import model_place
 
 _CONTEXT = 512
+_OWN = "own"
 # Logits that no draw reaches.
 _FAR = 60.0
 
@@ -60,7 +61,7 @@ def main() -> None:
     """Widen a checkpoint, and show that its greedy text is the small model's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a small llama, or demo")
-    parser.add_argument("--size", choices=SIZES, default="134M")
+    parser.add_argument("--size", choices=[*SIZES, _OWN], default="134M", help="own: the small model's")
     parser.add_argument("--to", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--own-vocabulary", action="store_true", help="keep the small model's, e.g. for an assistant")
     parser.add_argument("--device", default="cpu", help="where it is made")
@@ -74,8 +75,11 @@ def main() -> None:
     place = model_place(options.model)
     small = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32, device_map=options.device)
     tokenizer = AutoTokenizer.from_pretrained(place)
-    size = SIZES[options.size]
-    wide = widened(small, replace(size, vocabulary=None) if options.own_vocabulary else size)
+    if options.size == _OWN:
+        wide = small
+    else:
+        size = SIZES[options.size]
+        wide = widened(small, replace(size, vocabulary=None) if options.own_vocabulary else size)
     prompt = tokenizer(options.prompt, return_tensors="pt").input_ids.to(options.device)
     texts = [_greedy(model, prompt, options.max_new_tokens) for model in (small, wide)]
     parameters = sum(weight.numel() for weight in wide.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,15 @@ def mark_of(draft: str | None) -> Mark:
 
 def marks_of(drafts: Iterable[str]) -> dict[str, Mark]:
     """Marks of several drafts in one picture: those of one kind differ by dashes and markers."""
+    return told_apart({draft: mark_of(draft) for draft in drafts})
+
+
+def told_apart(marks: Mapping[str, Mark]) -> dict[str, Mark]:
+    """The marks of one picture, by what is drawn: those of one colour differ by dashes and markers."""
     found: dict[str, Mark] = {}
-    for draft in drafts:
-        own = mark_of(draft)
-        alike = sum(each.colour == own.colour for name, each in found.items() if name != draft)
-        marker = _MARKERS[(alike - 1) % len(_MARKERS)] if alike else own.marker
-        found[draft] = Mark(own.colour, marker, _DASHES[alike % len(_DASHES)], own.filled)
+    for name, own in marks.items():
+        others = [each.marker for each in found.values() if each.colour == own.colour]
+        alike = len(others)
+        marker = _MARKERS[(alike - 1) % len(_MARKERS)] if own.marker in others else own.marker
+        found[name] = Mark(own.colour, marker, _DASHES[alike % len(_DASHES)], own.filled)
     return found

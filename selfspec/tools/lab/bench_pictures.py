@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.palette import GREY, Mark, mark_of, marks_of
+from selfspec.measure.palette import GREY, Mark, mark_of, told_apart
 from selfspec.tools.lab.arms import ArmSpec, short_names
 from selfspec.tools.lab.cell import places
 from selfspec.tools.lab.drawing import Panel, Picture, curves, dots, heat, one_scale
@@ -53,6 +53,11 @@ def mark_of_arm(arm: ArmSpec) -> Mark:
     return Mark(GREY, markers[arm.kind], filled=arm.kind == "generate")
 
 
+def _marks(arms: Mapping[ArmSpec, str]) -> dict[str, Mark]:
+    """Marks by short names. Lengths or rules of one draft are told apart, too."""
+    return told_apart({shown: mark_of_arm(arm) for arm, shown in arms.items()})
+
+
 def _speed(measured: MeasuredCell, arm: ArmSpec) -> Estimate | None:
     found = measured.figures.get(arm)
     return None if found is None else found.decoding_against.get("model_generate")
@@ -76,7 +81,7 @@ def _beside(name: str, cells: Sequence[MeasuredCell], value: _Value, label: str)
     arms = short_names(record.arm for each in known for record in each.arms if value(each, record.arm))
     if len(known) > _FEW:
         return _heat_map(name, known, arms, value, label)
-    marks = {shown: mark_of_arm(arm) for arm, shown in arms.items()}
+    marks = _marks(arms)
     titles = places(each.cell for each in known)
     panels = [
         Panel(
@@ -98,9 +103,7 @@ def _by_depth(cells: Sequence[MeasuredCell]) -> Picture | None:
     arms = short_names(record.arm for each in drafting for record in each.arms if _was_judged(record))
     if not drafting or len(drafting) > _FEW or len(arms) > _LINES:
         return None
-    # One draft of several lengths or rules is told apart by dashes.
-    several = marks_of([f"{arm.draft}\n{number}" for number, arm in enumerate(arms)])
-    marks = dict(zip(arms.values(), several.values(), strict=True))
+    marks = _marks(arms)
     titles, panels = places(each.cell for each in drafting), []
     for each in drafting:
         by_arm = {record.arm: _shares(record) for record in each.arms if _was_judged(record)}

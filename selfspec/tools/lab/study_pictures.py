@@ -38,7 +38,7 @@ def _importance(found: Sequence[TextFindings]) -> Picture:
         Panel(each.title, partial(by_layer, lines=each.importance, marks=legend, label="acceptance", most=1.0))
         for each in shown
     ]
-    note = f"One attention, one MLP or both of one layer are left out. Shaded: 95 %; {_MEANING}"
+    note = f"What is left out of one layer. Shaded: 95 %; {_MEANING}"
     return Picture("importance", panels, 1.9, across=1, note=note, legend=legend, finish=_layers("layer left out"))
 
 

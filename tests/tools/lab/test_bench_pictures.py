@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from helpers.made import CELL, cell_of, plain, record
 from selfspec.decode.stats import Stats
-from selfspec.measure.palette import GREY
+from selfspec.measure.palette import GREY, mark_of
 from selfspec.tools.lab import bench_pictures, drawing
 from selfspec.tools.lab.bench_pictures import draw, mark_of_arm
 from selfspec.tools.lab.measured import MeasuredCell
@@ -120,3 +120,9 @@ def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
 def test_arms_that_are_not_selfspecs_are_grey() -> None:
     arms = [measured.arm for measured in cells(1, ["exit:2"])[0].arms]
     assert [mark_of_arm(arm).colour for arm in arms] == [GREY, "#000000", "#0072B2"]
+
+
+def test_acceptance_has_the_colours_of_its_drafts(saved: list[Figure], tmp_path: Path) -> None:
+    draw(cells(1, ["exit:2", "exit:3", "int8"]), tmp_path)
+    drawn = {line.get_color() for line in saved[1].axes[0].get_lines()}
+    assert {mark_of("exit:2").colour, mark_of("int8").colour} <= drawn
