@@ -179,7 +179,7 @@ def serve(
             if served.template is None:
                 print("note: there is no chat template; --template FILE gives one", file=sys.stderr)
             if address.api_key is None and not _is_local(address.host):
-                print("note: anybody may ask who reaches this address; --api-key KEY asks for a key", file=sys.stderr)
+                print("note: anyone who reaches this address may ask; --api-key KEY asks for a key", file=sys.stderr)
 
         run(app, served, bound, bounds.stop_seconds, ready)
     return None

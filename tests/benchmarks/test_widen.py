@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from widen import Size, padding_chance, places, widened
+from widen import Size, padding_chance, places, stretch, widened
 
 # Norms of a llama are computed in float32.
 _CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
@@ -79,3 +79,17 @@ def test_layers_lie_evenly_and_the_last_one_is_last() -> None:
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         widened(small(), replace(SIZE, **change))
+
+
+def test_more_positions_are_told_apart() -> None:
+    model = small()
+    stretch(model.config, 4 * model.config.max_position_embeddings)
+    longer = LlamaForCausalLM(LlamaConfig.from_dict(model.config.to_dict())).double().eval()
+    longer.load_state_dict(model.state_dict())
+    assert longer.config.max_position_embeddings == 8192
+    with torch.no_grad():
+        logits = [
+            longer(torch.tensor([[5, 5, 7]]), position_ids=torch.tensor([[0, at, at + 1]])).logits[0, -1]
+            for at in (1, 8000)
+        ]
+    assert not torch.allclose(*logits)
