@@ -41,6 +41,7 @@ _SHOWN, _SEED = 40, 3
 _REST = 2.0
 _INDENT = "    "
 _NEXT = (
+    "  selfspec MODEL             # what it can do here, which draft, what that gains",
     '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
     "  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto",
     "  selfspec verify MODEL      # is the output the model's own here?",
