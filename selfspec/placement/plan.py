@@ -10,14 +10,19 @@ from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
 """Weights in memory at once of those that are streamed: two of experts, and two on their way."""
-TOKENS_AT_ONCE = 1024
-"""Tokens of prompts that a pass reads, of all rows together, at most."""
+_TOKENS_AT_ONCE, _MASKED = 1024, 32 * 2**20
+"""The most tokens of prompts that a pass reads, of all rows together, and the most numbers of its mask."""
 LONGEST = 32
 """Tokens drafted a round, at most."""
 GROUP_SIZE = 32
 """Weights of a substitute in 4 bits that share a scale."""
 # Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
 _ACCEPTANCE = {8: 0.97, 4: 0.9}
+
+
+def tokens_at_once(context: int) -> int:
+    """Return how many tokens of prompts a pass reads at most, of all rows together, where the cache holds `context`."""
+    return max(1, min(_TOKENS_AT_ONCE, _MASKED // context))
 
 
 @dataclass(frozen=True)

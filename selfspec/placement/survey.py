@@ -19,13 +19,15 @@ from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import describe
 from selfspec.placement.cache_room import cache_bytes
-from selfspec.placement.plan import GROUP_SIZE, SLOTS, TOKENS_AT_ONCE, Bandwidth, Memory
+from selfspec.placement.plan import GROUP_SIZE, SLOTS, Bandwidth, Memory, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import StoredWeight, WeightFiles
 from selfspec.placement.weight_source import FromDisk, WeightSource
 
 # What allocators hold on to.
 _SLACK = 96 * 2**20
+# Numbers of a pass's mask for which there is room in that.
+_MASKED_IN_SLACK = 4 * 2**20
 # What a layer holds at once of a prompt, of its widest product's inputs and outputs together: three states of the MLP,
 # and some of the layer's own and of its attention.
 _STATES = 4
@@ -178,9 +180,11 @@ def _memory(
     # The head does not read prompts.
     widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
     cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
-    passes = (
-        _STATES * widest * min(context, TOKENS_AT_ONCE) * dtype.itemsize + 2 * max(copied, default=0) + cache.copied
-    )
+    at_once = min(context, tokens_at_once(context))
+    states = _STATES * widest * at_once * dtype.itemsize
+    # In the dtype, and what it is made of.
+    masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
+    passes = states + masks + 2 * max(copied, default=0) + cache.copied
     # While weights are made, there are no keys and values, and no passes.
     loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,17 +53,29 @@ class _Held(TorchDispatchMode):
         self.now -= size
 
 
-def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(tmp_path: Path) -> None:
-    model = tiny.llama(
-        dtype=torch.float32, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "context", "tokens"),
+    [
+        (
+            {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4},
+            4096,
+            2000,
+        ),
+        # Masks are most of it.
+        pytest.param({"num_hidden_layers": 1}, 32768, 32500, marks=pytest.mark.contract),
+    ],
+    ids=["wide", "long"],
+)
+def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
+    tmp_path: Path, sizes: dict[str, int], context: int, tokens: int
+) -> None:
+    model = tiny.llama(dtype=torch.float32, max_position_embeddings=context, **sizes)
     model.save_pretrained(tmp_path)
-    surveyed = survey(str(tmp_path), None, 4096, FromDisk())
+    surveyed = survey(str(tmp_path), None, context, FromDisk())
     spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
     held = _Held()
     with held:
-        output = spec.generate(tiny.prompt(2000), max_new_tokens=1, do_sample=False)
+        output = spec.generate(tiny.prompt(tokens), max_new_tokens=1, do_sample=False)
     memory = surveyed.memory
     assert held.most > output.stats.cache_bytes
     assert held.most <= output.stats.cache_bytes + memory.working - _NOT_IN_TENSORS
