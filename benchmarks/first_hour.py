@@ -113,6 +113,9 @@ def _answers() -> bool:
     try:
         with urllib.request.urlopen(request):
             return True
+    except urllib.error.HTTPError:
+        # Whoever answers so would for ever.
+        raise
     except urllib.error.URLError:
         return False
 

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from harness import equal_tokens, keep, prompts_of, sampling
 from rich.progress import track
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 import selfspec
 from selfspec.environment import environment
 from selfspec.measure.embedded import model_place
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.peak_memory import peak_memory
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.process_memory import status_bytes
+from selfspec.process_memory import resident_bytes
 
 _PLAIN = "plain"
 
@@ -44,19 +46,19 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory", help="budget of the process, e.g. 2GiB")
+    parser.add_argument("--memory", help="budget of the process, e.g. 2GiB; drafts in fewer bits have no room then")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="long_context", help="of the results")
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     place = model_place(options.model)
-    checkpoint = load_checkpoint(place, "float32", "cpu")
-    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(place)
     if options.memory:
-        del checkpoint
         room = max(options.context) + options.max_new_tokens
         model = selfspec.load(place, options.memory, device="cpu", dtype="float32", draft=False, context=room).model
+    else:
+        model = load_checkpoint(place, "float32", "cpu").model
     settings = {name: value for name, value in vars(options).items() if name not in ("model", "texts")}
     contexts: dict[str, Any] = {}
     record = {
@@ -76,11 +78,15 @@ def main() -> None:
 def _behind(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Read a prompt, and time what follows it."""
     plain, tokens = selfspec.wrap(model, None), options.max_new_tokens
-    started = time.perf_counter()
-    read = plain.generate(
-        prompt, torch.ones_like(prompt), max_new_tokens=1, eos_token_id=None, return_dict_in_generate=True
-    )
-    seconds, most = time.perf_counter() - started, status_bytes("VmHWM")
+    outputs: list[Any] = []
+
+    def reads() -> None:
+        mask = torch.ones_like(prompt)
+        outputs.append(plain.generate(prompt, mask, max_new_tokens=1, eos_token_id=None, return_dict_in_generate=True))
+
+    before, started = resident_bytes() or 0, time.perf_counter()
+    most = before + (peak_memory(reads, prompt.device) or 0)
+    seconds, read = time.perf_counter() - started, outputs[0]
     arms = {_PLAIN: plain, **{draft: plain.drafting(draft) for draft in options.draft}}
     found: dict[str, Any] = {}
     for temperature in options.temperatures:

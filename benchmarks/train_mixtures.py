@@ -82,7 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(model_place("demo"))
     texts = load_dataset("json", data_files=options.texts, split="train").shuffle(seed=0)
-    # Twice the characters that the steps need, by some three characters a token.
+    # Some six times as many tokens as the steps read.
     texts = texts.select(range(min(len(texts), options.steps * 8 // 3)))
 
     def blocks(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:

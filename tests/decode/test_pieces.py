@@ -67,7 +67,7 @@ def test_text_is_the_models(model: PreTrainedModel, draft: selfspec.drafts.Draft
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.contract)], ids=["one encoder", "two"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one encoder", "two"])
 def test_an_assistant_drafts_each_piece(model: PreTrainedModel, shared: bool) -> None:
     assistant = near(model)
     if shared:
