@@ -55,7 +55,8 @@ def main() -> None:
     place = model_place(options.model)
     tokenizer = AutoTokenizer.from_pretrained(place)
     if options.memory:
-        room = max(options.context) + options.max_new_tokens
+        # One token is written where the prompt is read.
+        room = max(options.context) + 1 + options.max_new_tokens
         model = selfspec.load(place, options.memory, device="cpu", dtype="float32", draft=False, context=room).model
     else:
         model = load_checkpoint(place, "float32", "cpu").model
