@@ -13,6 +13,8 @@ from torch.nn.functional import embedding
 from helpers import tiny
 from helpers.accelerator.device import Accelerator, present
 from selfspec.device import HostCopy, backend, to_device
+from selfspec.errors import UnsupportedOptionError
+from selfspec.model.checkpoint import find_device
 
 pytestmark = pytest.mark.accelerator
 
@@ -184,3 +186,10 @@ def test_a_default_device_first_asked_for_beside_it_holds_after_it() -> None:
         torch.zeros(1)
     with torch.device("meta"):
         assert torch.zeros(1).is_meta
+
+
+def test_once_it_is_gone_no_device_of_a_number_is_found() -> None:
+    with present():
+        pass
+    with pytest.raises(UnsupportedOptionError, match="not available here"):
+        find_device(3)

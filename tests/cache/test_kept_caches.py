@@ -110,8 +110,8 @@ def test_a_budget_says_how_keys_and_values_are_kept(tmp_path: Path, monkeypatch:
     with pytest.raises(UnsupportedOptionError, match=r"cache=.int4.*exact, host, int8"):
         selfspec.load(tmp_path, "64GiB", device="cpu", cache="int4")
     stand_in_device(monkeypatch)
-    # 512 bytes a token: with all of them the device has no room, and the host has.
-    budget, context = 300 * 2**20, 2**20
+    # 512 bytes a token, and masks: with all of them the device has no room, and the host has.
+    budget, context = 400 * 2**20, 2**20
     spec = selfspec.load(tmp_path, budget, context=context)
     placement = placement_of(spec.model)
     assert placement is not None

@@ -363,6 +363,12 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 _present: list[Accelerator] = []
 
 
+def _there() -> Accelerator:
+    if not _present:
+        raise RuntimeError("the stand-in is not there")
+    return _present[0]
+
+
 class _Module:
     """What `torch.cuda` is to CUDA."""
 
@@ -461,10 +467,10 @@ def _registered() -> list[torch.library.Library]:
         kernels.impl(name, partial(op.redispatch, SIZES_ONLY), "PrivateUse1")
 
     def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
-        return _present[0].empty(torch.empty(size, dtype=dtype, memory_format=memory_format))
+        return _there().empty(torch.empty(size, dtype=dtype, memory_format=memory_format))
 
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
-        return _present[0].empty(torch.empty_strided(size, stride, dtype=dtype))
+        return _there().empty(torch.empty_strided(size, stride, dtype=dtype))
 
     kernels.impl("empty.memory_format", empty, "PrivateUse1")
     kernels.impl("empty_strided", empty_strided, "PrivateUse1")
