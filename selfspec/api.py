@@ -60,7 +60,6 @@ from selfspec.model.vocabulary import vocabulary_size
 from selfspec.model.weights_read import bytes_read, widening
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
-from selfspec.placement.plan import tokens_at_once
 from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
@@ -224,9 +223,7 @@ class SelfSpeculative:
         placement = placement_of(model)
         own = Substitutes.of(model) if placement is None else placement.substitutes
         self.substitutes = own if substitutes is None else substitutes
-        self.limits = (
-            None if placement is None else Limits(placement.context, tokens_at_once(placement.context), placement.cache)
-        )
+        self.limits = None if placement is None else Limits(placement.context, placement.at_once, placement.cache)
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)

@@ -43,6 +43,7 @@ class Placement:
     Attributes:
         head: whether the head is streamed.
         context: tokens that the cache may hold, of all rows together.
+        at_once: tokens of prompts that a pass may read, of all rows together.
         substitutes: of what is streamed.
         cache: how keys and values are kept.
         stream: that weights come from; None: all stay.
@@ -53,6 +54,7 @@ class Placement:
     depth: int
     head: bool
     context: int
+    at_once: int
     substitutes: Substitutes
     cache: CacheKind = "exact"
     stream: WeightStream | None = None

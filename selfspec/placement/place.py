@@ -46,6 +46,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
         depth,
         head,
         surveyed.context,
+        surveyed.at_once,
         substitutes,
         surveyed.cache,
         stream,

@@ -10,8 +10,8 @@ from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
 """Weights in memory at once of those that are streamed: two of experts, and two on their way."""
-_TOKENS_AT_ONCE, _MASKED = 1024, 32 * 2**20
-"""The most tokens of prompts that a pass reads, of all rows together, and the most numbers of its mask."""
+_TOKENS_AT_ONCE, _SCORED = 1024, 32 * 2**20
+"""The most tokens of prompts that a pass reads, of all rows together, and the most numbers of its mask or scores."""
 LONGEST = 32
 """Tokens drafted a round, at most."""
 GROUP_SIZE = 32
@@ -20,9 +20,14 @@ GROUP_SIZE = 32
 _ACCEPTANCE = {8: 0.97, 4: 0.9}
 
 
-def tokens_at_once(context: int) -> int:
-    """Return how many tokens of prompts a pass reads at most, of all rows together, where the cache holds `context`."""
-    return max(1, min(_TOKENS_AT_ONCE, _MASKED // context))
+def tokens_at_once(context: int, scored_heads: int) -> int:
+    """Return how many tokens of prompts a pass reads at most, of all rows together.
+
+    Args:
+        context: tokens that the cache holds.
+        scored_heads: whose scores attention holds at once; 0: of none.
+    """
+    return max(1, min(_TOKENS_AT_ONCE, context, _SCORED // (context * max(1, scored_heads))))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from selfspec.placement.weight_source import FromDisk, WeightSource
 _SLACK = 96 * 2**20
 # Numbers of a pass's mask for which there is room in that.
 _MASKED_IN_SLACK = 4 * 2**20
+# Bytes of each score that eager attention holds at once: as multiplied, with the mask, in float32, and as given back.
+_OF_SCORE = 16
 # What a layer holds at once of a prompt, of its widest product's inputs and outputs together: three states of the MLP,
 # and some of the layer's own and of its attention.
 _STATES = 4
@@ -61,6 +63,11 @@ class Survey:
     context: int
     source: WeightSource
     cache: CacheKind = "exact"
+
+    @property
+    def at_once(self) -> int:
+        """Tokens of prompts that a pass reads at most, of all rows together."""
+        return tokens_at_once(self.context, _scored_heads(self.skeleton.model.config))
 
     def bandwidth(self) -> Bandwidth:
         """Measure how fast weights come, and are multiplied."""
@@ -180,11 +187,13 @@ def _memory(
     # The head does not read prompts.
     widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
     cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
-    at_once = min(context, tokens_at_once(context))
+    scored_heads = _scored_heads(made.model.config)
+    at_once = tokens_at_once(context, scored_heads)
     states = _STATES * widest * at_once * dtype.itemsize
     # In the dtype, and what it is made of.
     masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
-    passes = states + masks + 2 * max(copied, default=0) + cache.copied
+    scores = at_once * context * scored_heads * _OF_SCORE
+    passes = states + masks + scores + 2 * max(copied, default=0) + cache.copied
     # While weights are made, there are no keys and values, and no passes.
     loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(
@@ -198,6 +207,13 @@ def _memory(
         cache=cache.slots,
         working=_SLACK + max(passes, loading),
     )
+
+
+def _scored_heads(config: PreTrainedConfig) -> int:
+    """Heads whose scores attention holds at once: all of a layer's, or none where its kernel goes through the keys."""
+    # Some models have none.
+    heads: int = getattr(config, "num_attention_heads", 0)
+    return heads if config._attn_implementation == "eager" else 0
 
 
 def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -53,24 +54,43 @@ class _Held(TorchDispatchMode):
         self.now -= size
 
 
+def _wide() -> PreTrainedModel:
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return tiny.llama(dtype=torch.float32, max_position_embeddings=4096, **sizes)
+
+
+def _long() -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32, max_position_embeddings=32768, num_hidden_layers=1)
+
+
+def _bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=64, n_layer=1, n_head=8, eos_token_id=49))
+
+
+def _gpt_oss() -> PreTrainedModel:
+    kept = {"num_hidden_layers": 1, "max_position_embeddings": 4096, "eos_token_id": 49, "pad_token_id": 49}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return GptOssForCausalLM(
+        GptOssConfig(vocab_size=50, hidden_size=64, intermediate_size=64, **kept, **heads, **experts)
+    )
+
+
 @pytest.mark.parametrize(
-    ("sizes", "context", "tokens"),
+    ("make", "context", "tokens"),
     [
-        (
-            {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4},
-            4096,
-            2000,
-        ),
+        (_wide, 4096, 2000),
         # Masks are most of it.
-        pytest.param({"num_hidden_layers": 1}, 32768, 32500, marks=pytest.mark.contract),
+        pytest.param(_long, 32768, 32500, marks=pytest.mark.contract),
+        # Eager attention: scores are.
+        (_bloom, 2048, 2000),
+        pytest.param(_gpt_oss, 4096, 4000, marks=pytest.mark.contract),
     ],
-    ids=["wide", "long"],
 )
 def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
-    tmp_path: Path, sizes: dict[str, int], context: int, tokens: int
+    tmp_path: Path, make: Callable[[], PreTrainedModel], context: int, tokens: int
 ) -> None:
-    model = tiny.llama(dtype=torch.float32, max_position_embeddings=context, **sizes)
-    model.save_pretrained(tmp_path)
+    make().save_pretrained(tmp_path)
     surveyed = survey(str(tmp_path), None, context, FromDisk())
     spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
     held = _Held()
