@@ -70,10 +70,10 @@ class RoundedCopy:
             self._lengths, self._parts = [], []
             self._parts = [part for slots in exact for part in _empty_like(slots, self._bits)]
         begins, ends = self._lengths or [0] * len(seq_lens), list(seq_lens)
-        if begins != ends and exact:
-            _round_slots(exact, self._parts, begins, ends, self._bits)
-            self._lengths, device = ends, exact[0].device
-            self._held = to_device(ends, device)
+        if self._lengths != ends and exact:
+            if begins != ends:
+                _round_slots(exact, self._parts, begins, ends, self._bits)
+            self._lengths, self._held = ends, to_device(ends, exact[0].device)
 
     @property
     def tensors(self) -> tuple[Tensor, tuple[Tensor, ...]]:

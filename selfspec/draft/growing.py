@@ -41,9 +41,13 @@ class RankChances:
         return tuple(accumulate(rates, min))
 
     def count(self, tree: Tree, path: Sequence[int]) -> None:
-        """Count which siblings were accepted along a path of a tree."""
+        """Count which siblings were accepted along a path of a tree.
+
+        In a union other sources put their nodes beside a model's: of ranks beyond its own nothing is learnt.
+        """
+        ranks = range(self.counts.shape[1])
         for place, accepted in zip((-1, *path), (*path, None), strict=True):
-            for rank, node in enumerate(tree.children[place + 1]):
+            for rank, node in zip(ranks, tree.children[place + 1], strict=False):
                 self.counts[:, rank] += node == accepted, 1
 
 

@@ -42,6 +42,20 @@ def test_greedy_text_is_stock_text(architecture: str, draft: str, bits: Any, nod
         assert output.stats.drafted > 0
 
 
+@pytest.mark.parametrize("runtime", [None, selfspec.runtime.Eager()], ids=["default", "eager"])
+def test_behind_prompts_of_one_token_nothing_is_copied_yet(runtime: selfspec.runtime.Runtime | None) -> None:
+    model = tiny.mistral(dtype=torch.float64)
+    for rows in (1, 2):
+        ids, found = tiny.prompt(1, rows).clamp(min=1), {}
+        for draft in ("int8", "int8+kv8"):
+            output = selfspec.wrap(model, draft, draft_length=3, runtime=runtime).generate(
+                ids, max_new_tokens=24, **GREEDY
+            )
+            assert torch.equal(output.sequences, stock(model, ids, 24))
+            found[draft] = output.stats.mean_accepted_length
+        assert found["int8+kv8"] > found["int8"] - 0.5
+
+
 def test_an_exit_over_a_copy_leaves_nothing_to_resume() -> None:
     assert CacheInBits(EarlyExit(2)).path(4).resume_point is None
     assert CacheInBits(EarlyExit(2)).early_exit(4) is None

@@ -55,6 +55,14 @@ def test_what_was_seen_stands_beside_the_models_draft(llama: PreTrainedModel) ->
     assert len(first.rows[0].draft) > 2
 
 
+@pytest.mark.parametrize("draft", ["union:suffix+int8", "union:recycle+exit:2"])
+def test_more_siblings_than_the_model_would_draft_itself(llama: PreTrainedModel, draft: str) -> None:
+    ids = tiny.prompt(20)
+    spec = selfspec.wrap(llama, draft, draft_length=ModelDrafts(3, nodes=40))
+    found = spec.generate(ids, max_new_tokens=100, **GREEDY).sequences
+    assert torch.equal(found, llama.generate(ids, max_new_tokens=100, **GREEDY))
+
+
 def test_tokens_off_the_models_chain_say_nothing_of_its_confidence() -> None:
     control: Any = CostAware(2, nodes=6).begin(Costs(0.3))
     control.budget(20, [True])
