@@ -198,7 +198,7 @@ class LayerPathProposer(GrowingProposer):
         tree, start = self.tree(rows, budget), self._path.resume_point
         if self._path.top_keys is not None:
             rows.open_block(tree)
-            rows.runner.choose_top(self._path.top_keys, rows.last_tokens, apart=rows.rows_apart)
+            rows.runner.choose_top(self._path.top_keys, rows.last_tokens, _choosing_apart(rows, budget))
         draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)
@@ -207,3 +207,10 @@ class LayerPathProposer(GrowingProposer):
                 return follow(rows, chain, tree.depth)
         draft = grow(rows, tree, read)
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))
+
+
+def _choosing_apart(rows: RowsView, budget: Budget) -> list[int] | None:
+    """Places of the rows that a draft is for, where each chooses what it attends to as it would alone; else None."""
+    if not rows.rows_apart:
+        return None
+    return [place for place, row in enumerate(rows.running) if budget.rows is None or row in budget.rows]

@@ -188,7 +188,7 @@ class CascadeProposer(JoinedProposer):
         for row, length in zip(rows.running, lengths_of(rows, found), strict=True):
             if length:
                 self._served.setdefault(row, place)
-        return found if last else filled_up(rows, found, lambda: self._apart(rows, budget, place + 1))
+        return found if last else filled_up(rows, found, budget, lambda rest: self._apart(rows, rest, place + 1))
 
     def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
         """Leave a draft to the rows that it promises more than the sources behind it."""

@@ -22,10 +22,12 @@ class Budget:
     Attributes:
         depth: draft tokens on one path; 0: no draft.
         nodes: draft tokens in all, siblings included, at least `depth`.
+        rows: numbers of the rows that the draft is for, where others have one already; None: all.
     """
 
     depth: int
     nodes: int
+    rows: frozenset[int] | None = None
 
     @classmethod
     def chain(cls, length: int) -> Budget:
@@ -36,7 +38,8 @@ class Budget:
         """The budget of a draft of which a row can commit at most `tokens`: every level that is cut has a node."""
         if self.depth <= tokens:
             return self
-        return Budget(tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else Budget(0, 0)
+        left = (tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else (0, 0)
+        return Budget(*left, self.rows)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from selfspec.device import to_device
-from selfspec.draft.draft import Draft
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import RowsView
 
 
@@ -35,16 +36,18 @@ def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
     return draft.row_lengths or (draft.length,) * len(rows.running)
 
 
-def filled_up(rows: RowsView, found: Draft, propose: Callable[[], Draft]) -> Draft:
+def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[Budget], Draft]) -> Draft:
     """Return a draft of `chains` with those of another source in the rows that it has nothing for.
 
-    The other source is asked, for all rows, only where some unfinished row needs it. What it ran is no longer what is
-    verified, so verification starts from tokens.
+    The other source is asked only where some unfinished row needs it, with a budget that names these rows; it may draft
+    for all. What it ran is no longer what is verified, so verification starts from tokens.
     """
     taken = lengths_of(rows, found)
-    if all(length or row not in rows.unfinished for row, length in zip(rows.running, taken, strict=True)):
+    wanting = rows.unfinished if budget.rows is None else rows.unfinished & budget.rows
+    needing = frozenset(row for row, length in zip(rows.running, taken, strict=True) if row in wanting and not length)
+    if not needing:
         return found
-    other = propose()
+    other = propose(replace(budget, rows=needing))
     if not found.length or not other.length:
         return other if other.length else found
     longest = max(found.length, other.length)

@@ -99,7 +99,8 @@ class UnionProposer(JoinedProposer):
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         found, control = self._free.look_up(rows, budget), rows.controller
         if rows.rows_apart:
-            return filled_up(rows, found, lambda: self._drawn.propose(rows, Budget.chain(budget.depth)))
+            without_branches = replace(budget, nodes=budget.depth)
+            return filled_up(rows, found, without_branches, lambda rest: self._drawn.propose(rows, rest))
         if found.length and control.prefers(found.match_length, [MODEL]) and control.tries(found.match_length):
             return found
         drawn = self._drawn.propose(rows, Budget.chain(budget.depth))

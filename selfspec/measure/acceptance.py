@@ -194,7 +194,7 @@ def _draft_logits(
     found = []
     for piece in ids.split(_PIECE, 1):
         if path.top_keys is not None:
-            runner.choose_top(path.top_keys, piece[:, :1], apart=False)
+            runner.choose_top(path.top_keys, piece[:, :1])
         found.append(runner.logits(path, piece, head=drafter.head).logits[0])
         runner.prefill(piece, [piece.shape[1]])
         cache.commit([piece.shape[1]])

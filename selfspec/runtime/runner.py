@@ -230,7 +230,7 @@ class ModelRunner:
         self._cache.record(tokens.shape[1])
         return tap.take()
 
-    def choose_top(self, keys: int, tokens: Tensor, *, apart: bool) -> None:
+    def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
         """Choose the slots that drafts attend to which attend to so many keys, where it is time to.
 
         It takes a plain step of the stock modules. What this writes is written again by verification.
@@ -238,10 +238,10 @@ class ModelRunner:
         Args:
             keys: of the cache's `top`.
             tokens: the last committed ones, `[batch, 1]`.
-            apart: whether each row is to choose when it would alone; else all do when one is to.
+            apart: places of rows each of which chooses when it would alone; None: all rows do when one is to.
         """
         top, lengths = self._cache.top(keys), self._cache.seq_lens
-        due = top.due(lengths)
+        due = [row for row in top.due(lengths) if apart is None or row in apart]
         if not due:
             return
         if self._shares is None:
@@ -250,7 +250,7 @@ class ModelRunner:
         with self._reading(PassCall(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
             base(**self._called_with(base, tokens))
         long = [row for row, length in enumerate(lengths) if length > keys]
-        top.choose(shares[0], lengths, due if apart else long)
+        top.choose(shares[0], lengths, long if apart is None else due)
 
     def try_paths(self, trial: Trial, block: Tensor, tree: Tree, taps: tuple[Point, ...] = ()) -> Pass:
         """Run the whole model over a block, and try paths on some of its tokens.

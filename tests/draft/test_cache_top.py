@@ -23,7 +23,18 @@ from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.top_slots import CHUNK, EVERY, TopSlots
 from selfspec.cache.tree import Tree
-from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup, TopOfCache
+from selfspec.draft import (
+    CacheInBits,
+    CacheWindow,
+    Cascade,
+    Drafter,
+    EarlyExit,
+    LayerSkip,
+    LowPrecision,
+    PromptLookup,
+    Recycling,
+    TopOfCache,
+)
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
@@ -89,7 +100,7 @@ def _attended(model: PreTrainedModel, tokens: int, read: int, tree: Tree | None)
     path = TopOfCache(LowPrecision(), KEYS).path(1)
     runner, cache = _runner(model, tiny.prompt(tokens, 2).clamp(min=1))
     block = tiny.prompt(read, 2, seed=5).clamp(min=1)
-    runner.choose_top(KEYS, block[:, :1], apart=False)
+    runner.choose_top(KEYS, block[:, :1])
 
     def states() -> Tensor:
         if tree is not None:
@@ -138,7 +149,7 @@ def test_all_layers_that_see_all_choose_together(family: str) -> None:
     since = (300 - LATEST) // CHUNK * CHUNK
     mass = layers[:, :, :, -1, :since].sum((0, 2)).unflatten(1, (-1, CHUNK)).sum(-1)
     runner, cache = _runner(model, ids[:, :300])
-    runner.choose_top(KEYS, ids[:, 300:], apart=False)
+    runner.choose_top(KEYS, ids[:, 300:])
     seen = cache.top(KEYS).seen(since)[:, 2 : 2 + mass.shape[1]] >= 0
     expected = torch.zeros_like(seen).scatter(1, mass.topk(CHUNKS, dim=1).indices, True)
     assert torch.equal(seen, expected)
@@ -186,7 +197,7 @@ def test_choosing_changes_nothing_that_the_target_reads(long_llama: PreTrainedMo
     for chooses in (False, True):
         runner, _ = _runner(long_llama, ids)
         if chooses:
-            runner.choose_top(KEYS, block[:, :1], apart=False)
+            runner.choose_top(KEYS, block[:, :1])
         found.append(runner.logits(LayerPath.full(runner.depth), block).logits)
     assert torch.equal(*found)
 
@@ -199,16 +210,27 @@ def test_families_choose(family: str) -> None:
     assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
 
 
-@pytest.mark.contract
-def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(long_llama, TopOfCache(LayerSkip(mlp=[1]), KEYS), draft_length=3, accept="token")
-    rows = tiny.prompt(LONG, 2).clamp(min=1)
-    rows[1, : LONG - 140] = 0
-    masks = (rows != 0).long()
-    options: dict[str, Any] = {"max_new_tokens": 2 * EVERY, "do_sample": True, "seed": 3}
-    both = spec.generate(rows, attention_mask=masks, **options)
-    alone = spec.generate(rows[:1], **options)
-    assert torch.equal(both.sequences[:1], alone.sequences)
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(None, marks=pytest.mark.contract),
+        pytest.param(PromptLookup(), marks=pytest.mark.contract),
+        Recycling(),
+    ],
+    ids=["alone", "lookup", "recycle"],
+)
+def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel, before: Drafter | None) -> None:
+    over_top = TopOfCache(LayerSkip(mlp=[1]), KEYS)
+    draft = over_top if before is None else Cascade(before, over_top)
+    options: dict[str, Any] = {"max_new_tokens": 2 * EVERY, "do_sample": True, "temperature": 0.8, "seed": 3}
+    for seed, beside in enumerate((160, 20, 20)):
+        rows = tiny.prompt(LONG + 100, 2, seed=seed).clamp(min=1)
+        rows[1, :-beside] = 0
+        found = []
+        for prompts in (rows, rows[:1]):
+            spec = selfspec.wrap(long_llama, draft, draft_length=2, accept="token")
+            found.append(spec.generate(prompts, attention_mask=(prompts != 0).long(), **options).sequences[:1])
+        assert torch.equal(*found)
 
 
 def test_it_leaves_nothing_to_resume() -> None:
