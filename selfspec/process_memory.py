@@ -10,6 +10,8 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _GROUP = Path("/sys/fs/cgroup")
+# glibc's number of the option, and bytes: below it are a draft step's states and logits.
+_MMAP_THRESHOLD, _LARGE = -3, 256 * 2**10
 
 
 def resident_bytes() -> int | None:
@@ -24,6 +26,16 @@ def give_back_free_memory() -> None:
     # Without glibc the level before is higher and the peak above it lower.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_large_blocks_back() -> None:
+    """Let large blocks go back to the system as soon as they are freed, from now on.
+
+    glibc keeps more and more of them otherwise: as large as the largest freed so far, between smaller ones that stay.
+    """
+    # Without glibc there is no such switch.
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 def status_bytes(field: str) -> int:

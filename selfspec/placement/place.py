@@ -29,6 +29,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     Raises:
         StorageError: the disk does not give them.
     """
+    surveyed.source.prepare()
     made = surveyed.skeleton
     streamed = [module for layer in surveyed.layers[plan.resident :] for module in layer]
     away = {f"{module.name}.{weight}" for module in streamed for weight in module.weights}

@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -117,9 +117,10 @@ class WeightFiles:
         self._opened: dict[Path, int] = {}
         self._opening = threading.Lock()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the process the module may have no names any more.
         for opened in self._opened.values():
-            os.close(opened)
+            close(opened)
 
     def read_into(self, memory: memoryview, weight: StoredWeight, first: int) -> None:
         """Fill memory with bytes of the weight's file from `first` on, at least to the weight's end.

@@ -18,7 +18,7 @@ from selfspec.placement.host_slots import host_bandwidth, host_slots
 from selfspec.placement.plan import SLOTS, Bandwidth
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
 from selfspec.placement.weight_stream import Slot
-from selfspec.process_memory import machine_bytes, resident_bytes
+from selfspec.process_memory import give_large_blocks_back, machine_bytes, resident_bytes
 
 # Bytes of weights that are moved, and multiplied, to see how fast.
 _PROBED = 1 << 27
@@ -36,6 +36,10 @@ class WeightSource(ABC):
     device: torch.device
     name: str
     caches: tuple[CacheKind, ...]
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Prepare the process to keep to a budget, before a model is loaded."""
 
     @abstractmethod
     def in_use(self) -> int:
@@ -77,6 +81,9 @@ class FromDisk(WeightSource):
     device = torch.device("cpu")
     name = "the machine, or the control group of the process,"
     caches = ("exact", "int8")
+
+    def prepare(self) -> None:
+        give_large_blocks_back()
 
     def in_use(self) -> int:
         return resident_bytes() or 0
@@ -122,6 +129,9 @@ class FromHost(WeightSource):
 
     def __init__(self, copies: DeviceCopies) -> None:
         self.device, self._copies = copies.device, copies
+
+    def prepare(self) -> None:
+        return
 
     def in_use(self) -> int:
         return 0
