@@ -44,9 +44,11 @@ def rounds(
                 yield committed
             except GeneratorExit:
                 # Between two rounds all that is committed is there, as it is at the end.
-                _fill(past, batch, request)
+                if past is not None:
+                    _fill(past, batch, request)
                 raise
-        _fill(past, batch, request)
+        if past is not None:
+            _fill(past, batch, request)
     finally:
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
@@ -54,9 +56,9 @@ def rounds(
         stats.seconds = clock.seconds()
 
 
-def _fill(past: Cache | None, batch: Batch, request: Request) -> None:
+def _fill(past: Cache, batch: Batch, request: Request) -> None:
     """Hand the caller's cache what the rows have read."""
-    if past is not None and can_store(batch.cache):
+    if can_store(batch.cache):
         store_past(batch.cache, past, request.mask)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.draft.declaration import read_number
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
 from selfspec.draft.growing import CHANCES, GrowingProposer
@@ -157,10 +158,10 @@ class OverPartOfCache(OverLessOfCache):
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
-        if not argument or not isinstance(before, LayerPathDrafter) or not argument.isdecimal():
+        if not isinstance(before, LayerPathDrafter):
             raise ValueError(argument)
         made: Callable[[LayerPathDrafter, int], OverPartOfCache] = cls
-        return made(before, int(argument))
+        return made(before, read_number(argument))
 
     @abstractmethod
     def over_part(self, path: LayerPath) -> LayerPath:

@@ -13,6 +13,8 @@ from selfspec.values import shown
 
 SINKS = 4
 """First tokens that stay in sight, as StreamingLLM has them."""
+# No text is longer.
+_MOST = 10**9 - 1
 
 
 @drafter(
@@ -39,9 +41,9 @@ class CacheWindow(OverPartOfCache):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value, least in (("recent", self.recent, 1), ("sinks", self.sinks, 0)):
-            if type(value) is not int or value < least:
+            if type(value) is not int or not least <= value <= _MOST:
                 raise DraftConfigError(
-                    f"a window's {name} is an integer of at least {least}, got {shown(value)}; e.g. int8+window:512"
+                    f"a window's {name} is an integer from {least} to {_MOST}, got {shown(value)}; e.g. int8+window:512"
                 )
 
     @property

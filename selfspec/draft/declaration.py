@@ -77,10 +77,10 @@ def named() -> frozenset[str]:
 
 
 def read_number(text: str | None) -> int:
-    """Read the number of a layer.
+    """Read the number of a layer, or of tokens.
 
     Raises:
-        ValueError: it is none. No model has layers of more than nine digits.
+        ValueError: it is none. No model has layers, and no text tokens, of more than nine digits.
     """
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(text)

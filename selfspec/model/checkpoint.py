@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
 from selfspec.model.hub import check_on_hub
@@ -50,10 +50,17 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> Tensor:
-        """Token ids of a prompt, `[1, tokens]`, on the model's device."""
-        ids: Tensor = self.tokenizer(text, return_tensors="pt").input_ids
-        # Of an empty text the tokenizer makes floats.
-        return ids.long().to(self.model.device)
+        """Token ids of a prompt, `[1, tokens]`, on the model's device. An empty one is the bos token alone.
+
+        Raises:
+            PromptError: it is empty, and the tokenizer has no bos token.
+        """
+        ids: list[int] = self.tokenizer(text).input_ids
+        # Not all tokenizers put it before a text.
+        begun = ids or [self.tokenizer.bos_token_id]
+        if begun == [None]:
+            raise PromptError("the prompt is empty, and this tokenizer has no bos token to start from; give some text")
+        return torch.tensor([begun], device=self.model.device)
 
 
 def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:

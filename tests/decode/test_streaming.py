@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -123,6 +126,19 @@ def test_an_abandoned_stream_tells_the_end(spec: selfspec.SelfSpeculative) -> No
     stream.close()
     assert listener.heard == [tiny.prompt(5).tolist(), *([token] for token in first.tokens), "end"]
     assert stream.stats.seconds
+
+
+@pytest.mark.tools
+def test_a_stream_that_is_left_at_the_end_of_the_process_says_nothing() -> None:
+    script = """
+from helpers import tiny
+import selfspec
+stream = selfspec.wrap(tiny.llama(), "exit:2").stream(tiny.prompt(5), max_new_tokens=8)
+next(stream)
+"""
+    tests = str(Path(__file__).parents[1])
+    run = subprocess.run([sys.executable, "-c", script], cwd=tests, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
 
 
 def test_several_rows_are_refused_before_anything_runs(llama: PreTrainedModel) -> None:

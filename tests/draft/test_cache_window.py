@@ -114,7 +114,18 @@ def test_it_is_written_behind_other_drafts() -> None:
     assert (found.recent, found.sinks, found.bits) == (512, 4, 8)
 
 
-@pytest.mark.parametrize("name", ["window:512", "int8+window", "int8+window:", "int8+window:-1", "lookup+window:9"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window:512",
+        "int8+window",
+        "int8+window:",
+        "int8+window:-1",
+        "lookup+window:9",
+        "int8+window:٣",
+        f"int8+window:{10**23}",
+    ],
+)
 def test_what_is_written_otherwise_is_refused(name: str) -> None:
     with pytest.raises(DraftConfigError, match=r"window:N|int8\+window:512"):
         parse_draft(name)
@@ -126,6 +137,7 @@ def test_what_is_written_otherwise_is_refused(name: str) -> None:
         lambda: CacheWindow(LowPrecision(), 0),
         lambda: CacheWindow(LowPrecision(), 8, -1),
         lambda: CacheWindow(LowPrecision(), True),
+        lambda: CacheWindow(LowPrecision(), 10**23),
         lambda: CacheWindow(PromptLookup(), 8),  # type: ignore[arg-type]
         lambda: CacheWindow(CacheWindow(LowPrecision(), 8), 8).path(4),
     ],

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from helpers.stories import checkpoint_folder
-from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model import hub
 from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 
@@ -209,6 +209,16 @@ def test_no_code_of_a_checkpoint_is_run(folder: Path) -> None:
     change(folder / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     load(folder)
+
+
+def test_an_empty_prompt_begins_with_the_bos_token(folder: Path) -> None:
+    checkpoint = load_checkpoint(str(folder), device="cpu")
+    for adds in (True, False):
+        checkpoint.tokenizer.add_bos_token = adds
+        assert checkpoint.encode("").tolist() == [[checkpoint.tokenizer.bos_token_id]]
+    checkpoint.tokenizer.bos_token = None
+    with pytest.raises(PromptError, match="no bos token to start from; give some text"):
+        checkpoint.encode("")
 
 
 def test_devices() -> None:
