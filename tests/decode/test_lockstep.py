@@ -168,15 +168,10 @@ def rejected(rows: int, batches: int) -> list[str]:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("rows", "batches"), [(3, 100), (2048, 3)], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(("rows", "batches"), [(3, 400), (2048, 3)], ids=["few rows", "many rows"])
 def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
     # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
     assert rejected(rows, batches) == []
-
-
-@pytest.mark.statistical
-def test_many_more_samples_follow_the_exact_joint() -> None:
-    assert rejected(rows=3, batches=400) == []
 
 
 @pytest.mark.contract
