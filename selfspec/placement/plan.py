@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
@@ -43,6 +43,7 @@ class Memory:
         cache: keys and values of the context.
         working: what a pass needs besides.
         draft: weights of a drafter's own, and its keys and values of the context.
+        kept_substitutes: of weights that always stay, by bits; they are made where all layers stay.
     """
 
     process: int
@@ -53,6 +54,7 @@ class Memory:
     cache: int
     working: int
     draft: int = 0
+    kept_substitutes: dict[int, int] = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -160,7 +162,8 @@ def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:
 
 def _total(memory: Memory, resident: int, bits: int | None) -> int:
     if resident == len(memory.layers):
-        return memory.least + sum(memory.layers) + (0 if bits is None else sum(memory.substitutes[bits]))
+        copies = 0 if bits is None else sum(memory.substitutes[bits]) + memory.kept_substitutes.get(bits, 0)
+        return memory.least + sum(memory.layers) + copies
     substitutes = 0 if bits is None else sum(memory.substitutes[bits][resident:])
     return memory.least + sum(memory.layers[:resident]) + substitutes + SLOTS * memory.largest
 

@@ -157,6 +157,22 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
     return tuple(map(tuple, layers))
 
 
+def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[int, int]:
+    """Bytes of the substitutes of what cannot be streamed, by bits: of tied heads, for one.
+
+    The largest is there twice while it moves to large pages, and in 4 bits once more while it is laid out for kernels.
+    """
+    streamable = {module.name for layer in layers for module in layer}
+    kept = [
+        shapes.values()
+        for name, shapes in substitutable_weights(made.model, adapter).items()
+        if name not in streamable and all(shape[-1] % GROUP_SIZE == 0 for shape in shapes.values())
+    ]
+    sizes = {bits: [_rounded(shapes, bits) for shapes in kept] for bits in (8, 4)}
+    further = {8: 1, 4: 2}
+    return {bits: sum(each) + further[bits] * max(each, default=0) for bits, each in sizes.items()}
+
+
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
     """Bytes of the largest weight of some layers."""
     return max((weight.nbytes for layer in layers for module in layer for weight in module.weights.values()), default=0)
@@ -194,6 +210,7 @@ def _memory(
     masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
     scores = at_once * context * scored_heads * _OF_SCORE
     passes = states + masks + scores + 2 * max(copied, default=0) + cache.copied
+    moving = max((module.substitutes[8] for layer in layers for module in layer), default=0)
     # While weights are made, there are no keys and values, and no passes.
     loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(
@@ -205,7 +222,8 @@ def _memory(
             bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
         },
         cache=cache.slots,
-        working=_SLACK + max(passes, loading),
+        working=_SLACK + max(passes, loading, moving),
+        kept_substitutes=_kept_substitutes(made, find_adapter(made.model), layers),
     )
 
 

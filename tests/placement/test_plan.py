@@ -70,3 +70,13 @@ def test_too_little_says_how_much_is_needed_and_what_for() -> None:
     )
     with pytest.raises(UnsupportedOptionError, match=r"at least 544.00 MiB \(.*shorter context$"):
         plan_memory(memory, 2**28, DISK, ())
+
+
+def test_copies_of_weights_that_always_stay_count_where_all_layers_stay() -> None:
+    memory = Memory(0, 2**26, (2**20,) * 4, 2**10, {8: (2**18,) * 4, 4: (2**17,) * 4}, 0, 0, 0, {8: 2**24, 4: 2**23})
+    room = memory.least + sum(memory.layers) + sum(memory.substitutes[8])
+    assert plan_memory(memory, room + 2**24, DISK, [8], beside=8).resident == 4
+    streams = plan_memory(memory, room + 2**24 - 1, DISK, [8], beside=8)
+    assert streams.resident < 4
+    # There they are not made.
+    assert streams.total < room

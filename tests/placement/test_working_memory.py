@@ -99,3 +99,14 @@ def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
     memory = surveyed.memory
     assert held.most > output.stats.cache_bytes
     assert held.most <= output.stats.cache_bytes + memory.working - _NOT_IN_TENSORS
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, 8), (True, 4), (False, 8)])
+def test_copies_of_a_head_that_stays_are_set_aside_where_they_are_made(tmp_path: Path, tied: bool, bits: int) -> None:
+    model = tiny.llama(dtype=torch.float32, vocab_size=20_000, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    memory = survey(str(tmp_path), None, 64, FromDisk()).memory
+    spec = selfspec.load(tmp_path, "64GiB", device="cpu", context=64, draft=f"int{bits}")
+    spec.generate(tiny.prompt(5), max_new_tokens=4, draft_length=2, do_sample=False)
+    aside = sum(memory.substitutes[bits]) + memory.kept_substitutes[bits]
+    assert 20_000 * 32 * bits // 8 < spec.substitutes.nbytes <= aside
