@@ -94,7 +94,7 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     if not request.tools or request.tool_choice == "none":
         return Work([prompt], asked, "messages", top, wanted)
     form = template.calls
-    grammar = _call_grammar(request, form, wanted)
+    grammar = call_grammar(request, form, wanted)
     tools = None
     if form is not None:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
@@ -102,14 +102,21 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     return Work([prompt], asked, "messages", top, grammar or wanted, tools)
 
 
-def _call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wanted: Wanted | None) -> CallGrammar | None:
-    """What an answer that may call tools has to fit; None: any text.
+def call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wanted: Wanted | None) -> CallGrammar | None:
+    """Return what an answer that may call tools has to fit; None: any text.
+
+    Args:
+        request: with tools.
+        form: how the model writes calls; None: it is not known.
+        wanted: the response format that is asked for, if any.
 
     Raises:
         ApiError: a call cannot be forced here, or beside this response format.
     """
     needed, tools = request.tool_choice not in (None, "auto"), request.tools or []
-    if not needed and wanted is None and not any(tool.function.strict for tool in tools):
+    # Where calls are not read at all, none are too many.
+    limited = request.parallel_tool_calls is False and form is not None
+    if not needed and wanted is None and not limited and not any(tool.function.strict for tool in tools):
         return None
     if form is None:
         raise ApiError(
@@ -126,7 +133,10 @@ def _call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wante
             raise ApiError(400, "response_format: beside tools it may be JSON alone", "response_format")
         otherwise = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
     schemas = {tool.function.name: _arguments(tool.function) for tool in tools}
-    return CallGrammar(form, schemas, needed, bool(request.parallel_tool_calls), otherwise)
+    # A call that has to be is one, unless several are asked for; of those that may be, all are let be.
+    may = not needed and otherwise is None
+    many = request.parallel_tool_calls is not False if may else bool(request.parallel_tool_calls)
+    return CallGrammar(form, schemas, needed, many, otherwise)
 
 
 def _arguments(function: Function) -> dict[str, Any]:

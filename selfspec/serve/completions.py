@@ -85,8 +85,12 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]
     for prompt in given:
         if isinstance(prompt, str):
             served.check_text(prompt, "prompt")
+    begin = served.tokenizer.bos_token_id
+    # Not all tokenizers put it before a text.
+    empty = () if begin is None else (begin,)
     return [
-        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)) for prompt in given
+        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)) or empty
+        for prompt in given
     ]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +14,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoint import Body, Work, event
 from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, read_chat, text_of
-from selfspec.serve.schemas import Strict
+from selfspec.serve.schemas import RequestFields, Strict, Temperature
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
 
@@ -80,6 +80,12 @@ class AnthropicChoice(Strict):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _names_what_it_chooses(self) -> AnthropicChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is the tool's where type is 'tool'; elsewhere there is none")
+        return self
+
 
 class Thinking(Strict):
     """Whether the model thinks first: here as its template has it."""
@@ -87,7 +93,7 @@ class Thinking(Strict):
     type: Literal["disabled"]
 
 
-class CountRequest(Strict):
+class CountRequest(RequestFields):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
@@ -112,7 +118,7 @@ class CountRequest(Strict):
             "messages": system + [each for message in self.messages for each in _messages(message)],
             "tools": [{"type": "function", "function": function} for function in functions] or None,
             "tool_choice": None if choice is None else kinds.get(choice.type, named),
-            "parallel_tool_calls": True if choice is not None and choice.disable_parallel_tool_use is False else None,
+            "parallel_tool_calls": _negated(None if choice is None else choice.disable_parallel_tool_use),
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }
@@ -122,7 +128,7 @@ class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
@@ -153,6 +159,10 @@ async def count_tokens(served: Served, http: Request, request: CountRequest) -> 
     return {"input_tokens": work.prompt_tokens}
 
 
+def _negated(said: bool | None) -> bool | None:
+    return None if said is None else not said
+
+
 def _messages(message: AnthropicMessage) -> list[Body]:
     """A message as chats have it: results are messages of their own, before what is said with them."""
     if isinstance(message.content, str):
@@ -162,9 +172,14 @@ def _messages(message: AnthropicMessage) -> list[Body]:
         called(each.id, each.name, json.dumps(each.input)) for each in message.content if isinstance(each, UseBlock)
     ]
     text = text_of([block for block in message.content if isinstance(block, TextBlock)])
-    found = [{"role": "tool", "tool_call_id": each.tool_use_id, "content": text_of(each.content)} for each in results]
+    found = [{"role": "tool", "tool_call_id": each.tool_use_id, "content": _result(each)} for each in results]
     said: Body = {"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}
     return [*found, said] if text or calls or not found else list(found)
+
+
+def _result(block: ResultBlock) -> str:
+    """What a call gave, as a template shows it: none has a place of its own for failures."""
+    return f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
 
 
 class MessageForm(ItemsForm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +42,12 @@ async def answer_as(
         rows = await row_requests(served, http, request, work)
         return await answer(served, http, request, work, rows, form(work))
     except ApiError as error:
-        error.param = renamed.get(error.param or "", error.param)
+        own = error.param or ""
+        error.param = renamed.get(own, error.param)
+        for name, here in renamed.items():
+            # Some are words of English, too.
+            if name == own or "_" in name:
+                error.message = re.sub(rf"\b{name}\b", here, error.message)
         raise
 
 

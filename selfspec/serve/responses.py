@@ -14,7 +14,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoint import Body, Work, event
 from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, text_of
-from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, Strict
+from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, RequestFields, Strict
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
 
@@ -102,7 +102,7 @@ class Reasoning(Strict):
     effort: str | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(RequestFields):
     """`POST /v1/responses`."""
 
     model: str

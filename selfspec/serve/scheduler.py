@@ -170,20 +170,20 @@ class Scheduler:
 
     def _begin_next(self) -> _Reading | None:
         """Begin to read the request that has waited longest; None: there is none, or no room for it."""
-        if not self._waiting or len(self._running) >= self._budget.most_rows:
-            return None
-        entry = self._waiting[0]
-        longest = max((each.row.length for each in self._running), default=0)
-        if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
-            return None
-        if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0)):
-            return None
-        del self._waiting[0]
-        try:
-            self._reading = _Reading(entry, self._begun(entry))
-        except Exception as error:
-            self._finish(entry, "error", _failed("it could not be begun", error))
-            return self._begin_next()
+        while self._reading is None:
+            if not self._waiting or len(self._running) >= self._budget.most_rows:
+                return None
+            entry = self._waiting[0]
+            longest = max((each.row.length for each in self._running), default=0)
+            if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
+                return None
+            if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0)):
+                return None
+            del self._waiting[0]
+            try:
+                self._reading = _Reading(entry, self._begun(entry))
+            except Exception as error:
+                self._finish(entry, "error", _failed("it could not be begun", error))
         if self._batch is not None:
             # Roomy storage gives way to what the row is read into.
             self._hold(len(self._running))

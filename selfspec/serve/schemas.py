@@ -9,6 +9,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -113,12 +114,40 @@ class RegexFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
 
 
-class GenerationFields(Strict):
+class RequestFields(Strict):
+    """A whole request: its text is Unicode."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_unicode(cls, fields: Any) -> Any:
+        # JSON may write halves of pairs, which no tokenizer reads.
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            try:
+                (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+            except (UnicodeError, RecursionError) as error:
+                raise ValueError(f"{name}: it is no Unicode text, or too deep") from error
+        return fields
+
+
+# Below it, and above 0, scores divided by a number may be infinite.
+_LEAST = 1e-6
+
+
+def _not_tiny(value: float) -> float:
+    if 0 < value < _LEAST:
+        raise ValueError(f"{value} is below {_LEAST}; say 0 for greedy decoding")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny)]
+
+
+class GenerationFields(RequestFields):
     """What both kinds of request may say."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = None
@@ -132,23 +161,12 @@ class GenerationFields(Strict):
     # As other servers of this kind take them, beside what OpenAI's API has.
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=_LEAST, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[_Tokens, Field(max_length=MOST_STOPS)] | None = None
     # They change nothing here.
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_is_unicode(cls, fields: Any) -> Any:
-        # JSON may write halves of pairs, which no tokenizer reads.
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            try:
-                (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
-            except (UnicodeError, RecursionError) as error:
-                raise ValueError(f"{name}: it is no Unicode text, or too deep") from error
-        return fields
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationFields:
@@ -310,7 +328,7 @@ class ChatCompletionRequest(GenerationFields):
         return self
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(RequestFields):
     """`POST /tokenize`: a text, or messages as of a chat."""
 
     model: str | None = None
@@ -326,7 +344,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(RequestFields):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -431,7 +431,7 @@ class CallGrammar:
         form: how calls are written.
         tools: name and JSON schema of the arguments of each that may be called.
         needed: whether one must be; else text may stand before calls, or alone.
-        many: whether several may be, where one must.
+        many: whether several may be.
         otherwise: the schema that an answer fits which calls none; None: any text.
     """
 
@@ -462,7 +462,8 @@ class CallGrammar:
         tags = [tag(name, schema) for name, schema in self.tools.items()]
         if alone:
             trigger = form.begin + form.before
-            return _tagged({"type": "triggered_tags", "triggers": [trigger], "tags": tags})
+            kind = {"type": "triggered_tags", "stop_after_first": not self.many}
+            return _tagged({**kind, "triggers": [trigger], "tags": tags})
         calls = {
             "type": "tags_with_separator",
             "tags": tags,

@@ -10,6 +10,10 @@ import pytest
 
 from helpers.chat_templates import BARE
 from helpers.http_server import NAME, Reply, Running, running
+from selfspec.serve.chat_completions import call_grammar
+from selfspec.serve.messages import MessagesRequest
+from selfspec.serve.schemas import ChatCompletionRequest
+from selfspec.serve.tool_calls import HERMES
 
 ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
 RESPONSE_TOOL = {"type": "function", "name": "weather", "parameters": ARGUMENTS}
@@ -162,12 +166,46 @@ def test_a_message_calls_a_tool_and_hears_of_it(bare: Running) -> None:
         (message, {"max_tokens": 0}, "max_tokens"),
         (message, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "tool", "name": "a"}}, "tool_choice"),
         (message, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
+        (message, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice"),
+        (message, {"temperature": 1e-38}, "temperature"),
+        (message, {"system": "\ud800"}, "system"),
+        (respond, {"temperature": 1e-38}, "temperature"),
+        (respond, {"metadata": {"a": "\ud800"}}, "metadata"),
     ],
 )
 def test_refused_by_name(bare: Running, ask: Any, fields: dict[str, Any], param: str) -> None:
     reply = ask(bare, **fields)
     assert reply.status == 400, reply.raw
     assert reply.body["error"]["param"] == param
+
+
+def test_a_refusal_speaks_of_fields_that_there_are(bare: Running) -> None:
+    error = respond(bare, max_output_tokens=9000).body["error"]
+    assert error["param"] == "max_output_tokens"
+    assert "max_output_tokens is 9000" in error["message"]
+    assert " max_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_calls_beside_each_other_are_let_be_unless_they_are_refused(limited: bool) -> None:
+    fields = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "tools": [MESSAGE_TOOL]}
+    choice = {"type": "auto", "disable_parallel_tool_use": limited}
+    chat = MessagesRequest.model_validate({**fields, "tool_choice": choice}).chat()
+    assert chat["parallel_tool_calls"] is not limited
+    request = ChatCompletionRequest.model_validate({name: each for name, each in chat.items() if each is not None})
+    grammar = call_grammar(request, HERMES, None)
+    assert (grammar is not None and not grammar.many) == limited
+
+
+def test_a_call_that_failed_is_said_to_have(bare: Running) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    tokens = set()
+    for fields in ({}, {"is_error": False}, {"is_error": True}):
+        result = {"type": "tool_result", "tool_use_id": "a", "content": "boom", **fields}
+        messages = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        body = message(bare, messages=[{"role": "user", "content": "a"}, *messages], tools=[MESSAGE_TOOL]).body
+        tokens.add(body["usage"]["input_tokens"] + body["usage"]["cache_read_input_tokens"])
+    assert len(tokens) == 2
 
 
 def test_tokens(bare: Running) -> None:

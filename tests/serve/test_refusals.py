@@ -164,6 +164,8 @@ def test_the_server_lives_after_it_all(server: Running) -> None:
         (b"null", ""),
         (b"[]", ""),
         (b'{"model": "stories", "prompt": "\\ud800"}', "prompt"),
+        (b'{"model": "stories", "prompt": "a", "temperature": 1e-40}', "temperature"),
+        (b'{"model": "stories", "prompt": "a", "repetition_penalty": 1e-300}', "repetition_penalty"),
         (b'{"model": "stories", "prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"model": "stories", "prompt": "a", "temperature": 1e999}', "temperature"),
         (b'{"model": "stories", "prompt": "a", "n": ' + b"9" * 5000 + b"}", ""),
