@@ -154,6 +154,16 @@ class Arms:
         assistants = [ArmSpec("assistant", name) for name in named if name.startswith(ASSISTANT)]
         if ExtraArm.ASSISTANT in (self.arm or ()) and not assistants:
             raise DraftConfigError("--arm assistant needs one to take: add --draft assistant:FOLDER")
+        if ExtraArm.EARLY_EXIT in (self.arm or ()) and not early:
+            raise DraftConfigError("--arm early-exit needs an exit to take: add --draft exit:E")
+        taken = (
+            list(named) if "draft" in kinds else [spec.draft for spec in (*early, *assistants) if spec.kind in kinds]
+        )
+        for name in self.draft or ():
+            if name.strip() not in taken:
+                raise DraftConfigError(f"--draft {name}: no --arm that is named takes it; add --arm draft")
+        if "draft" not in kinds and (self.accept or self.nodes):
+            raise DraftConfigError("--accept and --nodes are for drafts of selfspec; add --arm draft, or drop them")
         stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), *early, *assistants) if spec.kind in kinds]
         drafting = []
         if "early-exit" in kinds:
@@ -299,6 +309,9 @@ def bench(
     """
     if report is None and not model.model:
         raise BenchError(NO_MODEL)
+    others = (model, arms, cells, measured, memory, to)
+    if report is not None and others != (ModelToBench(), Arms(), Cells(), MeasuredParts(), None, Path("bench")):
+        raise BenchError("--report reads results that are there; drop MODEL and every other option")
 
     from rich.table import Column
 
@@ -337,6 +350,7 @@ def _measure(
     model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
 ) -> list[MeasuredCell]:
     from selfspec.measure.prompts import read_workloads
+    from selfspec.model.registry import check_reads_text
     from selfspec.tools.lab.cell import with_prompts
     from selfspec.tools.lab.session import Session
 
@@ -347,6 +361,7 @@ def _measure(
         beside = {"draft", "plain"} if "quality" in parts else {"draft"}
         specs = [spec for spec in specs if spec.kind in beside]
     checkpoint = model.load() if memory is None else _within(model, memory, specs, cells)
+    check_reads_text(checkpoint.model)
     name = "embedded" if model.model == DEMO else Path(model.model).name
     session = Session(
         name=name if memory is None else f"{name} within {memory}",

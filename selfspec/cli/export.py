@@ -50,6 +50,7 @@ def export(
     """
     from selfspec.draft import Drafter
     from selfspec.model.checkpoint import load_checkpoint, read_config
+    from selfspec.model.registry import check_reads_text
     from selfspec.tools.export.exported import export_checkpoint, export_gguf
 
     if precision is not None and format != "gguf":
@@ -63,6 +64,7 @@ def export(
     place = model_place(model)
     read_config(place)
     checkpoint = load_checkpoint(place, dtype, "cpu")
+    check_reads_text(checkpoint.model)
     if format == "gguf":
         with counting_bar("writing") as count:
             done = export_gguf(

@@ -18,7 +18,7 @@ from selfspec.cli.options import MemoryOptions, ModelOptions, Output
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
 from selfspec.decode.text_stream import TextStream, continuation
-from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedModelError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     from selfspec.decode.generation import Generation
@@ -203,6 +203,7 @@ def generate(
     from selfspec.accept import find_rule
     from selfspec.control.draft_policy import DraftPolicy
     from selfspec.decode.option_values import Scope, check_values
+    from selfspec.decode.pieces import has_own_generate
     from selfspec.draft.registry import draft_name
     from selfspec.model.checkpoint import Checkpoint
 
@@ -215,6 +216,10 @@ def generate(
 
     loaded = drafting.load(model, budget)
     spec, checkpoint = loaded.spec, Checkpoint(loaded.spec.model, loaded.tokenizer)
+    if has_own_generate(spec.model):
+        raise UnsupportedModelError(
+            f"{type(spec.model).__name__} does not read text; decode with selfspec.wrap(model, draft).generate(...)"
+        )
     own = None if isinstance(spec.draft, DraftPolicy) else spec.draft
     ids = checkpoint.encode(text)
     generation = spec.stream(

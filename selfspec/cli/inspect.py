@@ -121,7 +121,8 @@ def _gains(found: CheckpointSummary) -> str:
             return "nothing: no gain is sure by the weights that drafts read; selfspec calibrate measures"
         built = " once the kernels are built" if KERNELS in here.commands else ""
         times = f"about {here.greedy.speedup:.1f} times plain decoding{built}"
-        return f"with {here.greedy.draft}: {times}, by the weights it reads; calibrate measures"
+        measures = "; calibrate measures" if any("calibrate" in each for each in here.commands) else ""
+        return f"with {here.greedy.draft}: {times}, by the weights it reads{measures}"
 
     def gain(each: Gain) -> str:
         return "nothing" if each.draft == PLAIN else f"with {each.draft}, {each.speedup:.1f} times plain decoding"

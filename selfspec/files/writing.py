@@ -67,6 +67,7 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield draft
+            _as_new(draft)
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
@@ -99,6 +100,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         draft.mkdir()
         try:
             yield draft
+            for each in filter(Path.is_file, draft.rglob("*")):
+                _as_new(each)
             if _exists(place):
                 os.replace(place, old)
             try:
@@ -110,6 +113,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _as_new(file: Path) -> None:
+    """Give a file the rights of a new one: some writers keep theirs to their user alone."""
+    probe = file.parent / f".{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        file.chmod(probe.stat().st_mode)
+    finally:
+        probe.unlink()
 
 
 @contextmanager

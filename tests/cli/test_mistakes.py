@@ -28,6 +28,8 @@ COMMANDS = {
         "generate --prompt x": "name a model: a checkpoint folder, a hub name, or demo",
         "calibrate": "name a model: a checkpoint folder, a hub name, or demo",
         "bench": "name a model: a checkpoint folder, a hub name, or demo",
+        "bench --report nowhere": "holds no results",
+        "bench --report nowhere --draft exit:2": "drop MODEL and every other option",
         "generate demo --prompt-file {tmp}/none.txt": "cannot be read",
         "generate demo --prompt-file {tmp}/empty.txt": "is empty",
         "generate demo --prompt-file {tmp}/binary": "is not UTF-8",
@@ -130,7 +132,11 @@ COMMANDS = {
         "--context 600": "context of 512",
         "--max-new-tokens 4": "--max-new-tokens",
         "--accept nonsense": "nonsense",
-        "--report nowhere": "holds no results",
+        "--report nowhere": "drop MODEL and every other option",
+        "--arm early-exit --draft lookup": "add --draft exit:E",
+        "--arm lookup --draft int8": "add --arm draft",
+        "--arm early-exit --draft exit:2 --draft int8": "--draft int8: no --arm that is named takes it",
+        "--arm lookup --nodes 8": "add --arm draft, or drop them",
     },
     "verify {stories} --max-new-tokens 8 --samples 100": {
         "--draft none": "plain decoding is always verified",
@@ -207,7 +213,15 @@ def test_in_python(model: PreTrainedModel, call: Callable[[PreTrainedModel], Any
 
 
 @pytest.mark.parametrize(
-    "words", ["calibrate", "verify", "serve --port 0", "train head --kind medusa --text {tmp}/text --to {tmp}/new"]
+    "words",
+    [
+        "calibrate",
+        "verify",
+        "serve --port 0",
+        "train head --kind medusa --text {tmp}/text --to {tmp}/new",
+        "bench --to {tmp}/new",
+        "export --draft exit:1 --to {tmp}/new",
+    ],
 )
 def test_a_model_with_an_encoder_is_refused_where_decoders_read_texts(
     invoke: Invoke, tmp_path: Path, words: str

@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from selfspec.errors import CheckpointError, StorageError
-from selfspec.files.writing import check_output_file, check_output_folder, whole, write_json, writing
+from selfspec.files.writing import check_output_file, check_output_folder, whole, whole_folder, write_json, writing
 
 
 @pytest.fixture
@@ -94,6 +96,20 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, file: Path) 
     with whole(tmp_path / "new" / "folder" / "file") as draft:
         draft.write_text("made")
     assert (tmp_path / "new" / "folder" / "file").read_text() == "made"
+
+
+def test_files_have_the_rights_of_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    wanted = (tmp_path / "new").stat().st_mode
+    assert wanted & 0o044
+    with whole(tmp_path / "file.safetensors") as draft:
+        save_file({"a": torch.zeros(1)}, draft)
+    with whole_folder(tmp_path / "folder") as draft:
+        (draft / "inside").mkdir()
+        for file in (draft / "a.safetensors", draft / "inside" / "b.safetensors"):
+            save_file({"a": torch.zeros(1)}, file)
+            file.chmod(0o600)
+    assert {each.stat().st_mode for each in tmp_path.rglob("*") if each.is_file()} == {wanted}
 
 
 def test_what_is_no_number_is_not_written_as_json(tmp_path: Path, file: Path) -> None:
