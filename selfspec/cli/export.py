@@ -79,11 +79,11 @@ def export(
     else:
         done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
     if output == "text":
-        console().print(_shown(done, format), soft_wrap=True)
+        console().print(_shown(done, format, drafter is None), soft_wrap=True)
     return done
 
 
-def _shown(done: Exported, format: Format) -> str:
+def _shown(done: Exported, format: Format, is_whole: bool) -> str:
     lines = [
         f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
         f"({done.share:.0%} of the model's), {done.size:,} bytes"
@@ -92,6 +92,9 @@ def _shown(done: Exported, format: Format) -> str:
         lines.append("The exit head is one more layer behind them.")
     if done.whole_vocabulary:
         lines.append("It reads the whole head: these engines draft with the target's vocabulary.")
-    use = "llama-server -m MODEL.gguf -md" if format == "gguf" else "model.generate(..., assistant_model=...) on"
-    lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM and SGLang.")
+    if format == "gguf":
+        lines.append(f"Use it with llama-server {'-m' if is_whole else '-m MODEL.gguf -md'} {done.place}.")
+    else:
+        use = "model.generate(..., assistant_model=...) on"
+        lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM and SGLang.")
     return "\n".join(lines)

@@ -166,7 +166,8 @@ def measure_costs(
         rests = []
         for _ in range(_GENERATIONS):
             progress.step(f"what else rounds do, {name}")
-            rests.append(bench.rest(drafter, middle, passes) / step_seconds.value)
+            # A difference of two medians, which noise may take below nothing.
+            rests.append(max(0.0, bench.rest(drafter, middle, passes) / step_seconds.value))
         overhead[name] = Estimate.of_median(rests)
     return MeasuredCosts(
         step_seconds=step_seconds,

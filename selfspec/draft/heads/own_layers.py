@@ -23,7 +23,10 @@ def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
     fits = len(given.get("layer_types") or ()) == given.get("num_hidden_layers")
     kept = {name: value for name, value in given.items() if name != "layer_types" or fits}
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise HeadError(f"the config.json of {source} names layers of the type {kind!r}, which is not known")
+        raise HeadError(
+            f"the config.json of {source} names layers of the type {kind!r}, which is not known; copy it from the "
+            "original again"
+        )
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
             # The embeddings and the head are others, and these here take no room.

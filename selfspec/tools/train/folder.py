@@ -13,6 +13,7 @@ from selfspec.errors import TrainingError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import check_output_folder, write_json, write_sealed, writing
 from selfspec.tools.train.course import CHECKPOINTS, KEPT
+from selfspec.values import shown
 
 REPORT = "training.json"
 _BEGUN = "run.json"
@@ -57,7 +58,7 @@ class RunFolder:
             write_sealed(file, asdict(wanted), KEPT)
         begun = read_json(file, _Begun, TrainingError, "give another folder with --to")
         theirs, ours = begun.settings, wanted.settings
-        changed = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+        changed = _differing(theirs, ours)
         if changed:
             raise TrainingError(
                 f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
@@ -85,3 +86,15 @@ class RunFolder:
         shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         new.rmdir()
         (self.path / _BEGUN).unlink()
+
+
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, those within settings too, each with both values."""
+    found = []
+    for name in sorted(theirs.keys() | ours.keys()):
+        there, here = theirs.get(name), ours.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            found += _differing(there, here)
+        elif there != here:
+            found.append(f"{name} {shown(there)} there, {shown(here)} here")
+    return found

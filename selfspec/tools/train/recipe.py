@@ -174,7 +174,9 @@ def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:
     """Exits that a network of `depth` layers has, each once."""
     for exit_layer in exits:
         if type(exit_layer) is not int or not 1 <= exit_layer < depth:
-            raise TrainingError(f"exit {exit_layer!r} is out of range: this model has {depth} layers")
+            raise TrainingError(
+                f"exit {exit_layer!r} is out of range: this model has {depth} layers, choose 1..{depth - 1}"
+            )
     return tuple(dict.fromkeys(exits))
 
 

@@ -193,7 +193,7 @@ def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Tra
 
     with pytest.raises(MemoryError):
         training(None, tmp_path / "model", die)
-    with pytest.raises(TrainingError, match="other settings \\(course\\)"):
+    with pytest.raises(TrainingError, match=r"other settings \(seed 0 there, 1 here\)"):
         training(None, tmp_path / "model", course=replace(_COURSE, seed=1))
 
 
