@@ -20,6 +20,8 @@ from selfspec.serve.prefix_cache import FEWEST, PrefixCache
 from selfspec.serve.ticket import Ticket
 
 _LOG = logging.getLogger(__name__)
+# Short prompts that are read before a long one that has waited longer, at most.
+_PASS = 8
 
 
 @dataclass(eq=False)
@@ -27,7 +29,7 @@ class Entry:
     """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
     `cached` tokens of its prompt were held by a kept cache. Its number is that of its arrival: the lower, the longer it
-    has waited.
+    has waited. So many requests with short prompts have `passed` it.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Entry:
     drafted: int = 0
     accepted: int = 0
     cached: int = 0
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class _Reading:
 class Scheduler:
     """Runs requests, the longest-waiting first. Used by one thread at a time, but for `stats`.
 
-    Before each round `prefill_tokens` of prompts are read. Where the running rows outgrow the cache, the one that came
+    Before each round `prefill_tokens` of prompts are read. A few prompts of no more tokens than that pass a longer one,
+    which would take many rounds. Where the running rows outgrow the cache, the one that came
     last gives its own back and waits again, before all that came after it. It is read again later, prompt and committed
     tokens, and goes on where it was.
     """
@@ -173,13 +177,13 @@ class Scheduler:
         while self._reading is None:
             if not self._waiting or len(self._running) >= self._budget.most_rows:
                 return None
-            entry = self._waiting[0]
-            longest = max((each.row.length for each in self._running), default=0)
-            if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
+            first = self._waiting[0]
+            # One that waits for room is not passed.
+            if not self._admits(first):
                 return None
-            if not self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0)):
-                return None
-            del self._waiting[0]
+            entry = self._passing(first)
+            first.passed += entry is not first
+            self._waiting.remove(entry)
             try:
                 self._reading = _Reading(entry, self._begun(entry))
             except Exception as error:
@@ -188,6 +192,23 @@ class Scheduler:
             # Roomy storage gives way to what the row is read into.
             self._hold(len(self._running))
         return self._reading
+
+    def _admits(self, entry: Entry) -> bool:
+        """Whether a request may be read beside the rows that run."""
+        longest = max((each.row.length for each in self._running), default=0)
+        if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
+            return False
+        return self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0))
+
+    def _passing(self, first: Entry) -> Entry:
+        """The request to read next where `first` has waited longest: a short one where that one is long."""
+
+        def is_short(entry: Entry) -> bool:
+            return entry.row.length <= self._prefill_tokens
+
+        if is_short(first) or first.passed >= _PASS:
+            return first
+        return next((entry for entry in self._waiting if is_short(entry) and self._admits(entry)), first)
 
     def _begun(self, entry: Entry) -> Prefill:
         """Begin a row with what a kept cache holds of its text."""

@@ -57,6 +57,25 @@ def test_one_that_needs_much_room_is_not_passed_by(model: PreTrainedModel) -> No
     assert [each.end.reason for each in (large, *small_ones)] == ["length"] * 4
 
 
+def test_a_few_short_prompts_are_read_before_long_ones_that_wait(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model), 64, prefill_tokens=5)
+    requests = [asked(40 if number < 3 else 4, 4, number) for number in range(23)]
+    long = [engine.submit(request) for request in requests[:3]]
+    engine.step()
+    short = [engine.submit(request) for request in requests[3:]]
+    begin: list[Seen] = []
+    while engine.scheduler.busy:
+        begin += [each for each in (*long, *short) if begun(each) and each not in begin]
+        engine.step()
+    # The first is being read already; each of the others is passed by eight.
+    assert begin[0] is long[0]
+    assert begin.index(long[1]) == 9
+    assert begin.index(long[2]) == 18
+    for each, request in zip((*long, *short), requests, strict=True):
+        ids = torch.tensor([request.input_ids])
+        assert each.tokens == model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
 def test_prompts_are_read_in_chunks_between_rounds(model: PreTrainedModel) -> None:
     engine = Stepped(selfspec.wrap(model), 4, prefill_tokens=5)
     running = engine.submit(asked(2, 30))
