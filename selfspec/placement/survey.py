@@ -229,9 +229,10 @@ def _memory(
 
 def _scored_heads(config: PreTrainedConfig) -> int:
     """Heads whose scores attention holds at once: all of a layer's, or none where its kernel goes through the keys."""
+    text = config.get_text_config(decoder=True)
     # Some models have none.
-    heads: int = getattr(config, "num_attention_heads", 0)
-    return heads if config._attn_implementation == "eager" else 0
+    heads: int = getattr(text, "num_attention_heads", 0)
+    return heads if text._attn_implementation == "eager" else 0
 
 
 def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:
