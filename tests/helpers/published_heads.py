@@ -261,6 +261,9 @@ def mtp(folder: Path, kind: str, modules: int = 1, **options: Any) -> MtpCheckpo
         kinds = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
         behind = {name: two * 2 + differences[name] * modules for name, two in kinds.items()}
         behind |= {"num_nextn_predict_layers": modules, "num_sliding_attention_heads": 8}
+    if kind == "qwen3_next":
+        # States of the usual size take most of the time.
+        behind = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     _shrunken(kind, **behind, **options).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     blocks, parts = [], []

@@ -177,12 +177,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     # With fewer, what it computes in float32 shows in fp64.
-    "qwen3_next": {
-        "linear_num_key_heads": ...,
-        "linear_num_value_heads": ...,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_next": {"linear_num_key_heads": ..., "linear_num_value_heads": ...},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "xmod": {"languages": ["en"], "default_language": "en"},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 16], "rope_parameters": _sections(1, 1, 2)},
