@@ -121,7 +121,9 @@ def _gains(found: CheckpointSummary) -> str:
             return "nothing: no gain is sure by the weights that drafts read; selfspec calibrate measures"
         built = " once the kernels are built" if KERNELS in here.commands else ""
         times = f"about {here.greedy.speedup:.1f} times plain decoding{built}"
-        measures = "; calibrate measures" if any("calibrate" in each for each in here.commands) else ""
+        measures = (
+            "; calibrate measures" if any(each.startswith("selfspec calibrate ") for each in here.commands) else ""
+        )
         return f"with {here.greedy.draft}: {times}, by the weights it reads{measures}"
 
     def gain(each: Gain) -> str:

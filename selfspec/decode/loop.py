@@ -43,7 +43,8 @@ def rounds(
             try:
                 yield committed
             except GeneratorExit:
-                # Between two rounds all that is committed is there, as it is at the end.
+                # Between two rounds all that is committed is there, as it is at the end. At the process's end this
+                # module's names are gone.
                 if past is not None:
                     _fill(past, batch, request)
                 raise

@@ -67,7 +67,7 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield draft
-            _as_new(draft)
+            draft.chmod(_mode_of_new_files(file.parent))
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
@@ -100,8 +100,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         draft.mkdir()
         try:
             yield draft
+            mode = _mode_of_new_files(draft)
             for each in filter(Path.is_file, draft.rglob("*")):
-                _as_new(each)
+                each.chmod(mode)
             if _exists(place):
                 os.replace(place, old)
             try:
@@ -115,12 +116,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _as_new(file: Path) -> None:
-    """Give a file the rights of a new one: some writers keep theirs to their user alone."""
-    probe = file.parent / f".{uuid.uuid4().hex}"
+def _mode_of_new_files(folder: Path) -> int:
+    """The rights that a new file has here: some writers keep theirs to their user alone."""
+    probe = folder / f".{uuid.uuid4().hex}"
     probe.touch()
     try:
-        file.chmod(probe.stat().st_mode)
+        return probe.stat().st_mode
     finally:
         probe.unlink()
 

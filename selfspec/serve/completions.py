@@ -89,7 +89,7 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]
     # Not all tokenizers put it before a text.
     empty = () if begin is None else (begin,)
     return [
-        tuple(map(int, served.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)) or empty
+        tuple(map(int, served.tokenizer(prompt).input_ids or empty if isinstance(prompt, str) else prompt))
         for prompt in given
     ]
 
@@ -114,7 +114,8 @@ async def _echo(served: Served, request: CompletionRequest, given: str | Sequenc
     if request.logprobs is None:
         return _Echo(shown.text)
     of_prompt = await served.score(prompt, request.logprobs)
-    first, *pieces = shown.pieces
+    # The bos token of an empty text writes nothing.
+    first, *pieces = shown.pieces or ("",)
     offsets = accumulate(map(len, pieces), initial=len(first))
     scored = [ScoredToken(*each) for each in zip(prompt[1:], of_prompt, pieces, offsets, strict=False)]
     # Nothing says how likely the first token is.

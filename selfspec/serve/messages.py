@@ -14,7 +14,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoint import Body, Work, event
 from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, read_chat, text_of
-from selfspec.serve.schemas import RequestFields, Strict, Temperature
+from selfspec.serve.schemas import RequestFields, Strict
 from selfspec.serve.served import Served
 from selfspec.serve.tool_calls import ToolCall
 
@@ -128,7 +128,7 @@ class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Temperature | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None

@@ -17,6 +17,8 @@ from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.values import is_finite
 
+_LEAST = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -174,6 +176,12 @@ def _check(request: RowRequest, vocabulary: int) -> None:
         raise UnsupportedOptionError(
             f"temperature must be a finite number of at least 0, got {shown(sampling.temperature)}; 0 is greedy"
         )
+    for name in ("temperature", "repetition_penalty"):
+        value = getattr(sampling, name)
+        if value is not None and is_finite(value) and 0 < value < _LEAST:
+            raise UnsupportedOptionError(
+                f"{name} must be at least {_LEAST}, got {shown(value)}: scores are divided by it"
+            )
     check_callables("processors", sampling.processors)
 
 

@@ -173,7 +173,7 @@ class Scheduler:
                 self._join(reading)
 
     def _begin_next(self) -> _Reading | None:
-        """Begin to read the request that has waited longest; None: there is none, or no room for it."""
+        """Begin to read the next request; None: there is none, or no room for the one that has waited longest."""
         while self._reading is None:
             if not self._waiting or len(self._running) >= self._budget.most_rows:
                 return None

@@ -9,7 +9,6 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -129,25 +128,12 @@ class RequestFields(Strict):
         return fields
 
 
-# Below it, and above 0, scores divided by a number may be infinite.
-_LEAST = 1e-6
-
-
-def _not_tiny(value: float) -> float:
-    if 0 < value < _LEAST:
-        raise ValueError(f"{value} is below {_LEAST}; say 0 for greedy decoding")
-    return value
-
-
-Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny)]
-
-
 class GenerationFields(RequestFields):
     """What both kinds of request may say."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Temperature | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = None
@@ -161,7 +147,7 @@ class GenerationFields(RequestFields):
     # As other servers of this kind take them, beside what OpenAI's API has.
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=_LEAST, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[_Tokens, Field(max_length=MOST_STOPS)] | None = None

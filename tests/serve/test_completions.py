@@ -155,6 +155,18 @@ def test_echo_alone(server: Running) -> None:
     assert (choice["text"], choice["finish_reason"]) == (PROMPTS[1], "length")
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_an_empty_prompt_is_the_bos_token(server: Running, monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
+    monkeypatch.setattr(server.tokenizer, "add_bos_token", adds)
+    assert bool(server.tokenizer("").input_ids) == adds
+    reply = server.complete(prompt="", temperature=0, max_tokens=2, logprobs=1, echo=True)
+    assert reply.status == 200, reply.raw
+    assert reply.body["usage"]["prompt_tokens"] == 1
+    found = reply.body["choices"][0]["logprobs"]
+    assert (found["tokens"][0], found["token_logprobs"][0], found["text_offset"][0]) == ("", None, 0)
+    assert len(found["tokens"]) == 3
+
+
 @pytest.mark.parametrize("prompt", ["Zo\u00eb \N{PARTY POPPER}\n ok", "One<s> day</s>,\n", PROMPTS[0]])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_every_token_stands_where_its_offset_says(server: Running, prompt: str, as_ids: bool) -> None:

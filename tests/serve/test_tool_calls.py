@@ -258,8 +258,9 @@ def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
         assert takes(both, True, many=True)
         assert not takes(both, True)
         assert not takes(both, False)
-        # Calls that may be begin alike, each by itself.
-        assert takes(both, False, many=True) or form.begin
+        if not form.begin:
+            # With one, calls that may be come each by itself.
+            assert takes(both, False, many=True)
     assert takes(call, False, otherwise=schema)
     assert takes('{"city": "Bern"}', False, otherwise=schema)
     assert not takes("It is warm.", False, otherwise=schema)
