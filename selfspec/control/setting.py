@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.environment import device_name
 from selfspec.errors import ProfileError
 from selfspec.kernels import native
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.fingerprint import check_in_memory, fingerprint
 from selfspec.version import __version__
 
 
@@ -44,7 +44,7 @@ class Setting:
             ProfileError: weights are offloaded, and have no fingerprint.
         """
         try:
-            weights = fingerprint(model)
+            check_in_memory(model)
         except ValueError as error:
             raise ProfileError(
                 f"a calibration profile is bound to the weights, and {error}; load the model whole, or name a draft"
@@ -52,7 +52,7 @@ class Setting:
         device = model.device
         return cls(
             model=type(model).__name__,
-            fingerprint=weights,
+            fingerprint=fingerprint(model),
             device=device_name(device),
             dtype=str(model.dtype).removeprefix("torch."),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,

@@ -1,38 +1,75 @@
-"""The fingerprint of a model's weights: what binds to a base that which was trained on it."""
+"""The fingerprint of a model's weights: what binds to them that which was trained on them, or measured of them."""
 
 from __future__ import annotations
 
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from selfspec.errors import SelfSpecError
 from selfspec.model.tensor_parallel import whole
+from selfspec.model.view import is_streamed
 
-# Values looked at in each tensor. Another training moves nearly all values, so a sample sees it, and the weights of a
-# large model are not read through each time it is wrapped.
-_SAMPLE = 65_536
+# Values that are summed up at once: so few that they stay in a processor's cache.
+_AT_ONCE = 1 << 18
+# An odd number whose multiples spread over all 64 bits: 2 ** 64 over the golden ratio.
+_SPREAD = -7046029254386353131
 
 
+@torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the class, and over name, shape and evenly spaced values of every weight.
+    """SHA-256 over the class, and over name, shape and every value of each weight, packed ones in buffers among them.
 
     Values are rounded to bfloat16 first, so that a checkpoint has one fingerprint in whatever dtype it is loaded
-    (but for float16, whose own rounding may differ). Offloaded weights, which are not there to be read, are refused.
+    (but for float16, whose own rounding may differ). All weights are read, those that are streamed from the disk too:
+    of 1e9 in bfloat16 that takes about .2 s on two cores.
 
     Raises:
-        ValueError: a weight is on the meta device.
+        ValueError: a weight is on the meta device, and nothing streams it.
     """
+    # Scales of packed weights are in the state alone.
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    sums = {name: _sums(value) for name, value in state.items() if not value.is_meta}
+    for path, module in model.named_modules():
+        if is_streamed(module):
+            with module.__dict__["streams"]() as weights:
+                sums |= {f"{path}.{name}": _sums(weight) for name, weight in weights.items()}
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
-    for name, weight in sorted(model.named_parameters()):
+    for name, value in sorted(state.items()):
+        if name not in sums:
+            raise ValueError(f"{name} is not in memory")
+        digest.update(f"{name} {tuple(value.shape)}\n".encode())
+        digest.update(sums[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sums(weight: Tensor) -> Tensor:
+    """Sum up the bits of some values at a time, 64 times an odd number of their place, modulo 2 ** 64.
+
+    So one changed value always shows; several, and values that change places, fail to with a chance of 2 ** -64.
+    """
+    flat = whole(weight.detach()).reshape(-1)
+    factors = torch.arange(_AT_ONCE, device=flat.device).mul_(_SPREAD).bitwise_or_(1)
+    found = []
+    for part in flat.split(_AT_ONCE):
+        rounded = part.to(torch.bfloat16) if part.is_floating_point() and part.itemsize > 1 else part
+        raw = rounded.contiguous().view(torch.uint8)
+        lanes = pad(raw, (0, -len(raw) % 8)).view(torch.int64)
+        found.append((lanes * factors[: len(lanes)]).sum())
+    return torch.stack(found).cpu() if found else factors[:0].cpu()
+
+
+def check_in_memory(model: nn.Module) -> None:
+    """Refuse a model whose weights are not all there.
+
+    Raises:
+        ValueError: naming one that is on the meta device.
+    """
+    for name, weight in model.named_parameters():
         if weight.is_meta:
             raise ValueError(f"{name} is not in memory")
-        flat = whole(weight.detach()).reshape(-1)
-        sample = flat[:: -(-flat.numel() // _SAMPLE)] if flat.numel() else flat
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:
@@ -42,9 +79,10 @@ def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecErr
         SelfSpecError: of type `error`, naming the source and the remedy.
     """
     try:
-        found = fingerprint(model)
+        check_in_memory(model)
     except ValueError as reason:
         raise error(f"the weights cannot be compared with the base of {source}: {reason}") from reason
+    found = fingerprint(model)
     if found != base:
         raise error(
             f"{source} is of another base: its fingerprint is {base[:12]}, this model's {found[:12]}. Load that base "

@@ -141,17 +141,22 @@ def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int
     """Let a module take weights from a stream whenever it runs: by their names in it, and their numbers there."""
     kind = type(module)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def streams() -> Iterator[dict[str, Tensor]]:
         with stream.lend(numbers) as weights:
+            yield dict(zip(names, weights, strict=True))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with streams() as weights:
             lent = copied(module)
             del lent.__dict__["forward"]
-            parameters = {name: nn.Parameter(weight, False) for name, weight in zip(names, weights, strict=True)}
+            parameters = {name: nn.Parameter(weight, False) for name, weight in weights.items()}
             lent.__dict__["_parameters"] = {**module._parameters, **parameters}
             return kind.forward(lent, *args, **kwargs)
 
     module.__dict__["forward"] = forward
-    # See `is_streamed`.
-    module.__dict__["streams"] = True
+    # See `is_streamed`. Whoever asks for the weights themselves gets them, by name.
+    module.__dict__["streams"] = streams
 
 
 def check_in_memory(model: nn.Module, what: str) -> None:

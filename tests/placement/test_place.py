@@ -33,6 +33,7 @@ from selfspec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from selfspec.model.fingerprint import fingerprint
 from selfspec.placement.byte_size import shown_bytes
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
@@ -105,6 +106,14 @@ def test_any_number_of_layers_may_stay(tmp_path: Path, resident: int) -> None:
     assert torch.equal(
         output.sequences, selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streamed_weights_have_the_fingerprint_of_those_in_memory(name: str, tmp_path: Path) -> None:
+    whole = MODELS[name]()
+    made = streamed(tmp_path, whole)
+    assert fingerprint(made) == fingerprint(whole)
+    assert wrapped(made).generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False).lengths == (4, 4)
 
 
 def test_the_stock_model_streams_too(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""The fingerprint of weights: any change of any of them makes another, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from selfspec.model.fingerprint import fingerprint
+
+
+def _row(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().weight[1234, :] *= 1.5
+
+
+def _value(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().weight[1234, 5] *= 1.5
+
+
+def _rows_swapped(model: PreTrainedModel) -> None:
+    weight = model.get_input_embeddings().weight
+    weight[[11, 999]] = weight[[999, 11]]
+
+
+def _adapter_merged(model: PreTrainedModel) -> None:
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    down, up = (torch.randn(2, size, generator=torch.Generator().manual_seed(size)) for size in weight.shape)
+    weight += 1e-2 * weight.abs().mean() * (down.T @ up).to(weight)
+
+
+def _buffer(model: PreTrainedModel) -> None:
+    model.model.layers[1].packed[3, 4] += 1
+
+
+def _last_byte(model: PreTrainedModel) -> None:
+    model.model.layers[1].packed[-1, -1] += 1
+
+
+def _model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """With a head of its own and packed weights as quantised checkpoints have them, of an odd number of bytes."""
+    model = tiny.llama(vocab_size=20_000, dtype=dtype)
+    packed = torch.randint(0, 255, (7, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    model.model.layers[1].register_buffer("packed", packed)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_row, _value, _rows_swapped, _adapter_merged, _buffer, _last_byte])
+def test_any_change_of_a_weight_makes_another(change: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> None:
+    model = _model(dtype)
+    before = fingerprint(model)
+    assert fingerprint(_model(dtype)) == before
+    with torch.no_grad():
+        change(model)
+    assert fingerprint(model) != before
+
+
+def test_a_checkpoint_has_one_in_whatever_dtype_it_is_loaded(tmp_path: Path) -> None:
+    model = tiny.llama(dtype=torch.bfloat16)
+    before = fingerprint(model)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert fingerprint(type(model).from_pretrained(tmp_path, dtype=dtype)) == before
+
+
+def test_what_is_made_while_it_runs_does_not_count() -> None:
+    model = tiny.llama()
+    before = fingerprint(model)
+    model.model.layers[0].register_buffer("scratch", torch.rand(3), persistent=False)
+    model(tiny.prompt(4))
+    assert fingerprint(model) == before
+
+
+def test_weights_that_are_not_there_are_refused() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="bias is not in memory"):
+        fingerprint(layer)
