@@ -132,7 +132,6 @@ class Arms:
         from selfspec.model.checkpoint import find_device
         from selfspec.runtime.named import RuntimeName, usual_runtime
         from selfspec.tools.lab.arms import ASSISTANT, ArmSpec
-        from selfspec.tools.lab.drafts import content
 
         depth = model.prepare()
         device = find_device(model.device)
@@ -175,8 +174,6 @@ class Arms:
                 replace(each, draft=draft, nodes=nodes)
                 for draft, nodes, each in product(named, (None, *(self.nodes or ())), rules or [like])
             ]
-        contents = {name: content(draft) for name, draft in named.items() if isinstance(draft, Drafter)}
-        drafting = [replace(spec, content=contents.get(spec.draft or "", "")) for spec in drafting]
         for spec in drafting:
             control_of(spec.length, spec.nodes)
         return list(dict.fromkeys([ArmSpec("generate"), *stock, own, *drafting]))

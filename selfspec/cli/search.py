@@ -109,8 +109,8 @@ def search(
         "evaluations": len(scores),
     }
     searching.save(best, studied, to, about)
-    files = [] if keep is None else write_report(Finding(study, runs.every), keep)
-    doubts = [f"while timing costs {run.doubt}" for run in runs.of_kind("costs") if run.doubt is not None]
+    files = [] if keep is None else write_report(Finding(study, runs.used), keep)
+    doubts = [f"while timing costs {run.doubt}" for run in runs.used if run.asked.kind == "costs" and run.doubt]
     if output == "text":
         print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
         print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *doubts, sep="\n")

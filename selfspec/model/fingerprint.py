@@ -19,23 +19,23 @@ _SPREAD = -7046029254386353131
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
     """SHA-256 over the class, and over name, shape and every value of each weight, packed ones in buffers among them.
 
-    Values are rounded to bfloat16 first, so that a checkpoint has one fingerprint in whatever dtype it is loaded
-    (but for float16, whose own rounding may differ). All weights are read, those that are streamed from the disk too:
-    of 1e9 in bfloat16 that takes about .2 s on two cores.
+    Values are rounded first: to bfloat16 so that a checkpoint has one fingerprint in whatever dtype it is loaded (but
+    for float16, whose own rounding may differ), to float32 so that weights that were rounded are others. All weights
+    are read, those that are streamed from the disk too: of 1e9 in bfloat16 that takes about .2 s on two cores.
 
     Raises:
         ValueError: a weight is on the meta device, and nothing streams it.
     """
     # Scales of packed weights are in the state alone.
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    sums = {name: _sums(value) for name, value in state.items() if not value.is_meta}
+    sums = {name: _sums(value, rounded) for name, value in state.items() if not value.is_meta}
     for path, module in model.named_modules():
         if is_streamed(module):
             with module.__dict__["streams"]() as weights:
-                sums |= {f"{path}.{name}": _sums(weight) for name, weight in weights.items()}
+                sums |= {f"{path}.{name}": _sums(weight, rounded) for name, weight in weights.items()}
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
     for name, value in sorted(state.items()):
         if name not in sums:
@@ -45,7 +45,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _sums(weight: Tensor) -> Tensor:
+def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
     """Sum up the bits of some values at a time, 64 times an odd number of their place, modulo 2 ** 64.
 
     So one changed value always shows; several, and values that change places, fail to with a chance of 2 ** -64.
@@ -54,8 +54,8 @@ def _sums(weight: Tensor) -> Tensor:
     factors = torch.arange(_AT_ONCE, device=flat.device).mul_(_SPREAD).bitwise_or_(1)
     found = []
     for part in flat.split(_AT_ONCE):
-        rounded = part.to(torch.bfloat16) if part.is_floating_point() and part.itemsize > 1 else part
-        raw = rounded.contiguous().view(torch.uint8)
+        values = part.to(rounded) if part.is_floating_point() and part.itemsize > 1 else part
+        raw = values.contiguous().view(torch.uint8)
         lanes = pad(raw, (0, -len(raw) % 8)).view(torch.int64)
         found.append((lanes * factors[: len(lanes)]).sum())
     return torch.stack(found).cpu() if found else factors[:0].cpu()

@@ -13,7 +13,7 @@ from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.record import Record, Setup
 
 CELL = Cell("code", 0.0, 1, 8, 16)
-SETTINGS = Setup("tiny", 1000, "float64", "cpu", 1, 2, 2, "abc")
+SETTINGS = Setup("tiny", "0" * 20, "0" * 20, 1000, "float64", "cpu", 1, 2, 2, "abc")
 ENVIRONMENT = {
     "selfspec": "0",
     "torch": "0",

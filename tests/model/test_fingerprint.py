@@ -68,6 +68,15 @@ def test_a_checkpoint_has_one_in_whatever_dtype_it_is_loaded(tmp_path: Path) -> 
         assert fingerprint(type(model).from_pretrained(tmp_path, dtype=dtype)) == before
 
 
+def test_rounded_weights_are_others_where_that_counts() -> None:
+    model = tiny.llama(dtype=torch.float32)
+    before = [fingerprint(model, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    model.to(torch.bfloat16).float()
+    after = [fingerprint(model, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
 def test_what_is_made_while_it_runs_does_not_count() -> None:
     model = tiny.llama()
     before = fingerprint(model)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby, product
 
+from selfspec.accept import find_rule
 from selfspec.environment import environment
 from selfspec.errors import StudyError
-from selfspec.tools.lab.drafts import is_judged_by_teacher_forcing, named_drafts
+from selfspec.tools.lab.drafts import content, is_judged_by_teacher_forcing, named_drafts
 from selfspec.tools.lab.estimates import confirm, confirm_asked, count, estimate, estimate_asked
 from selfspec.tools.lab.prices import Prices, costs_asked, find_costs
 from selfspec.tools.lab.runs import Asked, Run, Runs
@@ -65,7 +66,7 @@ def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, progr
     found: list[Run] = []
     for name in study.models:
         studied = load(name)
-        same = names.setdefault(studied.base, name)
+        same = names.setdefault(studied.origin.base, name)
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed, studied.given)
@@ -84,6 +85,7 @@ def find_out(
     """
     around = environment(studied.model.device)
     costs = costs_asked(studied, drafts, study.pricing)
+    rule = content(studied.given.rules.get(study.accept) or find_rule(study.accept))
     drafters = {draft: studied.given.drafter(draft) for draft in drafts}
     forced = {draft for draft, each in drafters.items() if is_judged_by_teacher_forcing(each, studied.adapter)}
     grid = [*product(studied.prompts, study.temperatures)]
@@ -92,7 +94,10 @@ def find_out(
     texts = [texts_asked(studied, workload, temperature, study) for workload, temperature in grid]
     asked = [costs, *texts]
     estimates = {
-        each.key: [estimate_asked(draft, drafts[draft], each, study, draft not in forced) for draft in ordered]
+        each.key: [
+            estimate_asked(draft, drafts[draft] + rule * (draft not in forced), each, study, draft not in forced)
+            for draft in ordered
+        ]
         for each in texts
     }
     confirmed = min(study.confirm, len(drafts))

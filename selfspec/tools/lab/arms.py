@@ -6,13 +6,14 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.fixed import control_of
@@ -24,7 +25,7 @@ from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.named import RuntimeName, runtime_named
 from selfspec.tools.lab.cell import Cell, Prompts
-from selfspec.tools.lab.drafts import Given
+from selfspec.tools.lab.drafts import Given, content
 
 ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
 """`model.generate`, alone and with each of its own speed-ups; and selfspec, without a draft and with one."""
@@ -54,7 +55,7 @@ class ArmSpec:
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         accept: acceptance rule, by name; None: selfspec's default.
         lossless: whether its texts are distributed as the model's own.
-        content: of the draft, beyond its name.
+        content: of the draft and the rule, beyond their names; the arm finds it out.
     """
 
     kind: ArmKind
@@ -103,13 +104,17 @@ class OwnArm:
     """A wrapped model. Without a draft it is plain decoding."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel, given: Given) -> None:
-        self.spec, runtime = spec, runtime_named(spec.runtime)
+        runtime = runtime_named(spec.runtime)
         # A profile has its own control.
         own_control = spec.length is None and spec.nodes is None
         control = None if own_control else control_of(spec.length, spec.nodes)
         draft = None if spec.draft is None else given.drafts.get(spec.draft, spec.draft)
         rule = None if spec.accept is None else given.rules.get(spec.accept, spec.accept)
         self.wrapped = wrap(bare(model), draft, draft_length=control, accept=rule, runtime=runtime)
+        self.spec = spec
+        if draft is not None:
+            holds = content(self.wrapped.draft, None if rule is None else find_rule(rule))
+            self.spec = replace(spec, content=holds)
 
     def drafter(self, cell: Cell) -> Drafter | None:
         """What drafts under the conditions of a cell."""
@@ -142,8 +147,13 @@ class StockArm:
     """`model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
-        self.spec, self._model = spec, bare(model)
-        self._assistant = self._prepared_assistant() if spec.kind == "assistant" else None
+        self.spec, self._model, self._assistant = spec, bare(model), None
+        if spec.kind == "assistant":
+            draft = parse_draft(spec.draft or "")
+            assert isinstance(draft, Assistant)
+            self.spec = replace(spec, content=content(draft))
+            draft.prepare(self._model, Substitutes.of(self._model))
+            self._assistant = draft.model
 
     def absence(self, cell: Cell) -> str | None:
         if self.spec.kind in ("lookup", "early-exit", "assistant") and cell.batch > 1:
@@ -167,12 +177,6 @@ class StockArm:
         ends = end_tokens(self._model) if cell.context is None else ()
         rows = [until_end(row, ends) for row in sequences[:, prompts.ids.shape[1] :].tolist()]
         return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls)
-
-    def _prepared_assistant(self) -> PreTrainedModel:
-        draft = parse_draft(self.spec.draft or "")
-        assert isinstance(draft, Assistant)
-        draft.prepare(self._model, Substitutes.of(self._model))
-        return draft.model
 
     def _help(self) -> dict[str, Any]:
         config = self._model.generation_config

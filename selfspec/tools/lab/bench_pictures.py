@@ -13,9 +13,8 @@ import numpy as np
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.palette import GREY, Mark, mark_of, told_apart
 from selfspec.tools.lab.arms import ArmSpec, short_names
-from selfspec.tools.lab.cell import places
 from selfspec.tools.lab.drawing import Panel, Picture, curves, dots, heat, one_scale
-from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.measured import MeasuredCell, titles
 from selfspec.tools.lab.record import Record
 
 if TYPE_CHECKING:
@@ -82,13 +81,12 @@ def _beside(name: str, cells: Sequence[MeasuredCell], value: _Value, label: str)
     if len(known) > _FEW:
         return _heat_map(name, known, arms, value, label)
     marks = _marks(arms)
-    titles = places(each.cell for each in known)
     panels = [
         Panel(
-            titles[each.cell],
+            title,
             partial(dots, lines={shown: value(each, arm) for arm, shown in arms.items()}, marks=marks, baseline=1.0),
         )
-        for each in known
+        for title, each in zip(titles(known), known, strict=True)
     ]
     return Picture(name, panels, 0.5 + _LINE * len(arms), note=label, finish=_from_zero)
 
@@ -104,11 +102,11 @@ def _by_depth(cells: Sequence[MeasuredCell]) -> Picture | None:
     if not drafting or len(drafting) > _FEW or len(arms) > _LINES:
         return None
     marks = _marks(arms)
-    titles, panels = places(each.cell for each in drafting), []
-    for each in drafting:
+    panels = []
+    for title, each in zip(titles(drafting), drafting, strict=True):
         by_arm = {record.arm: _shares(record) for record in each.arms if _was_judged(record)}
         shares = {shown: by_arm.get(arm, []) for arm, shown in arms.items()}
-        panels.append(Panel(titles[each.cell], partial(curves, shares=shares, marks=marks)))
+        panels.append(Panel(title, partial(curves, shares=shares, marks=marks)))
     return Picture("acceptance", panels, 2.4, note=_DEPTH, legend=marks)
 
 
@@ -121,18 +119,18 @@ def _heat_map(
         some = [each for each in cells if each.cell.decoding == decoding]
         values = [[value(each, arm) for each in some] for arm in arms]
         table = np.array([[np.nan if found is None else found.value for found in line] for line in values])
-        tables[decoding] = table, places(each.cell for each in some)
+        tables[decoding] = table, titles(some)
 
     def finish(figure: Figure, grid: Sequence[Axes]) -> None:
         one_scale(
             figure, grid, name.replace("_", " "), 0.0, float(max(np.nanmax(table) for table, _ in tables.values()))
         )
-        for axes, (_, titles) in zip(grid, tables.values(), strict=True):
-            axes.set_xticks(range(len(titles)), titles.values(), rotation=90)
+        for axes, (_, columns) in zip(grid, tables.values(), strict=True):
+            axes.set_xticks(range(len(columns)), columns, rotation=90)
 
     panels = [
-        Panel(decoding, partial(heat, values=table, rows=[*arms.values()], columns=[*titles.values()], digits=".2f"))
-        for decoding, (table, titles) in tables.items()
+        Panel(decoding, partial(heat, values=table, rows=[*arms.values()], columns=columns, digits=".2f"))
+        for decoding, (table, columns) in tables.items()
     ]
     return Picture(name, panels, 0.6 + _LINE * len(arms), across=1, note=label, share=False, finish=finish)
 

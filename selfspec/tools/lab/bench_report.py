@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.arms import ArmSpec, short_names
 from selfspec.tools.lab.bench_pictures import draw
-from selfspec.tools.lab.cell import places
 from selfspec.tools.lab.figures import CYCLING, Figures, calls_without_cycles
-from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.measured import MeasuredCell, titles
+from selfspec.tools.lab.origin import told_apart
 from selfspec.tools.lab.quality import differing
 from selfspec.tools.lab.record import Record
 from selfspec.tools.lab.report import Report, write_data
@@ -44,17 +44,17 @@ def page(cells: Sequence[MeasuredCell]) -> Report:
     """Return the report without its pictures."""
     report = Report("Benchmark")
     report.paragraph(_NOTES)
-    for setup in dict.fromkeys(map(_setup, cells)):
+    models = told_apart((each.settings.model, each.settings.base) for each in cells)
+    for setup in dict.fromkeys(_setup(each, models) for each in cells):
         report.paragraph(setup)
     report.heading("Overview")
     first = overview(cells, with_intervals=True)
     report.table([first.title, *first.columns], first.lines)
-    several = len({each.settings.model + each.settings.dtype for each in cells}) > 1
+    several = len({each.settings.setting for each in cells}) > 1
     for measured in cells:
-        settings = measured.settings
         report.heading(measured.cell.title)
         if several:
-            report.paragraph(f"{settings.model}, {settings.dtype}, {settings.threads} threads")
+            report.paragraph(_setup(measured, models))
         report.points(measured.doubts)
         _speeds(report, measured)
         report.points(_not_scored(measured))
@@ -80,15 +80,12 @@ class Overview:
 def overview(cells: Sequence[MeasuredCell], with_intervals: bool) -> Overview:
     """Return the first table."""
     title = "decoding, against model.generate" if any(each.timed for each in cells) else "tokens a pass"
-    arms, titles = (
-        short_names(record.arm for measured in cells for record in measured.arms),
-        places(each.cell for each in cells),
-    )
+    arms = short_names(record.arm for measured in cells for record in measured.arms)
     by_arm = [[_against(arm, measured, with_intervals) for measured in cells] for arm in arms]
     if len(cells) <= len(arms):
         lines = [[name, *shown] for name, shown in zip(arms.values(), by_arm, strict=True)]
-        return Overview(title, list(titles.values()), lines)
-    by_cell = zip(titles.values(), *by_arm, strict=True)
+        return Overview(title, titles(cells), lines)
+    by_cell = zip(titles(cells), *by_arm, strict=True)
     return Overview(title, list(arms.values()), [list(row) for row in by_cell])
 
 
@@ -97,7 +94,8 @@ def by_prompt(cells: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
     rows = []
     for measured in cells:
         cell = measured.cell
-        place = {"workload": cell.workload, "temperature": cell.temperature, "batch": cell.batch}
+        whose = {"model": measured.settings.model, "weights": measured.settings.base[:8]}
+        place = {**whose, "workload": cell.workload, "temperature": cell.temperature, "batch": cell.batch}
         for record in measured.arms:
             for repeat, calls in enumerate(record.texts):
                 for call, texts in enumerate(calls):
@@ -249,12 +247,12 @@ def _memory(report: Report, measured: MeasuredCell) -> None:
     report.table(head, rows)
 
 
-def _setup(measured: MeasuredCell) -> str:
+def _setup(measured: MeasuredCell, models: Mapping[tuple[str, str], str]) -> str:
     settings, environment = measured.settings, measured.environment
     repeats = f"{settings.repeats} repeats" if settings.repeats else "not timed"
     return (
-        f"{settings.model}, {settings.parameters / 1e6:.1f}M parameters, {settings.dtype}, {repeats}, "
-        f"{settings.threads} threads, {environment['device']}, {environment['processor']}; selfspec "
+        f"{models[settings.model, settings.base]}, {settings.parameters / 1e6:.1f}M parameters, {settings.dtype}, "
+        f"{repeats}, {settings.threads} threads, {environment['device']}, {environment['processor']}; selfspec "
         f"{environment['selfspec']}, commit {environment['commit'] or 'unknown'}, torch {environment['torch']}, "
         f"transformers {environment['transformers']}, Python {environment['python']}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,27 +63,6 @@ class Cell:
             **endless,
             **sampling,
         }
-
-
-def places(cells: Iterable[Cell]) -> dict[Cell, str]:
-    """Return titles of cells that say how they differ, in a few words; of a single one its workload and decoding."""
-    every = list(cells)
-    # Workloads that one option makes begin alike.
-    begun = {cell.workload.partition("/")[0] for cell in every if "/" in cell.workload}
-    alike = f"{begun.pop()}/" if len(begun) == 1 and all("/" in cell.workload for cell in every) else ""
-    parts = {
-        cell: (
-            cell.workload.removeprefix(alike),
-            f"T {cell.temperature:g}" if cell.sampled else "greedy",
-            f"batch {cell.batch}",
-            "whole prompts" if cell.context is None else f"{cell.context} of prompt",
-            f"{cell.max_new_tokens} new",
-            "chat" if cell.chat else "text",
-        )
-        for cell in every
-    }
-    differing = [place for place in range(6) if len({part[place] for part in parts.values()}) > 1] or [0, 1]
-    return {cell: ", ".join(part[place] for place in differing) for cell, part in parts.items()}
 
 
 @dataclass(frozen=True)

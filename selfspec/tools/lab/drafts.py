@@ -5,24 +5,29 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from inspect import getsource
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
+from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.exit_head import CONFIG
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
+from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)
@@ -81,9 +86,19 @@ class Given:
 
     @classmethod
     def of(cls, drafts: Iterable[str | Drafter], rules: Iterable[str | Rule] = ()) -> Given:
-        """Keep those that are objects."""
-        named = {draft_name(each): each for each in drafts if isinstance(each, Drafter)}
-        return cls(named, {called(each): each for each in rules if isinstance(each, Rule)})
+        """Keep those that are objects.
+
+        Raises:
+            StudyError: two are called the same.
+        """
+        every: list[Any] = [[each for each in drafts if isinstance(each, Drafter)]]
+        every += [[each for each in rules if isinstance(each, Rule)]]
+        for some in every:
+            for name, times in Counter(map(called, some)).items():
+                if times > 1:
+                    raise StudyError(f"{times} of what is given are called {name}; study one at a time")
+        found = [{called(each): each for each in some} for some in every]
+        return cls(*found)
 
     def drafter(self, name: str) -> Drafter:
         """Return the drafter of a name.
@@ -187,24 +202,32 @@ def skip_set(name: str) -> SkipSet:
     return skip.path(2 + max([*skip.attention, *skip.mlp, *skip.layers])).skipped
 
 
-def content(drafter: Drafter) -> str:
-    """Return a digest of what a draft is beyond its name: its fields, the files they name, and code of another package.
+def content(*parts: Drafter | DraftPolicy | Rule | None) -> str:
+    """Return a digest of what drafts and rules are beyond their names.
 
-    So what was measured of another content is not taken for its own.
+    That is their fields, the weights and the files that these name, and code of another package. So what was measured
+    of another content is not taken for its own.
     """
-    parts = ["" if " at 0x" in repr(drafter) else repr(drafter), *_contents(drafter)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    found = [said for part in parts for said in _contents(part)]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
-def _contents(drafter: Drafter) -> Iterator[str]:
-    kind = type(drafter)
+def _contents(part: Any) -> Iterator[str]:
+    kind = type(part)
+    yield kind.__qualname__ if " at 0x" in repr(part) else repr(part)
     if not kind.__module__.startswith("selfspec."):
         with suppress(OSError, TypeError):
             yield getsource(sys.modules[kind.__module__])
-    for value in vars(drafter).values():
+    for name, value in getattr(part, "__dict__", {}).items():
         for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, Drafter):
+            if isinstance(each, Drafter | DraftPolicy) or (is_dataclass(each) and not isinstance(each, type)):
                 yield from _contents(each)
+            elif isinstance(each, nn.Module):
+                yield fingerprint(each)
+            elif isinstance(each, Tensor):
+                yield repr(each.tolist())
+            elif isinstance(each, int | float):
+                yield f"{name}={each!r}"
             elif isinstance(each, str | Path) and len(str(each)) < _LONGEST_PATH and Path(each).exists():
                 files = [each] if Path(each).is_file() else sorted(Path(each).iterdir())
                 yield repr([(Path(file).name, (stat := Path(file).stat()).st_size, stat.st_mtime_ns) for file in files])

@@ -11,6 +11,7 @@ from typing import Any
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.ablation import Finding
 from selfspec.tools.lab.drafts import skip_set
+from selfspec.tools.lab.origin import told_apart
 from selfspec.tools.lab.table import Row, estimate_in
 
 
@@ -138,19 +139,24 @@ def timing_doubts(finding: Finding) -> list[str]:
     return list(found.values())
 
 
+def names_of(table: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """Return what reports call the models of a table, by name and weights."""
+    return told_apart((row["model"], row["weights"]) for row in table)
+
+
 def findings(finding: Finding) -> list[TextFindings]:
     """Return what a study found of each model, text and temperature, in its order."""
     texts = {run.asked.key: run for run in finding.runs if run.asked.kind == "texts"}
     estimates = [run for run in finding.runs if run.asked.kind == "estimate" and run.error is None]
-    found = []
+    called, found = names_of(finding.table), []
     for (model, workload, temperature), rows in groupby(
-        finding.table, lambda row: (row["model"], row["workload"], row["temperature"])
+        finding.table, lambda row: ((row["model"], row["weights"]), row["workload"], row["temperature"])
     ):
-        place: dict[str, Any] = {"model": model, "workload": workload, "temperature": temperature}
+        place: dict[str, Any] = {"weights": model[1], "workload": workload, "temperature": temperature}
         here = [each for each in estimates if place.items() <= each.asked.place.items()]
         if here:
             how = f"temperature {temperature:g}" if temperature else "greedy"
             tokens = texts[here[0].asked.under["texts"]].found["tokens"]
             right = {each.asked.place["draft"]: each.found["right"] for each in here if "right" in each.found}
-            found.append(TextFindings(f"{model}, {workload}, {how}", list(rows), tokens, right))
+            found.append(TextFindings(f"{called[model]}, {workload}, {how}", list(rows), tokens, right))
     return found

@@ -21,7 +21,8 @@ from selfspec.tools.lab.ablation import work_on
 from selfspec.tools.lab.arms import ArmSpec
 from selfspec.tools.lab.bench_report import write_report
 from selfspec.tools.lab.cell import Cell, Prompts
-from selfspec.tools.lab.drafts import Given, called, content
+from selfspec.tools.lab.drafts import Given, called
+from selfspec.tools.lab.measured import KIND, MeasuredCell
 from selfspec.tools.lab.report import require_packages
 from selfspec.tools.lab.runs import Runs
 from selfspec.tools.lab.session import Part, Session
@@ -128,14 +129,9 @@ def bench(
     own = ArmSpec("plain", runtime=usual_runtime(model.device))
     specs = [ArmSpec("generate"), own] if timed else []
     for draft in map(called, drafts):
-        holds = content(given.drafter(draft))
         for rule in map(called, accept or ("",)):
             named, lossless = rule or None, given.lossless(rule or None)
-            specs.append(
-                ArmSpec(
-                    "draft", draft, draft_length, nodes, named, runtime=own.runtime, lossless=lossless, content=holds
-                )
-            )
+            specs.append(ArmSpec("draft", draft, draft_length, nodes, named, runtime=own.runtime, lossless=lossless))
     parts: frozenset[Part] = frozenset({"speed", "costs"} if timed else {"acceptance"})
     session = Session(
         name=type(model).__name__,
@@ -150,13 +146,21 @@ def bench(
     )
     asked = [*map(Prompts.of_one_length, ids)]
     cells = {Cell(_GIVEN, temperature, 1, None, max_new_tokens): asked for temperature in temperatures}
-    found = session.measure(cells, Runs(place), watch or Unwatched())
+    runs = Runs(place)
+    found = session.measure(cells, runs, watch or Unwatched())
     if place is not None:
-        write_report(found, place)
+        write_report([MeasuredCell.of(run) for run in runs.of_kind(KIND)], place)
     import pandas
 
     rows = [
-        {"temperature": each.cell.temperature, **arm, "draft": arm["arm"]["draft"], "accept": arm["arm"]["accept"]}
+        {
+            "model": each.settings.model,
+            "weights": each.settings.base[:8],
+            "temperature": each.cell.temperature,
+            **arm,
+            "draft": arm["arm"]["draft"],
+            "accept": arm["arm"]["accept"],
+        }
         for each in found
         for arm in each.to_dict()["arms"]
     ]

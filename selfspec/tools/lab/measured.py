@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.lab.arms import ArmKind, ArmSpec
 from selfspec.tools.lab.cell import Cell
 from selfspec.tools.lab.figures import Figures, doubts, figures, untimed_figures
+from selfspec.tools.lab.origin import told_apart
 from selfspec.tools.lab.quality import TextQuality, differing, qualities
 from selfspec.tools.lab.record import Record, Setup
 from selfspec.tools.lab.runs import Asked, Run
@@ -146,6 +147,38 @@ class MeasuredCell:
             "doubts": self.doubts,
             "arms": arms,
         }
+
+
+def titles(measured: Sequence[MeasuredCell]) -> list[str]:
+    """Return titles of cells that say how they differ, in a few words; of a single one its workload and decoding."""
+    # Workloads that one option makes begin alike.
+    workloads = [each.cell.workload for each in measured]
+    begun = {name.partition("/")[0] for name in workloads}
+    alike = f"{begun.pop()}/" if len(begun) == 1 and all("/" in name for name in workloads) else ""
+    models = told_apart((each.settings.model, each.settings.base) for each in measured)
+    around = dict.fromkeys(name for each in measured for name in each.environment)
+    parts = [
+        (
+            each.cell.workload.removeprefix(alike),
+            f"T {each.cell.temperature:g}" if each.cell.sampled else "greedy",
+            f"batch {each.cell.batch}",
+            "whole prompts" if each.cell.context is None else f"{each.cell.context} of prompt",
+            f"{each.cell.max_new_tokens} new",
+            "chat" if each.cell.chat else "text",
+            models[each.settings.model, each.settings.base],
+            each.settings.dtype,
+            f"{each.settings.repeats} repeats",
+            f"prompts {each.settings.prompts_digest[:6]}",
+            *(f"{name} {each.environment.get(name)}" for name in around),
+        )
+        for each in measured
+    ]
+    differing = [place for place, values in enumerate(zip(*parts, strict=True)) if len({*values}) > 1] or [0, 1]
+    shown = [", ".join(part[place] for place in differing) for part in parts]
+    if len({*shown}) == len(shown):
+        return shown
+    # What tells them apart has no words, as a configuration.
+    return [f"{title}, {each.settings.setting[:6]}" for title, each in zip(shown, measured, strict=True)]
 
 
 _MEASURED = TypeAdapter(MeasuredCell)

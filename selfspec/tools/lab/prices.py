@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
@@ -183,15 +182,12 @@ def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
 def costs_asked(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing) -> Asked:
     """Ask for what drafts cost: exits and skip sets by their sublayers, all other paths by themselves."""
     under = {
-        "base": studied.base,
-        "dtype": studied.dtype,
-        "device": studied.model.device.type,
-        "threads": torch.get_num_threads(),
+        **asdict(studied.origin),
         "pricing": pricing,
         "runtime": "eager",
         "alone": {name: content(path) for name, path in _alone(studied, drafts).items()},
     }
-    return Asked("costs", under, {"model": studied.name})
+    return Asked("costs", under, studied.place)
 
 
 def _alone(studied: StudiedModel, drafts: Iterable[str]) -> dict[str, LayerPathDrafter]:

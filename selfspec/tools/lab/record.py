@@ -23,11 +23,13 @@ _Value = TypeVar("_Value")
 class Setup:
     """What else must be the same for two measurements of a cell to be of one thing.
 
-    The model, what it computes in and where; CPU threads of torch; how often each arm was timed (0: texts were decoded
-    once and not timed), on how many prompts, a digest of their tokens, and what was measured.
+    The model, its `Origin`, what it computes in and where; CPU threads of torch; how often each arm was timed (0: texts
+    were decoded once and not timed), on how many prompts, a digest of their tokens, and what was measured.
     """
 
     model: str
+    base: str
+    setting: str
     parameters: int
     dtype: str
     device: str

@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Runs:
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
         self._runs: dict[str, Run] = {}
+        self._used: dict[str, Asked] = {}
         if self._file is not None:
             check_output_file(self._file)
             for number, line in enumerate(_whole_lines(self._file).splitlines(), 1):
@@ -89,15 +90,17 @@ class Runs:
                 self._runs[run.asked.key] = run
 
     def __getitem__(self, asked: Asked) -> Run:
-        return self._runs[asked.key]
+        self._used[asked.key] = asked
+        # Its model may have been called otherwise then.
+        return replace(self._runs[asked.key], asked=asked)
 
     def __contains__(self, asked: Asked) -> bool:
         return asked.key in self._runs
 
     @property
-    def every(self) -> list[Run]:
-        """All runs, in the order in which they were first made."""
-        return list(self._runs.values())
+    def used(self) -> list[Run]:
+        """The runs that were read here, in that order; others of the folder may be of other models."""
+        return [self[asked] for asked in self._used.values()]
 
     def of_kind(self, kind: str) -> list[Run]:
         """Return the runs of a kind, in the order in which they were first made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -19,6 +19,7 @@ from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.memory import measure_memory
+from selfspec.tools.lab.origin import Origin
 from selfspec.tools.lab.pass_costs import costs_of
 from selfspec.tools.lab.quality import nats_of
 from selfspec.tools.lab.record import Record, Setup
@@ -66,21 +67,23 @@ class Session:
             All of the cells, measured now or before.
         """
         arms = [make_arm(spec, self.model, self.given) for spec in self.specs]
-        setups = {cell: self._setup(prompts) for cell, prompts in cells.items()}
+        specs = [arm.spec for arm in arms]
+        origin = Origin.of(self.model)
+        setups = {cell: self._setup(prompts, origin) for cell, prompts in cells.items()}
         found = {}
         for cell, setup in setups.items():
             asked = MeasuredCell.question(cell, setup)
-            if asked in runs and {*self.specs} <= {record.arm for record in MeasuredCell.of(runs[asked]).arms}:
+            if asked in runs and {*specs} <= {record.arm for record in MeasuredCell.of(runs[asked]).arms}:
                 found[cell] = MeasuredCell.of(runs[asked])
         missing = [cell for cell in cells if cell not in found]
         # What is timed is timed in turns; what is counted depends on no other arm.
-        kept = {cell: self._counted(MeasuredCell.question(cell, setups[cell]), runs) for cell in missing}
+        kept = {cell: self._counted(MeasuredCell.question(cell, setups[cell]), runs, specs) for cell in missing}
         # Of cells of one shape the first.
         shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
         weighed = list(shapes.values()) if "memory" in self.parts and self.place is not None else []
         watch.begin(
             sum(
-                len({*self.specs} - kept[cell].keys()) * (len(cells[cell]) * self._times + (cell in weighed))
+                len({*specs} - kept[cell].keys()) * (len(cells[cell]) * self._times + (cell in weighed))
                 for cell in missing
             )
         )
@@ -103,21 +106,19 @@ class Session:
                 said = [self._said(call.rows for call in calls) for calls in result.calls] if self.tokenizer else []
                 records[result.arm.spec] = Record.of(result, memory, cost, nats, said)
             around, texts = environment(self.model.device), self._said(call.rows for call in prompts)
-            in_order = tuple(records[spec] for spec in dict.fromkeys([*self.specs, *records]))
+            in_order = tuple(records[spec] for spec in dict.fromkeys([*specs, *records]))
             found[cell] = MeasuredCell(cell, setups[cell], in_order, around, load, texts)
             runs.keep([found[cell].run])
         return [found[cell] for cell in cells]
 
-    def _counted(self, asked: Asked, runs: Runs) -> dict[ArmSpec, Record]:
+    def _counted(self, asked: Asked, runs: Runs, specs: Sequence[ArmSpec]) -> dict[ArmSpec, Record]:
         """Return the arms of a cell that were counted before; none where they are timed."""
         if self._timed or asked not in runs:
             return {}
         # A draft that has changed takes the place of what it was.
-        anew = {replace(spec, content="") for spec in self.specs} - {*self.specs}
+        anew = {replace(spec, content="") for spec in specs} - {*specs}
         before = MeasuredCell.of(runs[asked]).arms
-        return {
-            each.arm: each for each in before if each.arm in self.specs or replace(each.arm, content="") not in anew
-        }
+        return {each.arm: each for each in before if each.arm in specs or replace(each.arm, content="") not in anew}
 
     @property
     def _timed(self) -> bool:
@@ -140,10 +141,11 @@ class Session:
         repeats = result.calls if cell.sampled else result.calls[:1]
         return [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in repeats]
 
-    def _setup(self, prompts: Sequence[Prompts]) -> Setup:
+    def _setup(self, prompts: Sequence[Prompts], origin: Origin) -> Setup:
         rows = [call.rows for call in prompts]
         return Setup(
             model=self.name,
+            **asdict(origin),
             parameters=self.model.num_parameters(),
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=self.model.device.type,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,9 @@ from selfspec.measure.own_text import Continuation, continued
 from selfspec.measure.prompts import PromptWriter, check_context, read_workloads
 from selfspec.measure.teacher_forced.passes import LayerViews
 from selfspec.model.checkpoint import load_checkpoint, read_config
-from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.drafts import Given
+from selfspec.tools.lab.origin import Origin
 from selfspec.tools.lab.runs import Asked, Run
 from selfspec.tools.lab.study import Study
 
@@ -46,9 +46,9 @@ class StudiedModel:
     given: Given = field(default_factory=Given)
 
     @cached_property
-    def base(self) -> str:
-        """Fingerprint of its weights."""
-        return fingerprint(self.model)[:20]
+    def origin(self) -> Origin:
+        """Its weights, and where and how it runs."""
+        return Origin.of(self.model)
 
     @cached_property
     def views(self) -> LayerViews:
@@ -61,9 +61,9 @@ class StudiedModel:
         return len(self.adapter.decoder_layers(self.model))
 
     @property
-    def dtype(self) -> str:
-        """The dtype it computes in."""
-        return str(self.model.dtype).removeprefix("torch.")
+    def place(self) -> dict[str, str]:
+        """What reports call it."""
+        return {"model": self.name, "weights": self.origin.short}
 
     def pieces(self, ids: Sequence[int], first: int) -> list[str]:
         """Return what each token from `first` on adds to a text, as reports show it."""
@@ -78,15 +78,14 @@ def texts_asked(studied: StudiedModel, workload: str, temperature: float, study:
     """Ask for the texts that a model writes on from the prompts of a workload."""
     prompts = [prompt.tolist() for prompt in studied.prompts[workload]]
     under = {
-        "base": studied.base,
-        "dtype": studied.dtype,
+        **asdict(studied.origin),
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:20],
         "new_tokens": study.max_new_tokens,
         "temperature": temperature,
         # Greedy texts do not depend on a seed.
         "seed": study.seed if temperature else 0,
     }
-    return Asked("texts", under, {"model": studied.name, "workload": workload, "temperature": temperature})
+    return Asked("texts", under, {**studied.place, "workload": workload, "temperature": temperature})
 
 
 def write_texts(studied: StudiedModel, asked: Asked) -> dict[str, Any]:

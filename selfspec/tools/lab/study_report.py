@@ -11,7 +11,7 @@ from typing import Any
 
 from selfspec.measure.palette import PALE, SEQUENCE
 from selfspec.tools.lab.ablation import Finding
-from selfspec.tools.lab.findings import TextFindings, findings, timing_doubts
+from selfspec.tools.lab.findings import TextFindings, findings, names_of, timing_doubts
 from selfspec.tools.lab.report import Report, write_data
 from selfspec.tools.lab.study_pictures import draw
 from selfspec.tools.lab.table import Row, estimate_in
@@ -33,8 +33,7 @@ def write_report(finding: Finding, folder: Path) -> list[Path]:
 
 def page(finding: Finding, shown: Sequence[TextFindings], pictures: Sequence[Path]) -> Report:
     """Return the report."""
-    models = dict.fromkeys(row["model"] for row in finding.table)
-    report = Report(f"Study of drafts: {', '.join(models) or 'no model'}")
+    report = Report(f"Study of drafts: {', '.join(names_of(finding.table).values()) or 'no model'}")
     report.points([each.sentence() for each in shown if each.best])
     about = described(finding)
     report.paragraph(

@@ -77,7 +77,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for run in runs:
         under = run.asked.under
         if run.asked.kind == "costs" and run.error is None:
-            prices[under["base"]] = Prices.of(run)
+            prices[under["setting"]] = Prices.of(run)
         elif run.asked.kind == "texts":
             texts[run.asked.key] = run
         elif run.asked.kind == "confirm":
@@ -86,8 +86,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for run in runs:
         if run.asked.kind == "estimate":
             under = run.asked.under
-            base = texts[under["texts"]].asked.under["base"]
-            table += _rows_of(run, prices.get(base), measured.get(under["draft"] + under["texts"], []))
+            setting = texts[under["texts"]].asked.under["setting"]
+            table += _rows_of(run, prices.get(setting), measured.get(under["draft"] + under["texts"], []))
     return table
 
 
@@ -96,7 +96,7 @@ def _rows_of(estimated: Run, prices: Prices | None, confirmed: Sequence[Run]) ->
     found, draft = estimated.found, estimated.asked.under["draft"]
     kind = draft_kind(draft)
     place: Row = {
-        **{name: estimated.asked.place[name] for name in ("model", "workload", "temperature", "draft")},
+        **{name: estimated.asked.place[name] for name in ("model", "weights", "workload", "temperature", "draft")},
         "kind": kind,
         "judged_by": estimated.asked.under["by"],
         "skipped": len(skip_set(draft)) if kind in ("skip", "skip-file") else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -99,7 +99,7 @@ def fit_study(
         runs: where the study is kept.
         counted: drafts that are judged by generation.
     """
-    asked = Asked("sizes", {"minutes": minutes, "names": sorted(free)})
+    asked = Asked("sizes", {**asdict(studied.origin), "minutes": minutes, "names": sorted(free)}, studied.place)
     begun = runs[asked].found if asked in runs else {}
     bound = {name: Size(begun[name], begun[name]) if name in begun else size for name, size in free.items()}
     times = TokenTimes.measured(studied.model)

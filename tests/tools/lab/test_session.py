@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.made import cell_of, record
+from selfspec.draft.corpus_file import write_corpus
 from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate
+from selfspec.model.vocabulary import Vocabulary
 from selfspec.runtime.named import RuntimeName
 from selfspec.tools.lab.agreement import TextAgreement
 from selfspec.tools.lab.arms import ArmSpec
@@ -130,8 +132,9 @@ def test_texts_and_counts_of_each_prompt_are_rows(llama: PreTrainedModel, tmp_pa
 
 @pytest.mark.tools
 def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_path: Path) -> None:
-    watch = Notes()
-    drafts = [ArmSpec("draft", name, length=2) for name in ("exit:1", "int8", "lookup", "recycle")]
+    watch, corpus = Notes(), tmp_path / "corpus.safetensors"
+    write_corpus(corpus, [[1, 2, 3, 4]], Vocabulary.of(llama))
+    drafts = [ArmSpec("draft", name, length=2) for name in ("exit:1", "int8", f"suffix:{corpus}", "recycle")]
     measured = run(llama, tmp_path, watch, drafts, frozenset({"acceptance", "quality"}))
     assert len(watch.steps) == len(drafts) * len(CELLS)
     for each in measured:
@@ -143,11 +146,15 @@ def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_p
         assert all(found.mean_accepted_length.value >= 1 for found in each.figures.values())
         assert each.qualities.keys() == {record.arm for record in each.arms}
     # A further draft leaves those that were counted as they are; a draft that has changed is another.
-    more, changed = ArmSpec("draft", "exit:2", length=2), replace(drafts[2], content="other")
+    more = ArmSpec("draft", "exit:2", length=2)
+    write_corpus(corpus, [[3, 4, 5]], Vocabulary.of(llama))
     watch = Notes()
-    both = run(llama, tmp_path, watch, [more, *drafts[:2], changed], frozenset({"acceptance", "quality"}))
+    both = run(llama, tmp_path, watch, [more, *drafts[:3]], frozenset({"acceptance", "quality"}))
     assert len(watch.steps) == 2 * len(CELLS)
-    assert [record.arm for record in both[0].arms] == [more, *drafts[:2], changed, drafts[3]]
+    assert [record.arm.draft for record in both[0].arms] == [spec.draft for spec in (more, *drafts)]
+    found = {record.arm.draft: record.arm.content for record in both[0].arms}
+    before = {record.arm.draft: record.arm.content for record in measured[0].arms}
+    assert {draft for draft in before if found[draft] != before[draft]} == {drafts[2].draft}
     assert both[0].arms[1] == measured[0].arms[0]
     # Other figures are measured anew.
     watch = Notes()
