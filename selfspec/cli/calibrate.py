@@ -132,7 +132,7 @@ def calibrate(
         )
     seconds = time.perf_counter() - started
     if keep is not None:
-        write_data(_calls(profile), dict(profile.report["settings"]), keep, "calls")
+        write_data(_calls(profile), {**profile.report["settings"], "setting": asdict(profile.setting)}, keep, "calls")
     file = to or profile_place.default_file(profile.setting)
     profile.save(file)
     if output == "text":

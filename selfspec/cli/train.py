@@ -87,7 +87,7 @@ class Averaged:
     trained: dict[str, str]
     base: dict[str, str]
     base_share: float
-    held_out: str | None
+    held_out: dict[str, str] | None
     held_out_blocks: int
     before: dict[str, float]
     after: dict[str, float]

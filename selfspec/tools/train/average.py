@@ -15,7 +15,7 @@ import torch
 from selfspec.errors import TrainingError
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
-from selfspec.tools.train.corpus import packed, read_documents, spread
+from selfspec.tools.train.corpus import identified, packed, read_documents, spread
 from selfspec.tools.train.folder import RunFolder
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.settings import Averaging
@@ -50,7 +50,7 @@ def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str
         "trained": {"model": trained, "fingerprint": fingerprint(model)},
         "base": {"model": base, "fingerprint": fingerprint(other)},
         "base_share": averaging.base_share,
-        "held_out": averaging.held_out and averaging.held_out.name,
+        "held_out": averaging.held_out and identified(averaging.held_out),
         "held_out_blocks": averaging.held_out_blocks,
     }
     before = folder.begin(settings, lesson.measure() if lesson else {}) or {}

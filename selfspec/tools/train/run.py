@@ -18,7 +18,7 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import check_reads_text, find_adapter
 from selfspec.tools.lab.drawing import Panel, Picture
-from selfspec.tools.train.corpus import all_documents, beginnings, given_text, written_text
+from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, train
 from selfspec.tools.train.doubts import doubts
 from selfspec.tools.train.exit_heads import ExitLesson
@@ -101,8 +101,8 @@ def run(
         # Names, not folders, so that a training may move.
         "source": {
             "model": model,
-            "text": [{"name": file.name, "bytes": file.stat().st_size} for file in texts.text],
-            "held_out": texts.held_out and texts.held_out.name,
+            "text": [*map(identified, texts.text)],
+            "held_out": texts.held_out and identified(texts.held_out),
             "held_out_blocks": texts.held_out_blocks,
         },
         "base": fingerprint(base),

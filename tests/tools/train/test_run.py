@@ -197,6 +197,30 @@ def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Tra
         training(None, tmp_path / "model", course=replace(_COURSE, seed=1))
 
 
+@pytest.mark.parametrize("changed", ["text", "held_out"])
+def test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed(
+    text: Path, tmp_path: Path, changed: str
+) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("text", "held_out")}
+    for file in files.values():
+        file.write_bytes(text.read_bytes())
+
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == 1:
+            raise MemoryError
+
+    def train(observe: Observer) -> dict[str, Any]:
+        texts = Texts(text=[files["text"]], held_out=files["held_out"], held_out_blocks=4)
+        return run(str(checkpoint_folder()), texts, _COURSE, None, tmp_path / "model", observe, "cpu")
+
+    with pytest.raises(MemoryError):
+        train(die)
+    # Of the same name and size.
+    files[changed].write_bytes(text.read_bytes().replace(b"a", b"o"))
+    with pytest.raises(TrainingError, match=rf"other settings \({'text' if changed == 'text' else 'sha256'} "):
+        train(_ignore)
+
+
 def test_wrong_settings_and_texts_are_refused_before_anything_is_written(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
     with pytest.raises(TrainingError, match="exit 9"):
