@@ -12,6 +12,7 @@ the first round are timed. `--minutes 8` ends early, and the same command goes o
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import subprocess
@@ -63,7 +64,7 @@ def main() -> None:
     options = _options()
     tokenizer = load_tokenizer(str(options.model))
     prompt = prompts_of(options.texts, tokenizer, 1, options.context)[0][0].tolist()
-    record = _begun(options)
+    record = _begun(options, prompt)
     started = time.monotonic()
     wanted = [
         (memory, temperature, turn, arm)
@@ -106,9 +107,14 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _begun(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what an earlier run of the same settings left, or a new record. Budgets, arms and repeats may be added."""
+def _begun(options: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
+    """Return what an earlier run of the same settings left, or a new record. Budgets, arms and repeats may be added.
+
+    Model and texts count by what they hold, wherever they lie.
+    """
     settings = {name: value for name, value in vars(options).items() if name not in ("model", "texts", "minutes")}
+    settings["prompt"] = hashlib.sha256(str(prompt).encode()).hexdigest()
+    settings["weights"] = [_digest(file) for file in sorted(options.model.glob("*.safetensors"))]
     file = RESULTS / f"{options.name}.json"
     record: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu")), "cells": []}
     if not file.exists():
@@ -117,6 +123,11 @@ def _begun(options: argparse.Namespace) -> dict[str, Any]:
     if any(earlier["settings"].get(name) != settings[name] for name in settings.keys() - _MAY_GROW):
         raise SystemExit(f"{file} was made with {earlier['settings']}, not {settings}: remove it, or choose a --name")
     return {**earlier, "settings": settings}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _cell(record: dict[str, Any], memory: str, temperature: float) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Chosen:
 class _Content:
     """What the file of a profile holds."""
 
-    format: Literal[7]
+    format: Literal[8]
     setting: Setting
     greedy: Chosen
     sampled: Chosen
@@ -122,7 +122,7 @@ class Profile(DraftPolicy):
             StorageError: it cannot be written there.
         """
         place = checked_path("file", file, ProfileError)
-        write_sealed(place, asdict(_Content(7, self.setting, self.greedy, self.sampled, self.report)))
+        write_sealed(place, asdict(_Content(8, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
         chosen = self.greedy if greedy else self.sampled

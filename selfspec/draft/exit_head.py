@@ -28,7 +28,7 @@ from selfspec.values import checked_path
 
 CONFIG = "exit_head.json"
 WEIGHTS = "exit_head.safetensors"
-FORMAT = 1
+FORMAT = 2
 _COPY = "copy the folder that selfspec train exit wrote again"
 
 
@@ -36,7 +36,7 @@ _COPY = "copy the folder that selfspec train exit wrote again"
 class _Config:
     """What `exit_head.json` says, as far as drafting needs it."""
 
-    format: Literal[1]
+    format: Literal[2]
     exits: list[int]
     default: int
     hidden: PositiveInt

@@ -158,7 +158,7 @@ class LowPrecision(LayerPathDrafter):
                 (name, (round_head if name == head else round_weight)(weight, precision)) for name, weight in weights
             )
         about = AboutSubstitutes(
-            3, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
+            4, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
         )
 
         def counted() -> Iterator[tuple[str, RoundedWeight]]:

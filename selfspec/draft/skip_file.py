@@ -25,7 +25,7 @@ from selfspec.values import checked_path
 class _Content:
     """What a skip file holds, as far as drafting needs it."""
 
-    format: Literal[1]
+    format: Literal[2]
     base: str
     attention: list[int] = field(default_factory=list)
     mlp: list[int] = field(default_factory=list)
@@ -76,5 +76,5 @@ def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, 
     Raises:
         StorageError: it cannot be written.
     """
-    found = _Content(1, base, list(skip.attention), list(skip.mlp), list(skip.layers))
+    found = _Content(2, base, list(skip.attention), list(skip.mlp), list(skip.layers))
     write_sealed(file, {**asdict(found), **about})

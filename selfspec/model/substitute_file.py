@@ -31,7 +31,7 @@ class AboutSubstitutes:
         head: whether the language-model head has one.
     """
 
-    format: Literal[3]
+    format: Literal[4]
     base: str
     bits: Literal[8, 4]
     group_size: int

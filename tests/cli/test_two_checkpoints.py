@@ -98,7 +98,8 @@ def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
 
 
 def _bench_in_memory(_: Invoke, model: str, folder: Path) -> Any:
-    loaded, quick = AutoModelForCausalLM.from_pretrained(model), {"temperatures": [0], "max_new_tokens": 16}
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16}
     found = selfspec.bench(loaded, _PROMPTS, [_DRAFT], draft_length=2, timed=False, to=folder, **quick)
     return found["mean_accepted_length_value"].tolist()
 

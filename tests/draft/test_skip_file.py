@@ -37,7 +37,7 @@ def test_another_model_is_refused(file: Path) -> None:
         selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2, "base": "x"}', '{"format": 1}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "base": "x"}', '{"format": 2}'])
 def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(DraftConfigError, match="selfspec search wrote"):
