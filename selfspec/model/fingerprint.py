@@ -20,7 +20,7 @@ _SPREAD = -7046029254386353131
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
-    """SHA-256 over the class, and over name, shape and every value of each weight, packed ones in buffers among them.
+    """SHA-256 over the class, the adapters that run, and name, shape and every value of each weight, packed ones too.
 
     Values are rounded first: to bfloat16 so that a checkpoint has one fingerprint in whatever dtype it is loaded (but
     for float16, whose own rounding may differ), to float32 so that weights that were rounded are others. All weights
@@ -37,6 +37,11 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
             with module.__dict__["streams"]() as weights:
                 sums |= {f"{path}.{name}": _sums(weight, rounded) for name, weight in weights.items()}
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
+    for path, module in model.named_modules():
+        # Of peft's layers: which adapters run, and how strongly, is no weight.
+        if isinstance(getattr(module, "disable_adapters", None), bool):
+            ran = [] if module.disable_adapters else module.active_adapters
+            digest.update(f"{path} {ran} {sorted(getattr(module, 'scaling', {}).items())}\n".encode())
     for name, value in sorted(state.items()):
         if name not in sums:
             raise ValueError(f"{name} is not in memory")

@@ -77,6 +77,27 @@ def test_rounded_weights_are_others_where_that_counts() -> None:
     assert after[1] != before[1]
 
 
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_another_adapter_that_runs_makes_another() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.llama(), config, "one")
+    model.add_adapter("two", config)
+    found = []
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        found.append(fingerprint(model.get_base_model()))
+    with model.disable_adapter():
+        found.append(fingerprint(model.get_base_model()))
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scale_layer(0.5)
+    found.append(fingerprint(model.get_base_model()))
+    found.append(fingerprint(model.merge_and_unload()))
+    assert len({*found}) == len(found)
+
+
 def test_what_is_made_while_it_runs_does_not_count() -> None:
     model = tiny.llama()
     before = fingerprint(model)
