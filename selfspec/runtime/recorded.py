@@ -19,7 +19,7 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
-from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall
 
@@ -39,7 +39,7 @@ class RecordedRunner(ModelRunner):
         self._programs = programs
         self._streaming: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], bool] = {}
 
-    def _run_in_block(self, call: PassCall) -> PassResult:
+    def _run_in_block(self, call: PassCall) -> PassOutput:
         width = call.tokens.shape[1]
         tensors = self._tensors(call, call.tokens.contiguous())
         if tensors is None or is_watched(call.tokens.device) or self._streams(call):
