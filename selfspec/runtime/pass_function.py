@@ -136,7 +136,7 @@ class PassFunction:
         """What the pass gives under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.cache_bits)
+        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.view.bits)
         if source is not None:
             cache = source.beside(cache)
         if self.placed is not None:
@@ -157,7 +157,7 @@ class PassFunction:
             dtype,
             block=slots.block,
             padded=padded,
-            window=self.kind.path.window,
+            window=self.kind.path.view.window,
             top=slots.top,
         )
 
@@ -180,9 +180,9 @@ class PassFunction:
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
         copied, top, copies = None, None, 0
-        if self.kind.path.cache_bits is not None:
+        if self.kind.path.view.bits is not None:
             copied, *rest = rest
-        if self.kind.path.top_keys is not None:
+        if self.kind.path.view.top_keys is not None:
             top, *rest = rest
         if copied is not None:
             # Of each layer four, and two buffers.

@@ -106,7 +106,7 @@ class RecordedRunner(ModelRunner):
 
     def _tensors(self, call: PassCall, tokens: Tensor) -> PassTensors | None:
         """What a program takes for a call over these tokens; None: there is more to know than tensors say."""
-        slots = self._cache.slots(tokens.shape[1], call.first, call.path.cache_bits, call.path.top_keys)
+        slots = self._cache.slots(tokens.shape[1], call.first, call.path.view)
         source = None if self._cache.source is None else self._cache.source.as_tensors(self.depth)
         if slots is None or (self._cache.source is not None and source is None):
             return None

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
@@ -290,13 +291,13 @@ class ModelRunner:
         """Prepare the cache for a pass over nodes of the open block."""
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(call.tokens.shape[1], call.first, call.path.cache_bits), for_new_lengths(self.device):
+        with self._cache.reading(call.tokens.shape[1], call.first, call.path.view), for_new_lengths(self.device):
             yield
 
     def _run_stock(self, call: PassCall) -> PassOutput:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
-        inputs = self._inputs(call.tokens, call.first, call.path)
+        inputs = self._inputs(call.tokens, call.first, call.path.view)
         return run_view(view, call.base, call.entering, inputs, self._cache.source)
 
     # What another runner replaces.
@@ -326,11 +327,10 @@ class ModelRunner:
         gated.tap(self._adapter, self._base, taps)
         return gated
 
-    def _inputs(self, tokens: Tensor, first: int = -1, path: LayerPath | None = None) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
         width = tokens.shape[1]
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
-        window, top_keys = (None, None) if path is None else (path.window, path.top_keys)
-        mask = self._cache.attention_mask(self._config, width, self._dtype, first, window, top_keys)
+        mask = self._cache.attention_mask(self._config, width, self._dtype, first, view)
         if self._placed is not None:
             self._placed.place(self._cache.positions(width, first))
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
