@@ -20,7 +20,6 @@ from selfspec.values import shown
     argument=":E-F",
     example="del:2-6",
     help="early exit at a layer from E to F, which is chosen every few rounds",
-    mark=("#0072B2", "p"),
 )
 @dataclass(frozen=True)
 class ChosenExit(ChosenPath):

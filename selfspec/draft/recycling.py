@@ -38,7 +38,7 @@ _ROW_BYTES = 8 << 20
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
-@drafter("recycle", help="trees of candidates that earlier passes left over", mark=("#D55E00", "P"))
+@drafter("recycle", help="trees of candidates that earlier passes left over")
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.

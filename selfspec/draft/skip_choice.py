@@ -20,7 +20,6 @@ from selfspec.values import shown
     argument=":M",
     example="clasp:8",
     help="all but M layers, which are chosen every few rounds",
-    mark=("#E69F00", "P"),
 )
 @dataclass(frozen=True)
 class ChosenSkips(ChosenPath):

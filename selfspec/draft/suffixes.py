@@ -34,7 +34,6 @@ _LONG_MATCH = 12
     "suffix",
     argument="[:FILE]",
     help="what followed in earlier texts, and in a corpus by `selfspec index`",
-    mark=("#D55E00", "p"),
 )
 @dataclass(frozen=True)
 class Suffixes(Drafter):

@@ -55,7 +55,6 @@ _STRIDE = 2654435761
     "uno",
     argument=":FOLDER",
     help="a LoRA for mask rows that the pass which verifies reads, too (UNO)",
-    mark=("#DDAA33", "*"),
 )
 @dataclass(frozen=True)
 class Uno(FromFolder):
