@@ -30,6 +30,7 @@ from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.path_trial import Trial
 from selfspec.draft.registry import draft_name
 from selfspec.environment import environment
 from selfspec.measure.acceptance import teacher_forced
@@ -39,7 +40,6 @@ from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import share_read
-from selfspec.runtime.runner import ModelRunner
 
 Texts = Sequence[Tensor]
 
@@ -63,7 +63,7 @@ class Read:
 @contextmanager
 def weights_read() -> Iterator[Read]:
     """Count what drafts read, and trials; a round reads one step more, wherever verification begins."""
-    read, propose, try_paths = Read(), LayerPathProposer.propose, ModelRunner.try_paths
+    read, propose, run = Read(), LayerPathProposer.propose, Trial.run
 
     def proposed(self: Any, rows: Any, budget: Any) -> Any:
         draft, model = propose(self, rows, budget), rows.runner.model
@@ -72,14 +72,14 @@ def weights_read() -> Iterator[Read]:
 
     def tried(self: Any, *args: Any) -> Any:
         read.trials += 1
-        return try_paths(self, *args)
+        return run(self, *args)
 
-    patched: tuple[Any, Any] = (LayerPathProposer, ModelRunner)
-    patched[0].propose, patched[1].try_paths = proposed, tried
+    patched: tuple[Any, Any] = (LayerPathProposer, Trial)
+    patched[0].propose, patched[1].run = proposed, tried
     try:
         yield read
     finally:
-        patched[0].propose, patched[1].try_paths = propose, try_paths
+        patched[0].propose, patched[1].run = propose, run
 
 
 def main() -> None:

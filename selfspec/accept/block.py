@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept.rule import rule
 from selfspec.accept.token_level import less_q
 from selfspec.accept.tree_paths import at_parents, from_leaves, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
+@rule("block")
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.

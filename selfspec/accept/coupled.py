@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from selfspec.accept.rule import rule
 from selfspec.accept.token_level import TokenLevel
 
 
+@rule("coupled", by_kernel=True)
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
     """Draft and target choose the token of a place with the same noise; the draft is accepted where they choose alike.

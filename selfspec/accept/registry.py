@@ -1,14 +1,21 @@
-"""Rules by name: those of this package, those that other packages declare, and `module:Class`."""
+"""Rules by name: those of this package, those that other packages declare, and `module:Class`.
+
+A `:` behind the name sets fields of the rule: `relaxed-top-k:top_k=5,tolerance=2`.
+"""
 
 from __future__ import annotations
 
+import pkgutil
+from ast import literal_eval
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 from selfspec.accept.block import Block
-from selfspec.accept.coupled import Coupled
-from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.accept.rule import Rule
 from selfspec.accept.token_level import TokenLevel
 from selfspec.arguments import ClassPath, check_kind
@@ -20,18 +27,17 @@ GROUP = "selfspec.rules"
 
 @cache
 def rules() -> Mapping[str, Rule]:
-    """Return every rule by name. The names of ours that are not lossless begin with `relaxed-`.
+    """Return every rule by name, lossless ones first. The names of ours that are not lossless begin with `relaxed-`.
 
     Raises:
         UnsupportedOptionError: a package declares a name that is taken, or what it names is no rule.
     """
-    found: dict[str, Rule] = {
-        "token": TokenLevel(),
-        "block": Block(),
-        "coupled": Coupled(),
-        "relaxed-typical": Typical(),
-        "relaxed-top-k": TopKTolerance(),
-    }
+    found: dict[str, Rule] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.accept."):
+        for kind in vars(import_module(module.name)).values():
+            if isinstance(kind, type) and "declared" in vars(kind):
+                found[vars(kind)["declared"].name] = _made(kind, kind.__name__)
+    found = dict(sorted(found.items(), key=lambda each: not each[1].lossless))
     for point in entry_points(group=GROUP):
         if point.name in found:
             raise UnsupportedOptionError(f"{point.value} declares the rule {point.name!r}, and there is one already")
@@ -51,42 +57,60 @@ def find_rule(accept: str | Rule) -> Rule:
     """Return the rule of that name, or that `module:Class` names, or the rule itself.
 
     Raises:
-        UnsupportedOptionError: there is none of that name, or it is no rule.
+        UnsupportedOptionError: there is none of that name, it is no rule, or it takes no such fields.
     """
     listed = ", ".join(rules())
     if not isinstance(accept, str):
         check_kind("accept", accept, Rule, f"choose one of {listed}")
         return accept
-    if accept in rules():
-        return rules()[accept]
+    name, _, argument = accept.partition(":")
+    if name in rules():
+        return _made(type(rules()[name]), name, argument) if argument else rules()[name]
     named = ClassPath.read(accept)
-    if named is None or named.argument or accept.partition(":")[0] in rules():
+    if named is None:
         raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {listed}, or module:Class")
     try:
         found = named.load()
     except (ModuleNotFoundError, AttributeError) as error:
         raise UnsupportedOptionError(f"no acceptance rule {accept!r}: {error}; choose one of {listed}") from error
-    return _made(found, accept)
+    return _made(found, f"{named.module}:{named.name}", named.argument or "")
 
 
 def rule_name(rule: Rule) -> str | None:
     """Return the name that `find_rule` reads; None: it has none."""
-    known = next((name for name, each in rules().items() if each == rule), None)
-    kind = type(rule)
-    named = f"{kind.__module__}:{kind.__qualname__}"
-    if known is not None or ClassPath.read(named) is None or kind.__module__ == "__main__":
-        return known
-    try:
-        return named if kind() == rule else None
-    except TypeError:
+    kind: Any = type(rule)
+    if kind.__module__ == "__main__":
         return None
-
-
-def _made(kind: object, named: str) -> Rule:
+    name = next(
+        (name for name, each in rules().items() if type(each) is kind), f"{kind.__module__}:{kind.__qualname__}"
+    )
     try:
-        made = kind() if isinstance(kind, type) else None
-    except TypeError:
+        changed = [f"{each.name}={getattr(rule, each.name)!r}" for each in fields(kind) if each.init]
+        for found in (name, f"{name}:{','.join(changed)}"):
+            if find_rule(found) == rule:
+                return found
+    except (TypeError, UnsupportedOptionError):
+        pass
+    return None
+
+
+def _made(kind: object, named: str, argument: str = "") -> Rule:
+    """Make a rule of a class, with fields as `name=number`, joined by commas."""
+    try:
+        pairs = (each.partition("=") for each in argument.split(",") if argument)
+        made = (
+            kind(**{name.strip(): literal_eval(value.strip()) for name, _, value in pairs})
+            if isinstance(kind, type)
+            else None
+        )
+    except (TypeError, ValueError, SyntaxError) as error:
+        if isinstance(error, UnsupportedOptionError):
+            raise
         made = None
     if isinstance(made, Rule):
         return made
+    if argument:
+        raise UnsupportedOptionError(
+            f"the acceptance rule {named} takes no {argument!r}; write e.g. {named}:name=2,other=0.5"
+        )
     raise UnsupportedOptionError(f"{named} is no acceptance rule that is made without arguments; see selfspec.rules")

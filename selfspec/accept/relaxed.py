@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept.rule import rule
 from selfspec.accept.tree_paths import at_parents, longest_path
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
@@ -34,6 +35,7 @@ class _Relaxed:
         return p[torch.arange(p.shape[0], device=p.device), place]
 
 
+@rule("relaxed-typical")
 @dataclass(frozen=True)
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
@@ -59,6 +61,7 @@ class Typical(_Relaxed):
         return (judged.gather(-1, draft.tokens[..., None])[..., 0] > threshold).to(p.dtype)
 
 
+@rule("relaxed-top-k")
 @dataclass(frozen=True)
 class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.

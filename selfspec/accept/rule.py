@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
+
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True)
+class RuleDeclaration:
+    """How a rule is called, and whether the kernel for chains of `selfspec.kernels.triton_judge` judges as it does."""
+
+    name: str
+    by_kernel: bool
+
+
+def rule(name: str, by_kernel: bool = False) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Declare the name of a rule; see `RuleDeclaration`. A class that inherits from it declares its own."""
+
+    def declared(kind: type[_Kind]) -> type[_Kind]:
+        own: Any = kind
+        own.declared = RuleDeclaration(name, by_kernel)
+        return kind
+
+    return declared
 
 
 @runtime_checkable

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept.rule import rule
 from selfspec.accept.tree_paths import first_path, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
+@rule("token", by_kernel=True)
 @dataclass(frozen=True)
 class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.

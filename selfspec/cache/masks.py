@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,10 @@ from transformers.masking_utils import (
 
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.top_slots import sees as sees_top
+from selfspec.cache.view import Window
 
 Pattern = Callable[..., Tensor]
 """Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """What of the text the tokens of a draft step attend to.
-
-    A window of the latest tokens loses the text; with the first few it does not (StreamingLLM; Xiao et al., 2024, arXiv
-    2309.17453).
-
-    Attributes:
-        recent: the latest positions, the token's own included.
-        sinks: the first positions.
-    """
-
-    recent: int
-    sinks: int
 
 
 _WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from selfspec.cache.cursors import Cursors
 from selfspec.cache.host_layer import HostLayer
-from selfspec.cache.masks import Window, attention_mask
+from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
@@ -30,6 +30,7 @@ from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.top_slots import TopSlots
 from selfspec.cache.tree import Tree
+from selfspec.cache.view import WHOLE, CacheView
 from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton
@@ -303,10 +304,10 @@ class SharedCache(Cache):
         self._cursors.read = min(self._cursors.read, len(tree) + 1)
 
     @contextmanager
-    def reading(self, width: int, first: int = -1, bits: CacheBits | None = None) -> Iterator[None]:
+    def reading(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Iterator[None]:
         """Run a pass within this context over `width` nodes of the block, from node `first` on.
 
-        With `bits` it sees committed tokens by their copy in so many.
+        Where `view` has bits it sees committed tokens by their copy in so many.
 
         Raises:
             ValueError: the open tree has fewer nodes.
@@ -316,7 +317,7 @@ class SharedCache(Cache):
         self._cursors.first = first
         self._cursors.read = max(self._cursors.read, first + 1 + width)
         try:
-            with nullcontext() if bits is None else self._copy(bits).shown():
+            with nullcontext() if view.bits is None else self._copy(view.bits).shown():
                 yield
         finally:
             self._cursors.first = -1
@@ -346,8 +347,8 @@ class SharedCache(Cache):
             self._top[keys] = TopSlots(len(self.seq_lens), keys, self.device)
         return self._top[keys]
 
-    def _seen_top(self, keys: int | None) -> Tensor | None:
-        return None if keys is None else self.top(keys).seen(self.capacity)
+    def _seen_top(self, view: CacheView) -> Tensor | None:
+        return None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
 
     def _forget_copies(self) -> None:
         """Copy anew before the next draft: rows have changed."""
@@ -489,12 +490,8 @@ class SharedCache(Cache):
         """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self._cursors.padded(width)
 
-    def slots(
-        self, width: int, first: int = -1, bits: CacheBits | None = None, top_keys: int | None = None
-    ) -> Slots | None:
-        """All that a pass needs to know of this cache, ready to be written to; `bits` as in `reading`.
-
-        With `top_keys` it sees those slots that `top` has chosen.
+    def slots(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Slots | None:
+        """Return all that a pass needs to know of this cache to read it by a view, ready to be written to.
 
         None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
         where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
@@ -504,7 +501,7 @@ class SharedCache(Cache):
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
-        copied, copies = (None, ()) if bits is None else self._copy(bits).tensors
+        copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
         return Slots(
             slots,
             self._cursors.position_ids(self._positions(slots, block)),
@@ -512,7 +509,7 @@ class SharedCache(Cache):
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
             copied,
-            self._seen_top(top_keys),
+            self._seen_top(view),
             copies,
         )
 
@@ -522,8 +519,7 @@ class SharedCache(Cache):
         width: int,
         dtype: torch.dtype,
         first: int = -1,
-        window: Window | None = None,
-        top_keys: int | None = None,
+        view: CacheView = WHOLE,
     ) -> Any:
         """What a stock model takes as `attention_mask` for a pass over some nodes of the block.
 
@@ -534,7 +530,7 @@ class SharedCache(Cache):
         the right.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
-        plain = self._cursors.uniform and not padded and block is None and window is None and top_keys is None
+        plain = self._cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
         if plain or not self._slotted:
             return None
         if self._cursors.aligned == "right":
@@ -548,8 +544,8 @@ class SharedCache(Cache):
             block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
-            window=window,
-            top=self._seen_top(top_keys),
+            window=view.window,
+            top=self._seen_top(view),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

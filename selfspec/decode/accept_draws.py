@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from selfspec.accept import Coupled, Rule, TokenLevel
+from selfspec.accept import Rule
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import Effective
 from selfspec.decode.noise import Purpose
@@ -49,8 +49,8 @@ def accept(
         token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
         return place, token
 
-    tree = seen.draft.tree
-    if type(rule) in (TokenLevel, Coupled) and len(tree) and tree.is_chain and runs_triton(seen.p.device):
+    tree, declared = seen.draft.tree, vars(type(rule)).get("declared")
+    if declared is not None and declared.by_kernel and len(tree) and tree.is_chain and runs_triton(seen.p.device):
         place, token = _by_triton(batch, seen, judged, first, lambda: torch.stack(by_rule(), 1)).unbind(1)
         return place, token
     return by_rule()

@@ -22,8 +22,7 @@ from selfspec.device import to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
-from selfspec.model.features import Features, Point
-from selfspec.model.path_trial import Tried
+from selfspec.model.features import Point
 from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
@@ -50,9 +49,6 @@ class Batch:
         programs: the wrapper's recorded passes; None: the stock modules run all.
         prefill_width: tokens of each prompt that one pass may read; None: all.
         taps: points of the target whose states what drafts asks for.
-        features: these states, of the tokens that the target's last pass read.
-        guessed: logits of the mask rows that it read, `[rows, tokens, vocab]`; None: there were none.
-        tried: what came of the last trial of paths; None: there was none.
         proposers: what may draft for the rows, by the `id` of its drafter; they follow rows that join and leave.
         sampling: turns logits into probabilities, in the same way for p and q.
         committed: the new tokens of each row, final.
@@ -72,9 +68,6 @@ class Batch:
     programs: GraphCache | None = None
     prefill_width: int | None = None
     taps: tuple[Point, ...] = ()
-    features: Features = field(default_factory=dict)
-    guessed: Tensor | None = None
-    tried: Tried | None = None
     proposers: dict[int, Proposer] = field(default_factory=dict)
     sampling: BatchSampling = field(init=False)
     committed: list[list[int]] = field(init=False)

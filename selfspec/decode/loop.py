@@ -77,15 +77,15 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         budget = begin_round(batch)
         draft = proposer.propose(batch, budget) if proposer is not None and budget.depth else batch.no_draft()
     with clock.phase("verify"):
-        logits = verify(batch, draft)
+        target = verify(batch, draft)
         for each in batch.proposers.values():
-            each.ask(draft, logits)
+            each.ask(draft, target)
     with clock.phase("accept"):  # ends with the one synchronisation of the round
-        verdict = judge(batch, draft, logits, rule)
+        verdict = judge(batch, draft, target.logits, rule)
     with clock.phase("commit"):
         # Those whose turn it is not learn, too.
         for each in batch.proposers.values():
-            each.learn(batch, draft, logits, verdict)
+            each.learn(batch, draft, target, verdict)
         committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())
         stats.count(len(draft.tree), draft.length, verdict)

@@ -86,9 +86,9 @@ class Prefill:
         if not self._at_once:
             width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
         counts = [min(max(count - start, 0), width) for count in self._counts]
-        batch.features = batch.runner.prefill(self.tokens[:, start : start + width], counts, batch.taps)
+        features = batch.runner.prefill(self.tokens[:, start : start + width], counts, batch.taps)
         for proposer in batch.proposers.values():
-            proposer.read_prompt(batch, counts)
+            proposer.read_prompt(batch, counts, features)
         batch.cache.commit(counts)
         self._read += max(counts)
         return max(counts)

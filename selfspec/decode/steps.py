@@ -9,10 +9,7 @@ If the logits are not finite again, plain decoding fails there as well, and the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch import Tensor
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.output import Round, RowRound
@@ -20,7 +17,7 @@ from selfspec.draft import Draft, Verdict
 from selfspec.draft.draft import Budget
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.row_lora import LoraRows
+from selfspec.runtime.runner import PassResult
 
 
 def begin_round(batch: Batch) -> Budget:
@@ -41,7 +38,7 @@ def begin_round(batch: Batch) -> Budget:
     return batch.controller.budget(wanted, [row in batch.unfinished for row in batch.running])
 
 
-def verify(batch: Batch, draft: Draft) -> Tensor:
+def verify(batch: Batch, draft: Draft) -> PassResult:
     """Run the target over the last committed token and the draft.
 
     Where the draft computed exact states up to some sublayer, its last tokens, which no draft step has read, are
@@ -49,37 +46,26 @@ def verify(batch: Batch, draft: Draft) -> Tensor:
     the last one of each, and has no draft.
 
     Returns:
-        The target's logits, `[rows, drafted + 1, vocab]`.
+        The target's logits, `[rows, drafted + 1, vocab]`, and what drafters asked for.
     """
-    batch.guessed = None
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
-        batch.features = {}
-        return batch.runner.logits_of_embeddings(embeddings)
+        return PassResult(batch.runner.logits_of_embeddings(embeddings))
     block, target = torch.cat([batch.last_tokens, draft.tokens], 1), LayerPath.full(batch.runner.depth)
-    if draft.trial is not None:
-        batch.cache.open(draft.trial.behind(draft.tree))
-        result = batch.runner.try_paths(draft.trial, block, draft.tree, batch.taps)
-        # The trial's nodes are of no use any more.
-        batch.cache.open(draft.tree)
-        batch.features, batch.tried = result.features, result.tried
-        return result.logits
     batch.cache.open(draft.block)
-    judged = block.shape[1]
-    if draft.masks is not None:
-        block = torch.cat([block, draft.masks.tokens], 1)
-        target = replace(target, lora=LoraRows(draft.masks.lora, judged))
+    if draft.behind is not None:
+        result = draft.behind.run(batch.runner, block, draft.tree, batch.taps)
+        # What lies behind the draft is of no use any more.
+        batch.cache.open(draft.tree)
+        return result
     # A pass that resumes has no states of earlier layers.
     if draft.resume is None or batch.taps:
-        result = batch.runner.logits(target, block, taps=batch.taps)
-        batch.features = result.features
-        batch.guessed = None if draft.masks is None else result.logits[:, judged:]
-        return result.logits[:, :judged]
+        return batch.runner.logits(target, block, taps=batch.taps)
     unread = block[:, draft.resume.read :]
     tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), unread, draft.resume.read - 1)
     assert tail is not None
     entering = ExactStates.concatenated([draft.resume.states, tail])
-    return batch.runner.logits(target.resumed_at(draft.resume.start), block, entering).logits
+    return batch.runner.logits(target.resumed_at(draft.resume.start), block, entering)
 
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.view import CacheView
 from selfspec.draft.declaration import read_number
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
@@ -80,7 +81,7 @@ class LayerPathDrafter(Drafter):
         return cache_bytes_read(config, model.dtype, path, lengths)
 
     def begin(self, rows: RowsView) -> LayerPathProposer:
-        if self.path(rows.runner.depth).cache_bits is not None:
+        if self.path(rows.runner.depth).view.bits is not None:
             rows.runner.cache.check_copies()
         return LayerPathProposer(self, rows.runner.depth)
 
@@ -164,14 +165,14 @@ class OverPartOfCache(OverLessOfCache):
         return made(before, read_number(argument))
 
     @abstractmethod
-    def over_part(self, path: LayerPath) -> LayerPath:
-        """A path that attends to all, over the part."""
+    def part(self, view: CacheView) -> CacheView:
+        """Return the part of a view of all tokens."""
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
-        if path.window is not None or path.top_keys is not None:
+        if path.view.window is not None or path.view.top_keys is not None:
             raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
-        return self.over_part(path)
+        return replace(path, view=self.part(path.view))
 
 
 class LayerPathProposer(GrowingProposer):
@@ -197,9 +198,9 @@ class LayerPathProposer(GrowingProposer):
             return step.logits
 
         tree, start = self.tree(rows, budget), self._path.resume_point
-        if self._path.top_keys is not None:
+        if self._path.view.top_keys is not None:
             rows.open_block(tree)
-            rows.runner.choose_top(self._path.top_keys, rows.last_tokens, _choosing_apart(rows, budget))
+            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens, _choosing_apart(rows, budget))
         draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)

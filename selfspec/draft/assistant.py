@@ -37,7 +37,6 @@ from selfspec.runtime.recorded import runner_for
     "assistant",
     argument=":FOLDER",
     help="another checkpoint with the same vocabulary, over a cache of its own",
-    mark=("#882255", "X"),
 )
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Assistant(Drafter):

@@ -59,9 +59,9 @@ class CacheInBits(OverLessOfCache):
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
-        if path.cache_bits is not None:
+        if path.view.bits is not None:
             raise DraftConfigError("a draft reads one copy of keys and values; write +kv4 or +kv8 once")
-        return replace(path, cache_bits=self.cache_bits)
+        return replace(path, view=replace(path.view, bits=self.cache_bits))
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         cache = cache_summary(model.config.get_text_config(decoder=True), model.dtype)

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import all_layers_slide
 from selfspec.cache.top_slots import CHUNK
+from selfspec.cache.view import CacheView
 from selfspec.draft.along_layer_path import OverPartOfCache
 from selfspec.draft.declaration import drafter
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.values import shown
@@ -53,8 +53,8 @@ class TopOfCache(OverPartOfCache):
         before = self.draft_with.spelling
         return None if before is None else f"{before}+top:{self.keys}"
 
-    def over_part(self, path: LayerPath) -> LayerPath:
-        return replace(path, top_keys=self.keys)
+    def part(self, view: CacheView) -> CacheView:
+        return replace(view, top_keys=self.keys)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from selfspec.cache.masks import Window
+from selfspec.cache.view import CacheView, Window
 from selfspec.draft.along_layer_path import OverPartOfCache
 from selfspec.draft.declaration import drafter
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import LayerPath
 from selfspec.values import shown
 
 SINKS = 4
@@ -51,5 +50,5 @@ class CacheWindow(OverPartOfCache):
         before = self.draft_with.spelling
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
-    def over_part(self, path: LayerPath) -> LayerPath:
-        return replace(path, window=Window(self.recent, self.sinks))
+    def part(self, view: CacheView) -> CacheView:
+        return replace(view, window=Window(self.recent, self.sinks))

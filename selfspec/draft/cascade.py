@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from torch import Tensor
-
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
 from selfspec.draft.rows_apart import filled_up, lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
+from selfspec.model.features import Features
+from selfspec.runtime.runner import PassResult
 from selfspec.values import shown
 
 
@@ -130,17 +130,17 @@ class JoinedProposer(Proposer):
         for source in self.sources:
             source.hold(rows, tokens)
 
-    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
+    def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
         for source in self.sources:
-            source.read_prompt(rows, counts)
+            source.read_prompt(rows, counts, features)
 
-    def ask(self, draft: Draft, logits: Tensor) -> None:
+    def ask(self, draft: Draft, target: PassResult) -> None:
         for source in self.sources:
-            source.ask(draft, logits)
+            source.ask(draft, target)
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         for source in self.sources:
-            source.learn(rows, draft, logits, verdict)
+            source.learn(rows, draft, target, verdict)
 
     def join(self, other: JoinedProposer) -> None:
         for own, joined in zip(self.sources, other.sources, strict=True):
@@ -201,8 +201,8 @@ class CascadeProposer(JoinedProposer):
         lengths = tuple(length if prefers(row) else 0 for row, length in each)
         return replace(found, row_lengths=lengths) if any(lengths) else rows.no_draft()
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        super().learn(rows, draft, target, verdict)
         for row, length in zip(rows.running, rows.row_lengths(draft), strict=True):
             if row in verdict.rows and row in self._served and length:
                 place = self._served[row]

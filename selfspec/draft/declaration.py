@@ -23,7 +23,6 @@ class Declaration:
         help: what it does, in one line.
         example: how it is written, with an argument that makes sense.
         written: by itself, behind another draft and a `+`, or before drafts that it joins.
-        mark: in pictures: its colour, as `#RRGGBB`, and its marker, as matplotlib calls it.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Declaration:
     help: str
     example: str
     written: Literal["alone", "behind", "before"]
-    mark: tuple[str, str]
 
     @property
     def form(self) -> str:
@@ -46,7 +44,6 @@ def drafter(
     argument: str = "",
     example: str = "",
     written: Literal["alone", "behind", "before"] = "alone",
-    mark: tuple[str, str] = ("#777777", "h"),
 ) -> Callable[[type[_Kind]], type[_Kind]]:
     """Declare a drafter's name; see `Declaration`. May be given twice, for a class with two names.
 
@@ -56,7 +53,7 @@ def drafter(
     def declared(kind: type[_Kind]) -> type[_Kind]:
         own: Any = kind
         usual = name if argument.startswith("[") else name + argument
-        found = Declaration(name, argument, help, example or usual, written, mark)
+        found = Declaration(name, argument, help, example or usual, written)
         own.declared = (found, *vars(kind).get("declared", ()))
         return kind
 

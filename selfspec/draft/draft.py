@@ -11,8 +11,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
-from selfspec.model.path_trial import Trial
-from selfspec.model.row_lora import Lora
+from selfspec.runtime.runner import Behind
 
 
 @dataclass(frozen=True)
@@ -64,21 +63,6 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class MaskRows:
-    """Tokens that mean nothing, which the target pass reads behind a draft to guess what follows it; none is judged.
-
-    Attributes:
-        tokens: `[rows, tokens]`.
-        block: the tree of the whole pass: the nodes of the draft, then these.
-        lora: what they alone add to the target's layers.
-    """
-
-    tokens: Tensor
-    block: Tree
-    lora: Lora
-
-
-@dataclass(frozen=True)
 class Draft:
     """Tokens proposed for the target to judge: a tree of them, the same shape in all rows.
 
@@ -96,8 +80,7 @@ class Draft:
         match_length: of a look-up, how many tokens back from its end the text is alike where the draft was found;
             else 0.
         row_lengths: how many of its tokens are meant for each row; the others only fill it up. None: all of them.
-        masks: what the target pass reads behind it for the next draft; None: nothing.
-        trial: paths that verification tries on its tokens; None: none.
+        behind: nodes that the pass which verifies reads behind its own; None: there are none.
 
     Raises:
         ValueError: `tokens` has another number of nodes than `tree`.
@@ -110,8 +93,7 @@ class Draft:
     steps: int = 0
     match_length: int = 0
     row_lengths: tuple[int, ...] | None = None
-    masks: MaskRows | None = None
-    trial: Trial | None = None
+    behind: Behind | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape[1] != len(self.tree):
@@ -131,21 +113,26 @@ class Draft:
         return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
-        """Return the draft of some rows, to judge it: without `resume` and `masks`."""
+        """Return the draft of some rows, to judge it: without `resume` and `behind`."""
         chosen = to_device(rows, self.tokens.device)
         return replace(
             self,
             tokens=self.tokens[chosen],
             probs=None if self.probs is None else self.probs[chosen],
             resume=None,
-            masks=None,
+            behind=None,
             row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in rows),
         )
 
     @property
     def block(self) -> Tree:
         """All that the target pass reads behind the last committed token."""
-        return self.tree if self.masks is None else self.masks.block
+        return self.tree if self.behind is None else self.behind.tree(self.tree)
+
+    @property
+    def behind_any_tree(self) -> Behind | None:
+        """What may still be read behind it when other nodes have joined its tree."""
+        return self.behind if self.behind is not None and self.behind.any_tree else None
 
     @property
     def length(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, Self
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -18,8 +17,9 @@ from selfspec.draft.rows_apart import lengths_of
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.model.early_head import DraftHead
-from selfspec.model.features import Point
+from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.runner import PassResult
 
 MODEL = 0
 """The match length of drafts for which a model ran."""
@@ -96,24 +96,33 @@ class Proposer(ABC):
         each = zip(found.tokens.tolist(), lengths_of(rows, found), strict=True)
         return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
 
-    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:  # noqa: B027 - most do not
+    def read_prompt(  # noqa: B027 - most do not
+        self, rows: RowsView, counts: Sequence[int], features: Features
+    ) -> None:
         """Learn from a pass over tokens of prompts, before they are committed.
 
         Args:
-            rows: with the features of this pass.
+            rows: of the prompts.
             counts: how many of these tokens each row has; what comes behind them is scrap.
+            features: of these tokens.
         """
 
-    def ask(self, draft: Draft, logits: Tensor) -> None:  # noqa: B027 - most need nothing
+    def ask(self, draft: Draft, target: PassResult) -> None:  # noqa: B027 - most need nothing
         """Ask the device for what `learn` is to know of a round that was verified and not judged yet.
 
         Nothing may wait here. The verdict waits for all that was asked for before: see `device.HostCopy`.
         """
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - most do not
-        """Learn from a round, before it is committed: its draft, by whatever source, and the verdict on it.
+    def learn(  # noqa: B027 - most do not
+        self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict
+    ) -> None:
+        """Learn from a round before it is committed.
 
-        `logits` are the target's own, `[rows, nodes + 1, vocab]`; the rows' features are those of the same tokens.
+        Args:
+            rows: as the draft saw them.
+            draft: by whatever source.
+            target: of the pass that verified it; logits are the target's own, `[rows, nodes + 1, vocab]`.
+            verdict: on the draft.
         """
 
     @property

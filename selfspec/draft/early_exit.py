@@ -12,9 +12,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 
 
-@drafter(
-    "exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head", mark=("#0072B2", "o")
-)
+@drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")
 @dataclass(frozen=True)
 class EarlyExit(LayerPathDrafter):
     """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).

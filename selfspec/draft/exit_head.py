@@ -73,7 +73,6 @@ class ExitAdapter(nn.Module):
     argument=":FOLDER@E",
     example="head:FOLDER@4",
     help="a trained exit head, by `selfspec train exit`; without @E its best exit",
-    mark=("#56B4E9", "^"),
 )
 @dataclass(frozen=True, eq=False)
 class ExitHead(LayerPathDrafter):

@@ -9,9 +9,9 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.path_choice import ChosenPath, tokens_of
+from selfspec.draft.path_trial import ExitTrial, Trial
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import DraftConfigError
-from selfspec.model.path_trial import ExitTrial, Trial
 from selfspec.values import shown
 
 
@@ -20,7 +20,6 @@ from selfspec.values import shown
     argument=":E-F",
     example="del:2-6",
     help="early exit at a layer from E to F, which is chosen every few rounds",
-    mark=("#0072B2", "p"),
 )
 @dataclass(frozen=True)
 class ChosenExit(ChosenPath):

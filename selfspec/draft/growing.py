@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from torch import Tensor
 
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
@@ -14,6 +13,7 @@ from selfspec.draft.drafter import Proposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import by_level
 from selfspec.draft.verdict import Verdict
+from selfspec.runtime.runner import PassResult
 
 # What siblings of each rank were accepted at on the models measured, and how many places that counts for.
 CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
@@ -66,7 +66,7 @@ class GrowingProposer(Proposer):
             return Tree.chain(budget.depth)
         return by_level(rows.controller.shape(self._chances.rates(), budget).tree)
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         if draft.steps and rows.controller.most.nodes > rows.controller.most.depth:
             for row in verdict.rows.values():
                 self._chances.count(draft.tree, row.path)

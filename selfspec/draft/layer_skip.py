@@ -28,7 +28,6 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
     argument=":PART=LAYERS",
     example="skip:attn=3,5;mlp=4;layers=7-9",
     help="all but some attention (attn), MLPs (mlp) and whole layers",
-    mark=("#E69F00", "s"),
 )
 @dataclass(frozen=True, init=False)
 class LayerSkip(LayerPathDrafter):

@@ -43,11 +43,8 @@ _CHANCES = (0.95, 0.03, 0.01)
     "int8",
     argument="[:FILE]",
     help="the same layers in 8 bits; FILE is by `selfspec quantize`; int8+mtp is a head in 8 bits",
-    mark=("#009E73", "D"),
 )
-@drafter(
-    "int4", argument="[:FILE]", help="the same in 4 bits; int4+exit:E is the first E of them", mark=("#009E73", "D")
-)
+@drafter("int4", argument="[:FILE]", help="the same in 4 bits; int4+exit:E is the first E of them")
 @dataclass(frozen=True, init=False)
 class LowPrecision(LayerPathDrafter):
     """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).

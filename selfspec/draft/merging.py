@@ -16,6 +16,7 @@ from selfspec.draft.offer import Merged, Offer, Outcome, Trust, likeliest_path, 
 from selfspec.draft.rows_apart import chains, last_known
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
+from selfspec.runtime.runner import PassResult
 
 
 class MergingProposer(FreeProposer):
@@ -62,7 +63,7 @@ class MergingProposer(FreeProposer):
         self.proposed = Draft(filled(rows, found), Tree(found.parents), match_length=max(least, 2))
         return self.proposed
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         if self.rows_apart:
             self._learn_apart(draft, verdict)
         elif draft is self.proposed:

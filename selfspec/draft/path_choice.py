@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -15,11 +14,12 @@ from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, DraftMemory, Exit
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.path_trial import Trial, Tried
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.model.layer_path import LayerPath, Part
-from selfspec.model.path_trial import Trial, Tried
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.runner import PassResult
 
 # Paths of a family, and paths whose recorded passes a wrapper keeps.
 FAMILY = 6
@@ -144,23 +144,24 @@ class ChosenPathProposer(LayerPathProposer):
             draft = replace(draft, resume=None)
         if not draft.steps or self._rounds < self._due or rows.rows_apart:
             return draft
-        return replace(draft, trial=self._drafter.trial(list(self.family), self._depth, rows))
+        return replace(draft, behind=self._drafter.trial(list(self.family), self._depth, rows))
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        super().learn(rows, draft, target, verdict)
         self._rounds += draft.steps > 0
-        if draft.trial is None or rows.tried is None:
+        trial, tried = draft.behind, target.behind
+        if not isinstance(trial, Trial) or not isinstance(tried, Tried):
             return
-        first = draft.trial.first
+        first = trial.first
         read = [
             (place, token, list(verdict.rows[number].path[: first + token + 1]) == [*range(first + token + 1)])
             for place, number in enumerate(rows.running)
-            for token in range(rows.tried.chances.shape[1])
+            for token in range(tried.chances.shape[1])
             if number in verdict.rows
         ]
         # Rejected tokens are none of the text. But a path none of whose tokens is accepted must be left, too.
         standing = [(place, token) for place, token, accepted in read if accepted]
-        self._count(rows.tried, standing or [(place, token) for place, token, _ in read if not token])
+        self._count(tried, standing or [(place, token) for place, token, _ in read if not token])
         self._choose(rows)
 
     def _count(self, tried: Tried, read: Sequence[tuple[int, int]]) -> None:

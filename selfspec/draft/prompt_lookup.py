@@ -16,7 +16,7 @@ from selfspec.errors import DraftConfigError
 _LONGEST = 64
 
 
-@drafter("lookup", help="copies from the text so far", mark=("#CC79A7", "v"))
+@drafter("lookup", help="copies from the text so far")
 @dataclass(frozen=True)
 class PromptLookup(Drafter):
     """Prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023): copies from prompt and output.

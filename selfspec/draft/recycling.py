@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -25,6 +24,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
+from selfspec.runtime.runner import PassResult
 from selfspec.values import shown
 
 # The match length of drafts of recycled candidates: they are one source of drafts.
@@ -38,7 +38,7 @@ _ROW_BYTES = 8 << 20
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
-@drafter("recycle", help="trees of candidates that earlier passes left over", mark=("#D55E00", "P"))
+@drafter("recycle", help="trees of candidates that earlier passes left over")
 @dataclass(frozen=True)
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
@@ -152,11 +152,11 @@ class RecyclingProposer(FreeProposer):
             for row, context, length in zip(rows.running, contexts, lengths, strict=True)
         ]
 
-    def ask(self, draft: Draft, logits: Tensor) -> None:
-        candidates = logits.topk(min(self._candidates, logits.shape[-1])).indices
+    def ask(self, draft: Draft, target: PassResult) -> None:
+        candidates = target.logits.topk(min(self._candidates, target.logits.shape[-1])).indices
         self._asked = HostCopy(draft.tokens), HostCopy(candidates)
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         if draft is self._proposed:
             for length, row in zip(self._lengths.tolist(), verdict.running, strict=True):
                 if length and row in verdict.rows:

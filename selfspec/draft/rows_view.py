@@ -12,8 +12,6 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
-from selfspec.model.features import Features
-from selfspec.model.path_trial import Tried
 from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
@@ -190,21 +188,6 @@ class RowsView(Protocol):
 
     def draws(self, steps: int) -> Draws | None:
         """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
-        ...
-
-    @property
-    def features(self) -> Features:
-        """States of the tokens that the target's last pass read, at the points that drafters asked for."""
-        ...
-
-    @property
-    def guessed(self) -> Tensor | None:
-        """Logits of the mask rows that the target's last pass read, `[rows, tokens, vocab]`; None: it read none."""
-        ...
-
-    @property
-    def tried(self) -> Tried | None:
-        """What came of the last trial of paths that a draft asked for."""
         ...
 
     @property

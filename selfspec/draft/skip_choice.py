@@ -9,9 +9,9 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.path_choice import FAMILY, TOKENS, ChosenPath, tokens_of
+from selfspec.draft.path_trial import PathTrial, Trial
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import DraftConfigError
-from selfspec.model.path_trial import PathTrial, Trial
 from selfspec.values import shown
 
 
@@ -20,7 +20,6 @@ from selfspec.values import shown
     argument=":M",
     example="clasp:8",
     help="all but M layers, which are chosen every few rounds",
-    mark=("#E69F00", "P"),
 )
 @dataclass(frozen=True)
 class ChosenSkips(ChosenPath):

@@ -32,7 +32,7 @@ class _Content:
     layers: list[int] = field(default_factory=list)
 
 
-@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found", mark=("#E69F00", "s"))
+@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
     """A `LayerSkip` for the one checkpoint whose fingerprint is `base`, named by the file it was read from."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -23,6 +22,7 @@ from selfspec.draft.text_places import NONE, OwnText, SortedCorpus, TextMemory, 
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import DraftConfigError
 from selfspec.model.vocabulary import Vocabulary
+from selfspec.runtime.runner import PassResult
 
 # Places that are enough to count; where fewer are alike in as many tokens, those alike in fewer count too, less each.
 _ENOUGH, _SHORTER = 8, 0.3
@@ -34,7 +34,6 @@ _LONG_MATCH = 12
     "suffix",
     argument="[:FILE]",
     help="what followed in earlier texts, and in a corpus by `selfspec index`",
-    mark=("#D55E00", "p"),
 )
 @dataclass(frozen=True)
 class Suffixes(Drafter):
@@ -110,8 +109,8 @@ class SuffixProposer(MergingProposer):
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
         return [(self._offer(rows, row, rows.budget_of(row, budget).depth),) for row in rows.running]
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        super().learn(rows, draft, target, verdict)
         for row, found in verdict.rows.items():
             if found.ended:
                 self._memory.add([*rows.text(row), *found.tokens])

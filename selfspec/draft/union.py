@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -21,6 +20,7 @@ from selfspec.draft.offer import Offer, Outcome, Path, merged
 from selfspec.draft.rows_apart import filled_up
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
+from selfspec.runtime.runner import PassResult
 
 # In trust: nodes beside a model's.
 _BESIDE = "beside"
@@ -78,9 +78,9 @@ class FreeUnionProposer(MergingProposer, JoinedProposer):
         each = [source.offers(rows, budget) for source in self.sources]
         return [tuple(chain.from_iterable(offers)) for offers in zip(*each, strict=True)]
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        MergingProposer.learn(self, rows, draft, logits, verdict)
-        JoinedProposer.learn(self, rows, draft, logits, verdict)
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        MergingProposer.learn(self, rows, draft, target, verdict)
+        JoinedProposer.learn(self, rows, draft, target, verdict)
 
 
 class UnionProposer(JoinedProposer):
@@ -106,8 +106,8 @@ class UnionProposer(JoinedProposer):
         drawn = self._drawn.propose(rows, Budget.chain(budget.depth))
         return drawn if rows.chains_only or not drawn.length else self._beside(rows, budget, drawn)
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        super().learn(rows, draft, target, verdict)
         if draft.steps and verdict.rows:
             lengths = [len(row.path) for row in verdict.rows.values()]
             self._length += (1 + sum(lengths) / len(lengths) - self._length) / (_ROUNDS + 1)
@@ -142,6 +142,6 @@ class UnionProposer(JoinedProposer):
             probs = torch.cat([probs, q], 1)
         tree = Tree((*drawn.tree.parents, *found.parents))
         tokens = torch.cat([drawn.tokens, others], 1)
-        self._joined = replace(drawn, tokens=tokens, tree=tree, probs=probs, masks=None)
+        self._joined = replace(drawn, tokens=tokens, tree=tree, probs=probs, behind=drawn.behind_any_tree)
         self._nodes = nodes
         return self._joined

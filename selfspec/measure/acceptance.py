@@ -188,13 +188,13 @@ def _draft_logits(
     cache.reserve(length)
     runner = ModelRunner(model, adapter, cache, substitutes)
     path = drafter.path(runner.depth)
-    if path.cache_bits is None and path.top_keys is None:
+    if path.view.bits is None and path.view.top_keys is None:
         return runner.logits(path, ids, head=drafter.head).logits[0]
     # Copies, and what the target attended to, are of tokens that it has read.
     found = []
     for piece in ids.split(_PIECE, 1):
-        if path.top_keys is not None:
-            runner.choose_top(path.top_keys, piece[:, :1])
+        if path.view.top_keys is not None:
+            runner.choose_top(path.view.top_keys, piece[:, :1])
         found.append(runner.logits(path, piece, head=drafter.head).logits[0])
         runner.prefill(piece, [piece.shape[1]])
         cache.commit([piece.shape[1]])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.draft.registry import AUTO, declarations, parts_of
+from selfspec.draft.registry import AUTO, kinds, parts_of
 
 # The qualitative palette of Okabe and Ito (2008), and two of Tol (2021) that go with it.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -30,7 +30,7 @@ STYLE: dict[Any, Any] = {
 
 Dashes = str | tuple[int, tuple[int, ...]]
 _DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-_MARKERS = ("s", "^", "d")
+_MARKERS = ("o", "s", "^", "d", "v", "p", "*", "X", "h")
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ def mark_of(draft: str | None) -> Mark:
     """The mark of a draft by its name, such as `lookup+exit:4`; None: plain decoding."""
     if draft is None:
         return Mark(BLACK, "o")
-    declared = {each.name: each.mark for each in declarations() if each.written == "alone"} | {AUTO: (OLIVE, "*")}
+    colours = [colour for colour in SEQUENCE if colour != BLACK]
+    known = {**kinds(), AUTO: None}
+    order = list(dict.fromkeys(known.values()))
     parts = [part for part in parts_of(draft) if not part.startswith("vocab")]
     # The last part of a cascade says its colour.
     for part in reversed(parts):
         name = part.removeprefix("union:").partition(":")[0]
-        if name in declared:
-            colour, marker = declared[name]
-            return Mark(colour, marker, filled=len(parts) == 1)
+        if name in known:
+            turn, place = divmod(order.index(known[name]), len(colours))
+            return Mark(colours[place], _MARKERS[turn], filled=len(parts) == 1)
     return Mark(GREY, "h")
 
 

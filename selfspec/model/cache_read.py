@@ -23,14 +23,15 @@ def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPa
         lengths: of the rows' texts, in tokens.
     """
     read = 0.0
-    of_path = None if path.window is None else path.window.recent + path.window.sinks
+    view = path.view
+    of_view = None if view.window is None else view.window.recent + view.window.sinks
     for layer, cache in enumerate(layer_caches(config)):
         if not path.runs(Sublayer(layer, Part.ATTENTION)):
             continue
-        seen = [most for most in (cache.window, of_path) if most is not None]
-        if path.top_keys is not None and cache.window is None:
-            seen = [path.top_keys + EVERY // 2]
-        bits = path.cache_bits
-        each = cache.numbers * dtype.itemsize if bits is None else copied_bytes(cache.numbers, cache.key, bits)
+        seen = [most for most in (cache.window, of_view) if most is not None]
+        if view.top_keys is not None and cache.window is None:
+            seen = [view.top_keys + EVERY // 2]
+        exact = cache.numbers * dtype.itemsize
+        each = exact if view.bits is None else copied_bytes(cache.numbers, cache.key, view.bits)
         read += each * sum(min(length, *seen) if seen else length for length in lengths)
     return read

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from selfspec.architecture import Part as Part
-from selfspec.cache.masks import Window
-from selfspec.cache.rounded_copy import CacheBits
+from selfspec.cache.view import WHOLE, CacheView
 from selfspec.kernels.rounded import Precision
 from selfspec.model.row_lora import LoraRows
 
@@ -32,10 +31,8 @@ class LayerPath:
             runs with its own weights, in the dtype of the network.
         substituted: sublayers that run with substitutes of their linear layers.
         head_substituted: whether the language-model head does, too.
-        window: what of the cache its tokens attend to; None: all.
-        top_keys: how many tokens of the cache they attend to, those that the target attended to most; None: all.
+        view: what its tokens attend to of the cache.
         lora: low-rank additions that its last tokens use; None: there are none.
-        cache_bits: of the copies of committed keys and values that its tokens read; None: they read the exact ones.
         experts: how many routed experts a token is sent to at most; None: as many as the network does.
     """
 
@@ -45,10 +42,8 @@ class LayerPath:
     precision: Precision | None = None
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
-    window: Window | None = None
-    top_keys: int | None = None
+    view: CacheView = WHOLE
     lora: LoraRows | None = None
-    cache_bits: CacheBits | None = None
     experts: int | None = None
 
     @classmethod
@@ -89,7 +84,7 @@ class LayerPath:
 
         All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
         """
-        if any(each is not None for each in (self.window, self.top_keys, self.cache_bits, self.experts)):
+        if not self.view.is_whole or self.experts is not None:
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

@@ -14,7 +14,7 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.model_state import ModelState
-from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
 from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
@@ -38,13 +38,13 @@ class _Program:
         """Whether it gives logits alone."""
         return self.has_logits and self.leaves is None and not self.points
 
-    def run(self, tensors: PassTensors, width: int) -> PassResult:
+    def run(self, tensors: PassTensors, width: int) -> PassOutput:
         outputs = iter(self.function(tensors.flat()))
         logits = next(outputs) if self.has_logits else None
         states = None
         if self.leaves is not None:
             states = ExactStates(next(outputs), {name: next(outputs) for name in self.leaves})
-        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
+        return PassOutput(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
 
 
 @dataclass
@@ -175,9 +175,9 @@ class BoundPrograms:
         tensors: PassTensors,
         width: int,
         *,
-        stock: Callable[[], PassResult],
+        stock: Callable[[], PassOutput],
         function: Callable[[], PassFunction],
-    ) -> PassResult:
+    ) -> PassOutput:
         """Run a pass, by its program where there is one.
 
         Args:
@@ -244,9 +244,9 @@ class BoundPrograms:
         candidate: _Candidate,
         tensors: PassTensors,
         width: int,
-        stock: Callable[[], PassResult],
+        stock: Callable[[], PassOutput],
         function: Callable[[], PassFunction],
-    ) -> PassResult:
+    ) -> PassOutput:
         if not self.state.holds():
             return stock()
         timer = Timer(self._clock, tensors.tokens.device)
@@ -282,7 +282,7 @@ class BoundPrograms:
                 candidate.refuse("it took longer than the stock modules")
         return expected
 
-    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassResult) -> _Program:
+    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassOutput) -> _Program:
         leaves = None if expected.states is None else tuple(expected.states.attention)
         program = self.runtime.program(function, tensors)
         return _Program(program, expected.logits is not None, leaves, tuple(expected.features))

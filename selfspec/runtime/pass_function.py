@@ -82,7 +82,7 @@ class PassTensors:
 
 
 @dataclass(frozen=True)
-class PassResult:
+class PassOutput:
     """What a pass gives, and the same in a row.
 
     Attributes:
@@ -101,16 +101,16 @@ class PassResult:
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
         return (*logits, *states, *self.features.values())
 
-    def first(self, width: int) -> PassResult:
+    def first(self, width: int) -> PassOutput:
         """What it gives of the first tokens of each row."""
         logits = None if self.logits is None else self.logits[:, :width]
         states = None if self.states is None else self.states.first(width)
-        return PassResult(logits, states, {point: each[..., :width, :] for point, each in self.features.items()})
+        return PassOutput(logits, states, {point: each[..., :width, :] for point, each in self.features.items()})
 
 
 @dataclass(frozen=True)
 class PassFunction:
-    """Called with the tensors of `PassTensors.flat`, it gives those of `PassResult.flat`.
+    """Called with the tensors of `PassTensors.flat`, it gives those of `PassOutput.flat`.
 
     Attributes:
         view: runs the path.
@@ -132,11 +132,11 @@ class PassFunction:
         """What the model takes as its mask, made even where it needs none: a tensor, or a dict of them."""
         return self._masks(tensors, True)
 
-    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
+    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassOutput:
         """What the pass gives under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.cache_bits)
+        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.view.bits)
         if source is not None:
             cache = source.beside(cache)
         if self.placed is not None:
@@ -157,7 +157,7 @@ class PassFunction:
             dtype,
             block=slots.block,
             padded=padded,
-            window=self.kind.path.window,
+            window=self.kind.path.view.window,
             top=slots.top,
         )
 
@@ -180,9 +180,9 @@ class PassFunction:
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
         copied, top, copies = None, None, 0
-        if self.kind.path.cache_bits is not None:
+        if self.kind.path.view.bits is not None:
             copied, *rest = rest
-        if self.kind.path.top_keys is not None:
+        if self.kind.path.view.top_keys is not None:
             top, *rest = rest
         if copied is not None:
             # Of each layer four, and two buffers.
@@ -235,7 +235,7 @@ def run_view(
     entering: ExactStates | None,
     inputs: Mapping[str, Any],
     source: Source | None = None,
-) -> PassResult:
+) -> PassOutput:
     """Run a view of a model.
 
     Args:
@@ -248,4 +248,4 @@ def run_view(
     view.enter(entering)
     module: nn.Module = view.module if base is None else view.module.get_submodule(base)
     output = module(**(inputs if source is None else beside_source(module, inputs, source)))
-    return PassResult(output.logits if base is None else None, view.leave(), view.features())
+    return PassOutput(output.logits if base is None else None, view.leave(), view.features())

@@ -19,7 +19,7 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
-from selfspec.runtime.pass_function import PassFunction, PassKind, PassResult, PassTensors
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
 from selfspec.runtime.recordable import frozen_view, is_watched
 from selfspec.runtime.runner import ModelRunner, PassCall
 
@@ -39,7 +39,7 @@ class RecordedRunner(ModelRunner):
         self._programs = programs
         self._streaming: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], bool] = {}
 
-    def _run_in_block(self, call: PassCall) -> PassResult:
+    def _run_in_block(self, call: PassCall) -> PassOutput:
         width = call.tokens.shape[1]
         tensors = self._tensors(call, call.tokens.contiguous())
         if tensors is None or is_watched(call.tokens.device) or self._streams(call):
@@ -106,7 +106,7 @@ class RecordedRunner(ModelRunner):
 
     def _tensors(self, call: PassCall, tokens: Tensor) -> PassTensors | None:
         """What a program takes for a call over these tokens; None: there is more to know than tensors say."""
-        slots = self._cache.slots(tokens.shape[1], call.first, call.path.cache_bits, call.path.top_keys)
+        slots = self._cache.slots(tokens.shape[1], call.first, call.path.view)
         source = None if self._cache.source is None else self._cache.source.as_tensors(self.depth)
         if slots is None or (self._cache.source is not None and source is None):
             return None

@@ -5,10 +5,12 @@ This one runs the stock modules. `selfspec.runtime.recorded` has the other, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,38 +19,43 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.path_trial import Trial, Tried
 from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.runtime.chain import Chain, Draws
-from selfspec.runtime.pass_function import PassResult, beside_source, model_inputs, run_view
+from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
 from selfspec.runtime.runtime import Eager, Runtime
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one pass gives.
+class PassResult:
+    """The result of one pass.
 
     Attributes:
         logits: `[batch, tokens, vocab]`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
-        features: of its tokens, at the points that were asked for.
-        tried: what came of a trial of paths; None: there was none.
+        features: states of its tokens at the points that were asked for.
+        behind: what came of the nodes behind a draft, as their kind of `Behind` returns it; None: there were none.
     """
 
     logits: Tensor
-    states: ExactStates | None
+    states: ExactStates | None = None
     features: Features = field(default_factory=dict)
-    tried: Tried | None = None
+    behind: object = None
+
+    def split(self, rows: int, width: int, behind: object) -> PassResult:
+        """Return the result of the first `rows` rows and `width` tokens, beside what came of all others."""
+        features = {point: states[..., :rows, :width, :] for point, states in self.features.items()}
+        return PassResult(self.logits[:rows, :width], None, features, behind)
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class ModelRunner:
         head: DraftHead | None = None,
         first: int = -1,
         taps: tuple[Point, ...] = (),
-    ) -> Pass:
+    ) -> PassResult:
         """Run `path` over tokens of the open block, with the language-model head. Arguments as in `PassCall`.
 
         Raises:
@@ -252,51 +259,45 @@ class ModelRunner:
         long = [row for row, length in enumerate(lengths) if length > keys]
         top.choose(shares[0], lengths, long if apart is None else due)
 
-    def try_paths(self, trial: Trial, block: Tensor, tree: Tree, taps: tuple[Point, ...] = ()) -> Pass:
-        """Run the whole model over a block, and try paths on some of its tokens.
+    def changed(
+        self, tokens: Tensor, change: Callable[[nn.Module], nn.Module], taps: tuple[Point, ...] = ()
+    ) -> PassResult:
+        """Run a changed view of the whole model over tokens of the open block, by the stock modules.
 
         Args:
-            trial: what is tried.
-            block: the last committed token and those of a draft, `[batch, 1 + nodes]`.
-            tree: of the draft; the one that is open has the trial's nodes, too.
+            tokens: `[batch, tokens]`.
+            change: returns a view of a causal LM that is called like it.
             taps: as in `PassCall`.
         """
-        choices: list[Tensor] = []
-        (rows, width), tokens = block.shape, trial.added_to(block, tree)
         with self._reading(PassCall(LayerPath.full(self.depth), tokens)):
-            whole = self._view(LayerPath.full(self.depth), None).module
-            view = trial.view(whole, self._adapter, width, choices)
+            view = change(self._view(LayerPath.full(self.depth), None).module)
             tap = FeatureTap(view, self._adapter, self._base, taps)
             logits = tap.module(**self._called_with(tap.module, tokens)).logits
-        # What is tried lies in further rows or behind the block.
-        features = {point: states[..., :rows, :width, :] for point, states in tap.take().items()}
-        result = self._spread(PassResult(logits[:rows, :width], None, features), None)
-        return replace(result, tried=trial.tried(logits, width, choices))
+        return PassResult(logits, features=tap.take())
 
     def forget(self, path: LayerPath) -> None:
         """Drop what was made for passes along a path; it is made again where they come again."""
         self._gated = {place: view for place, view in self._gated.items() if place[0] != path}
 
-    def _spread(self, result: PassResult, head: DraftHead | None) -> Pass:
-        """What a pass gave, with logits of the whole vocabulary."""
-        assert result.logits is not None
-        if head is None:
-            return Pass(result.logits, result.states, result.features)
+    def _spread(self, output: PassOutput, head: DraftHead | None) -> PassResult:
+        """Return what a pass gave, with logits of the whole vocabulary."""
+        assert output.logits is not None
         # Only a head of plain weights can be exchanged for one that draws on some of them.
-        return Pass(head.spread(result.logits, self.vocabulary), result.states, result.features)
+        logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
+        return PassResult(logits, output.states, output.features)
 
     @contextmanager
     def _reading(self, call: PassCall) -> Iterator[None]:
         """Prepare the cache for a pass over nodes of the open block."""
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(call.tokens.shape[1], call.first, call.path.cache_bits), for_new_lengths(self.device):
+        with self._cache.reading(call.tokens.shape[1], call.first, call.path.view), for_new_lengths(self.device):
             yield
 
-    def _run_stock(self, call: PassCall) -> PassResult:
+    def _run_stock(self, call: PassCall) -> PassOutput:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
-        inputs = self._inputs(call.tokens, call.first, call.path)
+        inputs = self._inputs(call.tokens, call.first, call.path.view)
         return run_view(view, call.base, call.entering, inputs, self._cache.source)
 
     # What another runner replaces.
@@ -326,11 +327,10 @@ class ModelRunner:
         gated.tap(self._adapter, self._base, taps)
         return gated
 
-    def _inputs(self, tokens: Tensor, first: int = -1, path: LayerPath | None = None) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
         width = tokens.shape[1]
         positions = self._cache.position_ids(width, first) if self._takes_positions else None
-        window, top_keys = (None, None) if path is None else (path.window, path.top_keys)
-        mask = self._cache.attention_mask(self._config, width, self._dtype, first, window, top_keys)
+        mask = self._cache.attention_mask(self._config, width, self._dtype, first, view)
         if self._placed is not None:
             self._placed.place(self._cache.positions(width, first))
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
@@ -339,3 +339,31 @@ class ModelRunner:
         """What the model, or the part of it that runs, is called with to read the first tokens of prompts or blocks."""
         inputs, source = self._inputs(tokens), self._cache.source
         return inputs if source is None else beside_source(module, inputs, source)
+
+
+class Behind(ABC):
+    """Nodes that the pass which verifies reads behind a draft's own, for the drafter's sake. None of them is judged.
+
+    Attributes:
+        any_tree: whether they may follow any tree, not only the one for which they were made.
+    """
+
+    any_tree: ClassVar[bool] = False
+
+    @abstractmethod
+    def tree(self, draft: Tree) -> Tree:
+        """Return a draft's tree with these nodes behind its own."""
+
+    @abstractmethod
+    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
+        """Run the target over a block and these nodes, for which the cache is open.
+
+        Args:
+            runner: of the target.
+            block: the last committed token and those of the draft, `[rows, 1 + nodes]`.
+            draft: its tree.
+            taps: as in `PassCall`.
+
+        Returns:
+            The result of the block's own tokens; `behind` is what came of the others.
+        """

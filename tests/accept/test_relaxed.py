@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.accept import Block, TokenLevel, TopKTolerance, Typical, find_rule, rule_name, rules
+from selfspec.accept import Block, Rule, TokenLevel, TopKTolerance, Typical, find_rule, rule_name, rules
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError
 
@@ -62,24 +62,42 @@ def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel
 
 def test_an_unknown_name_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(
-        selfspec.errors.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of token"
+        selfspec.errors.UnsupportedOptionError, match="no acceptance rule 'typical'; choose one of block"
     ):
         selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), accept="typical", draft_length=4)
 
 
 @pytest.mark.parametrize(
-    "name", ["relaxed-typical:epsilon=0.1", "token:epsilon=1", "no-rule:epsilon=1", "no_module:Rule"]
+    ("name", "said"),
+    [
+        ("no-rule:epsilon=1", "no acceptance rule"),
+        ("no_module:Rule", "no acceptance rule"),
+        ("token:epsilon=1", "takes no 'epsilon=1'"),
+        ("relaxed-typical:eps=0.1", "takes no 'eps=0.1'"),
+        ("relaxed-typical:epsilon", "takes no 'epsilon'"),
+        ("relaxed-typical:epsilon=import os", "takes no"),
+        ("relaxed-typical:epsilon=2", "epsilon is a chance"),
+    ],
 )
-def test_only_names_and_classes_are_rules(name: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match="no acceptance rule"):
+def test_only_names_and_classes_are_rules(name: str, said: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=said):
         find_rule(name)
+
+
+@pytest.mark.parametrize("rule", [Typical(0.1), Typical(delta=0.2), TopKTolerance(5, 2.0), Block(), TokenLevel()])
+def test_a_name_says_the_fields_of_a_rule(rule: Rule) -> None:
+    name = rule_name(rule)
+    assert name is not None
+    assert find_rule(name) == rule
+    assert find_rule("relaxed-top-k:top_k=5, tolerance=2.0") == TopKTolerance(5, 2.0)
 
 
 def test_a_rule_is_named_by_its_class(llama: PreTrainedModel) -> None:
     rule = find_rule(f"{Own.__module__}:Own")
     assert rule == Own()
     assert rule_name(rule) == f"{Own.__module__}:Own"
-    assert rule_name(Own(strict=True)) is None
+    assert find_rule(f"{Own.__module__}:Own:strict=True") == Own(strict=True)
+    assert rule_name(Own(strict=True)) == f"{Own.__module__}:Own:strict=True"
     assert rule_name(Block()) == "block"
     with pytest.raises(UnsupportedOptionError, match="is no acceptance rule"):
         find_rule("selfspec.draft:EarlyExit")

@@ -12,6 +12,7 @@ from selfspec.cache import rounded_copy
 from selfspec.cache.rounded_copy import CacheBits, copied_bytes, rounded, through_copy
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
+from selfspec.cache.view import CacheView
 from selfspec.errors import DraftConfigError
 from selfspec.kernels import native
 from selfspec.model.layer_path import LayerPath
@@ -57,7 +58,7 @@ class Rows:
 
     def drafted(self, bits: CacheBits | None) -> Tensor:
         rows = len(self.cache.seq_lens)
-        path = LayerPath(self.runner.depth, cache_bits=bits)
+        path = LayerPath(self.runner.depth, view=CacheView(bits=bits))
         logits = self.runner.logits(path, torch.full((rows, 2), 7)).logits
         self.cache.commit([0] * rows)
         return logits

@@ -14,7 +14,7 @@ from helpers.budgets import tight_budget
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
-from selfspec.runtime.runner import ModelRunner, Pass
+from selfspec.runtime.runner import ModelRunner, PassResult
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 
@@ -117,7 +117,7 @@ def test_near_ties_are_listed_and_pass(
     # Every passing is made to lift the second choice above the first where the two are close by.
     right = ModelRunner.logits
 
-    def lifted(passes: ModelRunner, *arguments: Any, **named: Any) -> Pass:
+    def lifted(passes: ModelRunner, *arguments: Any, **named: Any) -> PassResult:
         done = right(passes, *arguments, **named)
         first, second = done.logits.topk(2, -1).values.unbind(-1)
         close = (first - second < 0.05)[..., None]

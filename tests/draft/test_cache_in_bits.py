@@ -70,8 +70,8 @@ def test_it_is_written_behind_other_drafts() -> None:
     both = parse_draft("int8+window:512+kv4")
     assert isinstance(both, CacheInBits)
     path = both.path(4)
-    assert path.window is not None
-    assert path.cache_bits == 4
+    assert path.view.window is not None
+    assert path.view.bits == 4
 
 
 @pytest.mark.parametrize("name", ["kv4", "int8+kv4:2", "lookup+kv4"])

@@ -32,10 +32,11 @@ from selfspec.draft import (
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.exit_range import ChosenExit
 from selfspec.draft.path_choice import FAMILY, ChosenPath, ChosenPathProposer, RecentPaths
+from selfspec.draft.path_trial import PathTrial, Tried
 from selfspec.draft.skip_choice import ChosenSkips
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.path_trial import PathTrial, Tried
+from selfspec.runtime.runner import PassResult
 
 DRAFTS = {"clasp": ChosenSkips(2), "del": ChosenExit(1, 3)}
 CASES: list[tuple[Drafter, int, Any]] = [
@@ -104,8 +105,9 @@ def learnt(
         trial = draft.trial(list(proposer.family), tiny.DEPTH, rows)
         known = torch.tensor(chances)
         behind = known[..., :1].expand(*known.shape[:-1], trial.columns - known.shape[-1])
-        rows.tried = Tried(torch.cat([known, behind], -1), None if choices is None else torch.tensor(choices))
-        proposer.learn(rows, Draft(tokens, Tree.chain(2), steps=2, trial=trial), tokens, verdict(paths))
+        tried = Tried(torch.cat([known, behind], -1), None if choices is None else torch.tensor(choices))
+        proposed = Draft(tokens, Tree.chain(2), steps=2, behind=trial)
+        proposer.learn(rows, proposed, PassResult(tokens, behind=tried), verdict(paths))
     return proposer
 
 
@@ -147,11 +149,11 @@ def test_a_family_stays_small_and_keeps_what_drafts(llama: PreTrainedModel) -> N
         votes = torch.zeros(1, 1, 1, 12, dtype=torch.bool)
         votes[..., layer] = True
         worth = 0.1 + 0.05 * torch.arange(2.0 + len(proposer.family))
-        rows.tried = Tried(worth[None, None], votes)
-        draft = Draft(tokens, Tree.chain(1), steps=1, trial=PathTrial(1, False, 1, ()))
+        tried = Tried(worth[None, None], votes)
+        draft = Draft(tokens, Tree.chain(1), steps=1, behind=PathTrial(1, False, 1, ()))
         for _ in range(8):
-            proposer.learn(rows, draft, tokens, verdict([[0]]))
-            rows.tried = Tried(worth.new_zeros(1, 1, 2 + len(proposer.family)), votes)
+            proposer.learn(rows, draft, PassResult(tokens, behind=tried), verdict([[0]]))
+            tried = Tried(worth.new_zeros(1, 1, 2 + len(proposer.family)), votes)
         assert proposer.chosen in proposer.family
     assert len(proposer.family) == FAMILY
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.cache.masks import Window
+from selfspec.cache.view import CacheView, Window
 from selfspec.control.costs import Costs, CostsOfReading
 from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.layer_path import LayerPath
@@ -24,11 +24,11 @@ TOKEN = 2 * 2 * 8 * 4
         (LayerPath.full(4), 4 * 100),
         (selfspec.drafts.EarlyExit(1).path(4), 100),
         (selfspec.drafts.LayerSkip(attention=[1], mlp=[2]).path(4), 3 * 100),
-        (LayerPath(4, window=Window(20, 4)), 4 * 24),
-        (LayerPath(4, window=Window(200, 4)), 4 * 100),
+        (LayerPath(4, view=CacheView(Window(20, 4))), 4 * 24),
+        (LayerPath(4, view=CacheView(Window(200, 4))), 4 * 100),
         # A quarter of the numbers, and a scale and a least number for each eight.
-        (LayerPath(4, cache_bits=8), 4 * 100 * (0.25 + 0.25)),
-        (LayerPath(4, cache_bits=4, window=Window(20, 4)), 4 * 24 * (0.125 + 0.25)),
+        (LayerPath(4, view=CacheView(bits=8)), 4 * 100 * (0.25 + 0.25)),
+        (LayerPath(4, view=CacheView(Window(20, 4), bits=4)), 4 * 24 * (0.125 + 0.25)),
     ],
 )
 def test_a_pass_reads_what_its_path_attends_to(path: LayerPath, tokens: float) -> None:

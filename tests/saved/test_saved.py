@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
-from selfspec.accept import TokenLevel, Typical
+from selfspec.accept import TokenLevel
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.skip_file import write_skip_file
@@ -167,13 +167,16 @@ def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
     class Other(selfspec.drafts.EarlyExit):
         """A drafter of one's own."""
 
+    class Rule(TokenLevel):
+        """A rule of one's own."""
+
     spec = selfspec.wrap(tiny.llama(), Other(2), draft_length=4)
     with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=selfspec.ConfidenceStop(0.3))
     with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
-    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), accept=Typical(epsilon=0.9), draft_length=4)
+    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), accept=Rule(), draft_length=4)
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="cannot be saved"):
         spec.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -77,7 +77,6 @@ class BlockConfig:
     "dflash",
     argument=":FOLDER",
     help="a published DFlash head that was trained for this model",
-    mark=("#CC3311", "D"),
 )
 @dataclass(frozen=True)
 class DFlash(FromFolder, HeadDrafter):

@@ -87,7 +87,6 @@ class EagleConfig:
     "eagle",
     argument=":FOLDER",
     help="a published EAGLE head (1, 2 or 3) that was trained for this model",
-    mark=("#0B6E4F", "*"),
 )
 @dataclass(frozen=True)
 class Eagle(FromFolder, HeadDrafter):

@@ -23,10 +23,11 @@ from selfspec.draft.tree_growth import Read, grow
 from selfspec.draft.verdict import Verdict
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.early_head import plain_head
-from selfspec.model.features import Point
+from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import PassResult
 
 _Made = TypeVar("_Made")
 
@@ -124,11 +125,12 @@ class FeatureProposer(GrowingProposer):
     """Grows drafts from states of the target. Of a prompt of one token none is known before the first round."""
 
     @abstractmethod
-    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
+    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
         """Take over the target's states of tokens that are committed.
 
         Args:
-            rows: with the features of the target's last pass.
+            rows: of the text.
+            features: of a pass of the target; a pass over embeddings has none.
             places: of these tokens in that pass, in each running row.
         """
 
@@ -140,12 +142,12 @@ class FeatureProposer(GrowingProposer):
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         """Return what reads the nodes of a draft: see `grow`."""
 
-    def read_prompt(self, rows: RowsView, counts: Sequence[int]) -> None:
-        self.add(rows, [range(count) for count in counts])
+    def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
+        self.add(rows, features, [range(count) for count in counts])
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        super().learn(rows, draft, logits, verdict)
-        self.add(rows, _committed_places(rows, verdict))
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        super().learn(rows, draft, target, verdict)
+        self.add(rows, target.features, committed_places(rows, verdict))
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         known = self.known(rows)
@@ -172,8 +174,8 @@ class KeepingProposer(FeatureProposer):
         super().__init__()
         self.kept: list[Tensor | None] = [None] * rows
 
-    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
-        states = rows.features.get("normed")
+    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
+        states = features.get("normed")
         for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
             if chosen and states is not None:
                 self.kept[row] = states[number, chosen[-1]].clone()
@@ -209,8 +211,8 @@ class HeadProposer(FeatureProposer):
     def nbytes(self) -> int:
         return self._state.nbytes
 
-    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
-        self._state.add(rows, places)
+    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
+        self._state.add(rows, features, places)
 
     def known(self, rows: RowsView) -> Sequence[bool]:
         return self._state.known(rows)
@@ -220,9 +222,9 @@ class HeadProposer(FeatureProposer):
             self._state.after_text(rows, tree) if first < 0 else self._state.after(rows, tokens, first)
         )
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         self._state.read_if_many(rows)
-        super().learn(rows, draft, logits, verdict)
+        super().learn(rows, draft, target, verdict)
 
     @property
     def row_bytes(self) -> int:
@@ -272,7 +274,7 @@ def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel
     return cast(_Made, rows.memories[place])
 
 
-def _committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
+def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
     """Return of each running row where a pass has the states of what it commits: all tokens but the last new one."""
     found = [verdict.rows.get(row) for row in rows.running]
     return [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found]

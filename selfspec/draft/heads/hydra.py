@@ -40,7 +40,6 @@ _PREFIX = "prefix_embeding_layer."
     "hydra",
     argument=":FOLDER",
     help="published Hydra heads that were trained for this model",
-    mark=("#6A3D9A", "^"),
 )
 @dataclass(frozen=True)
 class Hydra(FromFolder, HeadDrafter):

@@ -31,7 +31,6 @@ from selfspec.runtime.runtime import with_kernels
     "medusa",
     argument=":FOLDER",
     help="published Medusa heads that were trained for this model",
-    mark=("#8C510A", "v"),
 )
 @dataclass(frozen=True)
 class Medusa(FromFolder):

@@ -155,7 +155,6 @@ class _Module:
     "mtp",
     argument="[:FOLDER]",
     help="the module for multi-token prediction in the model's own checkpoint",
-    mark=("#E66100", "d"),
 )
 @dataclass(frozen=True)
 class MultiTokenPrediction(HeadDrafter):

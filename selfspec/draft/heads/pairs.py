@@ -17,7 +17,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView
-from selfspec.model.features import Point
+from selfspec.model.features import Features, Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import with_kernels
@@ -90,15 +90,16 @@ class PairState:
         """Bytes of its weights, keys and values."""
         return self._weight_bytes + self._cache.most_bytes
 
-    def add(self, view: RowsView, places: Sequence[Sequence[int]]) -> None:
+    def add(self, view: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
         """Take over the target's states of tokens that are committed.
 
         Args:
-            view: with the features of the target's last pass.
+            view: of the target's rows.
+            features: of a pass of the target.
             places: of these tokens in that pass, in each running row.
         """
         self._drop(view.running)
-        states = self.head.fusion.state([view.features[point] for point in self._points])
+        states = self.head.fusion.state([features[point] for point in self._points])
         for number, chosen in enumerate(places):
             if chosen:
                 self._add(number, states[number, to_device(chosen, states.device)])

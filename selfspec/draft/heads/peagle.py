@@ -26,7 +26,6 @@ _USUAL = 8
     "peagle",
     argument=":FOLDER",
     help="a published P-EAGLE head that was trained for this model",
-    mark=("#117733", "P"),
 )
 @dataclass(frozen=True)
 class ParallelEagle(Eagle):

@@ -33,7 +33,6 @@ from selfspec.model.vocabulary import vocabulary_size
     "queries",
     argument=":FOLDER",
     help="an assistant with queries alone, over keys and values of this model's cache",
-    mark=("#117733", "h"),
 )
 @dataclass(frozen=True)
 class QueriesAssistant(FromFolder):

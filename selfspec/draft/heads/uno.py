@@ -21,17 +21,21 @@ from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.declaration import drafter
-from selfspec.draft.draft import Budget, Draft, MaskRows
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, OwnBytes
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
-from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
+from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
+from selfspec.draft.verdict import Verdict
 from selfspec.errors import HeadError, UnsupportedModelError
-from selfspec.model.row_lora import Lora
+from selfspec.model.features import Features, Point
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.row_lora import Lora, LoraRows
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size
+from selfspec.runtime.runner import Behind, ModelRunner, PassResult
 from selfspec.runtime.runtime import with_kernels
 
 PREFIX = "base_model.model."
@@ -51,7 +55,6 @@ _STRIDE = 2654435761
     "uno",
     argument=":FOLDER",
     help="a LoRA for mask rows that the pass which verifies reads, too (UNO)",
-    mark=("#DDAA33", "*"),
 )
 @dataclass(frozen=True)
 class Uno(FromFolder):
@@ -182,6 +185,30 @@ def _with_masks(length: int, levels: int) -> Tree:
     return Tree(tuple(parents))
 
 
+@dataclass(frozen=True)
+class MaskRows(Behind):
+    """Tokens that mean nothing, which guess what follows a draft.
+
+    Attributes:
+        tokens: `[rows, tokens]`.
+        block: the tree of the whole pass: the nodes of the draft, then these.
+        lora: what they alone add to the target's layers.
+    """
+
+    tokens: Tensor
+    block: Tree
+    lora: Lora
+
+    def tree(self, draft: Tree) -> Tree:
+        return self.block
+
+    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
+        rows, width = block.shape
+        path = replace(LayerPath.full(runner.depth), lora=LoraRows(self.lora, width))
+        result = runner.logits(path, torch.cat([block, self.tokens], 1), taps=taps)
+        return result.split(rows, width, result.logits[:, width:])
+
+
 class UnoProposer(KeepingProposer):
     """Grows chains from what mask rows of the pass before have guessed; of each row it keeps `[levels, vocab]`.
 
@@ -220,7 +247,7 @@ class UnoProposer(KeepingProposer):
             draft = replace(draft, row_lengths=tuple(min(each, draft.length) for each in known))
         self._alone = {row: levels_within(rows.budget_of(row, budget), self._depth) for row in rows.running}
         self._levels = min(levels, (budget.nodes - draft.length) // (draft.length + 1))
-        return replace(draft, masks=self._masks(rows, draft)) if self._levels else draft
+        return replace(draft, behind=self._masks(rows, draft)) if self._levels else draft
 
     def _masks(self, rows: RowsView, draft: Draft) -> MaskRows:
         block = _with_masks(draft.length, self._levels)
@@ -236,11 +263,15 @@ class UnoProposer(KeepingProposer):
                 guesses[place, : len(kept)] = kept[: tree.depth]
         return lambda tokens, first: guesses[:, first + 1 : first + 2]
 
-    def add(self, rows: RowsView, places: Sequence[Sequence[int]]) -> None:
-        levels = 0 if rows.guessed is None else self._levels
-        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
+    def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
+        """Learn nothing: no mask is read behind a prompt."""
+
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        guesses = target.behind if isinstance(draft.behind, MaskRows) else None
+        for number, (row, chosen) in enumerate(zip(rows.running, committed_places(rows, verdict), strict=True)):
             if not chosen:
                 continue
-            start, alone = chosen[-1] * levels, min(levels, self._alone.get(row, levels))
-            guessed = None if rows.guessed is None or not alone else rows.guessed[number, start : start + alone]
-            self.kept[row] = None if guessed is None else guessed.clone()
+            self.kept[row] = None
+            start, count = chosen[-1] * self._levels, min(self._levels, self._alone.get(row, self._levels))
+            if isinstance(guesses, Tensor) and count:
+                self.kept[row] = guesses[number, start : start + count].clone()

@@ -59,8 +59,8 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
 
 def _sight(name: str | None, function: PassFunction) -> Sight:
     """What tokens see under the mask of a type of layers."""
-    path, sliding = function.kind.path, _window(name, function.config)
-    return Sight(sliding, path.window, path.top_keys is not None and sliding is None)
+    view, sliding = function.kind.path.view, _window(name, function.config)
+    return Sight(sliding, view.window, view.top_keys is not None and sliding is None)
 
 
 def _window(name: str | None, config: Any) -> int | None:

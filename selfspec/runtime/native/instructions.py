@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from selfspec.cache.masks import Window
+from selfspec.cache.view import Window
 
 DIMS = 4
 """Dimensions of what a map runs over."""

@@ -226,7 +226,9 @@ def test_trees_attend_to_a_window_that_holds_them() -> None:
         control = selfspec.FixedLength(3, nodes=7)
         found = spec.generate(ids, max_new_tokens=NEW, do_sample=False, draft_length=control).sequences
         assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
-        drafted = [kind for kind in spec.programs.proved if kind.path.window is not None and kind.nodes is not None]
+        drafted = [
+            kind for kind in spec.programs.proved if kind.path.view.window is not None and kind.nodes is not None
+        ]
         assert bool(drafted) == known
         assert bool(spec.programs.refusals) != known
 
@@ -244,7 +246,9 @@ def test_chosen_slots_are_attended_to(family: str, bits: Any) -> None:
         options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False, "attention_mask": mask}
         found = spec.generate(ids, draft_length=selfspec.FixedLength(3, nodes=nodes), **options).sequences
         assert found.tolist() == model.generate(ids, **options).tolist()
-        assert any(kind.path.top_keys == 128 and (kind.nodes is None) == (nodes == 3) for kind in spec.programs.proved)
+        assert any(
+            kind.path.view.top_keys == 128 and (kind.nodes is None) == (nodes == 3) for kind in spec.programs.proved
+        )
         assert not spec.programs.refusals
 
 
@@ -255,7 +259,7 @@ def test_copies_of_wide_heads_are_read_in_groups(size: int, bits: Any) -> None:
     spec = wrapped(model, Native(after=0), selfspec.drafts.CacheInBits(selfspec.drafts.EarlyExit(2), bits))
     found = spec.generate(ids, max_new_tokens=NEW, do_sample=False).sequences
     assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
-    assert any(kind.path.cache_bits == bits for kind in spec.programs.proved)
+    assert any(kind.path.view.bits == bits for kind in spec.programs.proved)
     assert not spec.programs.refusals
 
 

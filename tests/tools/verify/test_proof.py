@@ -26,7 +26,7 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime import BatchInvariant, Eager
-from selfspec.runtime.runner import ModelRunner, Pass
+from selfspec.runtime.runner import ModelRunner, PassResult
 from selfspec.tools.verify.comparison import Check
 from selfspec.tools.verify.report import Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings
@@ -318,7 +318,7 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
         model.get_output_embeddings().weight[twin] = model.get_output_embeddings().weight[common]
     right = ModelRunner.logits
 
-    def nudged(passes: ModelRunner, *arguments: Any, **named: Any) -> Pass:
+    def nudged(passes: ModelRunner, *arguments: Any, **named: Any) -> PassResult:
         done = right(passes, *arguments, **named)
         done.logits[..., twin] += nudge
         return done

@@ -7,7 +7,7 @@ along those that dynamic programming makes as the pass goes, as in CLaSp (Chen e
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +19,23 @@ from torch.nn.functional import cosine_similarity
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
+from selfspec.model.features import Point
 from selfspec.model.view import hidden_states, replaced, view_with_layers
+from selfspec.runtime.runner import Behind, ModelRunner, PassResult
 
 
 @dataclass(frozen=True)
-class Trial(ABC):
+class Trial(Behind):
     """What is tried, on some of the first tokens of a block, each once for each column. Column 0 is the whole network.
+
+    What comes of it is a `Tried`.
 
     Attributes:
         tokens: the most that are tried.
         greedy: whether decoding takes the likeliest tokens.
     """
 
+    any_tree = True
     first: ClassVar[int]
     """The first node that is tried."""
 
@@ -42,9 +47,16 @@ class Trial(ABC):
     def columns(self) -> int:
         """How often a token is tried."""
 
-    def behind(self, tree: Tree) -> Tree:
-        """Return a draft's tree with the nodes that the trial needs behind its own."""
-        return tree
+    def tree(self, draft: Tree) -> Tree:
+        return draft
+
+    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
+        choices: list[Tensor] = []
+        rows, width = block.shape
+        tokens = self.added_to(block, draft)
+        result = runner.changed(tokens, lambda whole: self.view(whole, runner.adapter, width, choices), taps)
+        # What is tried lies in further rows or behind the block.
+        return result.split(rows, width, self.tried(result.logits, width, choices))
 
     def added_to(self, block: Tensor, tree: Tree) -> Tensor:
         """Return the tokens of a draft's block and of these nodes, `[rows, 1 + nodes]`."""
@@ -139,10 +151,10 @@ class PathTrial(Trial):
     def columns(self) -> int:
         return 1 + self.most + len(self.skipped)
 
-    def behind(self, tree: Tree) -> Tree:
+    def tree(self, draft: Tree) -> Tree:
         # They see what the tokens that they read again see.
-        tokens = range(min(self.tokens, tree.trunk))
-        return Tree((*tree.parents, *(node - 1 for node in tokens for _ in range(self.columns))))
+        tokens = range(min(self.tokens, draft.trunk))
+        return Tree((*draft.parents, *(node - 1 for node in tokens for _ in range(self.columns))))
 
     def added_to(self, block: Tensor, tree: Tree) -> Tensor:
         read = block[:, 1 : 1 + min(self.tokens, tree.trunk)]
