@@ -255,7 +255,7 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * depth
-    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
+    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types[:depth]]
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
