@@ -130,7 +130,7 @@ def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> Non
     """A drawn row is in a round of its own, which it must not begin again."""
     engine = Stepped(selfspec.wrap(model), 2, 64, tokens=30)
     engine.submit(asked(4, 20))
-    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)), 24)
+    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)))
     seen = engine.submit_row(row)
     while not engine.scheduler.stats().preemptions:
         engine.step()
