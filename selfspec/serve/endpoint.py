@@ -203,8 +203,8 @@ def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None
     seed = request.seed
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
-        # What is not said filters nothing: transformers has a top-k of 50 by default.
-        top_k=request.top_k or 0,
+        # What is not said filters nothing, nor does -1: transformers has a top-k of 50 by default.
+        top_k=max(request.top_k or 0, 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or None,
         # Every answer of n is another one; the first is that of the seed itself.
