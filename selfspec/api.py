@@ -56,7 +56,7 @@ from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.model.weights_read import bytes_read, widening
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
@@ -550,7 +550,7 @@ class SelfSpeculative:
         return Target(self.model, self.adapter, self.programs, self.substitutes, self._memories, self.limits)
 
     def _device(self) -> torch.device:
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        device: torch.device = weight_of(self.model.get_input_embeddings()).device
         return device
 
     def _follow_device(self) -> None:

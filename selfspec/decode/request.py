@@ -42,7 +42,7 @@ from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptio
 from selfspec.model.registry import has_encoder
 from selfspec.model.rope import is_outgrown
 from selfspec.model.summary import context_of
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def prepared_request(
 def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
     # It may be no token where nothing is padded; what processors are shown is one all the same.
     token = 0 if pad is None else int(pad.flatten()[0])
-    return token if 0 <= token < model.get_input_embeddings().weight.shape[0] else 0
+    return token if 0 <= token < weight_of(model.get_input_embeddings()).shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
@@ -430,4 +430,4 @@ def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConf
 
 
 def _scope(model: PreTrainedModel, read: Tensor) -> Scope:
-    return Scope(vocabulary_size(model), model.get_input_embeddings().weight.shape[0], len(read))
+    return Scope(vocabulary_size(model), weight_of(model.get_input_embeddings()).shape[0], len(read))

@@ -28,7 +28,7 @@ from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.summary import cache_summary, context_of
 from selfspec.model.unwrap import stock_model
-from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
+from selfspec.model.vocabulary import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
 
@@ -99,7 +99,7 @@ class Assistant(Drafter):
         _check_same_tokens(self.model, model)
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        device = model.get_input_embeddings().weight.device
+        device = weight_of(model.get_input_embeddings()).device
         if self.source is not None and device.type != "meta":
             self.model.to(device=device, dtype=model.dtype)
             if has_encoder(model) and encoders_are_equal(self.model, model):

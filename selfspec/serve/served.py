@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
@@ -70,7 +70,7 @@ class Served:
         self.stopping = False
         self.created = int(time.time())
         self.vocabulary = vocabulary_size(spec.model)
-        self.readable: int = spec.model.get_input_embeddings().weight.shape[0]
+        self.readable: int = weight_of(spec.model.get_input_embeddings()).shape[0]
         self.end_tokens = frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
         self.texts = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)

@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.model.stock_passes import block_logits
+from selfspec.model.vocabulary import weight_of
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -103,7 +104,7 @@ def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> 
 
     A token that the model reads and its head cannot write has a log-probability of -inf.
     """
-    device = model.get_input_embeddings().weight.device
+    device = weight_of(model.get_input_embeddings()).device
     ids = torch.tensor([list(prompt)], device=device)
     found: list[TokenLogprobs] = []
     following = ids[0, 1:].split(_AT_ONCE)

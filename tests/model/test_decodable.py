@@ -34,8 +34,8 @@ def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypat
         check_decodable(llama, find_adapter(llama))
 
 
-def _layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    return model.get_submodule(".".join(find_adapter(model).path(model)))  # type: ignore[return-value]
+def _layers(model: PreTrainedModel) -> Any:
+    return model.get_submodule(".".join(find_adapter(model).path(model)))
 
 
 def _cut(model: PreTrainedModel) -> None:
