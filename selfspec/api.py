@@ -56,7 +56,7 @@ from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.model.weights_read import bytes_read, widening
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
@@ -226,8 +226,7 @@ class SelfSpeculative:
         self.limits = None if placement is None else Limits(placement.context, placement.at_once, placement.cache)
         self._memories: dict[Hashable, object] = {}
         self._closed = False
-        adapter.check(model)
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._prepare()
         self._vocabulary = vocabulary_size(self.model)
         ranks = ranks_of(model)
@@ -452,7 +451,7 @@ class SelfSpeculative:
                 f"{type(self.model).__name__} has an encoder, and rows that come and go have none; call "
                 "generate, or let a pipeline of transformers run it, as docs/speech.md shows"
             )
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._follow_device()
         self._follow_vocabulary()
         self._check_rows_differ()
@@ -520,7 +519,7 @@ class SelfSpeculative:
         self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
     ) -> Generation:
         self._check_open()
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
@@ -551,7 +550,7 @@ class SelfSpeculative:
         return Target(self.model, self.adapter, self.programs, self.substitutes, self._memories, self.limits)
 
     def _device(self) -> torch.device:
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        device: torch.device = weight_of(self.model.get_input_embeddings()).device
         return device
 
     def _follow_device(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
@@ -171,6 +171,26 @@ class Adapter:
                     f"the adapter names {lacking[0]!r}, which {type(layer).__name__} does not have; it has "
                     + ", ".join(child for child, _ in layer.named_children())
                 )
+        self._check_numbers(model, list(layers))
+
+    def _check_numbers(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Refuse layers that were taken out, put twice or numbered in another way: each needs a place in the cache.
+
+        Raises:
+            UnsupportedModelError: naming the layer and its number.
+        """
+        taken: dict[int, int] = {}
+        for place, layer in enumerate(layers):
+            numbers = {getattr(module, "layer_idx", None) for module in layer.modules()}
+            for number in (each for each in numbers if type(each) is int):
+                if number >= len(layers) or taken.setdefault(number, place) != place:
+                    name = ".".join(self.path(model))
+                    said = f"as {name}.{taken[number]}" if number in taken else f"and there are {len(layers)} layers"
+                    raise UnsupportedModelError(
+                        f"{name}.{place} keeps its keys and values under layer_idx={number}, {said}; number the layers "
+                        "anew: set layer_idx of each module of a layer to the layer's place, and num_hidden_layers of "
+                        "the config to their number"
+                    )
 
     def check_trees(self, model: nn.Module) -> None:
         """Refuse a model that cannot read a tree of drafts, in which positions do not count up from token to token.

@@ -106,7 +106,7 @@ def chat(
 
     sampling = sampling.seeded()
     options = sampling.generation_options()
-    check_values({**options, "max_new_tokens": talk.max_new_tokens}.get, Scope(vocabulary=0, rows=1))
+    check_values({**options, "max_new_tokens": talk.max_new_tokens}.get, Scope(vocabulary=0, readable=0, rows=1))
     options["draft_length"] = drafting.control()
     # A template that does not fit is told before the weights are read.
     ChatTemplate(load_tokenizer(model.place), source)

@@ -212,7 +212,7 @@ def generate(
     rule = None if accept is None else find_rule(accept)
     control = drafting.control()
     drafting.check(model, budget)
-    check_values(options.get, Scope(vocabulary=0, rows=1))
+    check_values(options.get, Scope(vocabulary=0, readable=0, rows=1))
 
     loaded = drafting.load(model, budget)
     spec, checkpoint = loaded.spec, Checkpoint(loaded.spec.model, loaded.tokenizer)

@@ -14,6 +14,7 @@ from selfspec.cache.source import Source, source_of
 from selfspec.cache.transfer import is_callers
 from selfspec.decode.options import unsupported
 from selfspec.errors import UnsupportedOptionError
+from selfspec.model.vocabulary import weight_of
 
 # By the names of decoder-only models.
 _OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
@@ -74,8 +75,8 @@ def read_source(
 
 def _shares_vocabulary(model: PreTrainedModel) -> bool:
     """Whether the ids that the encoder reads are those that the decoder writes: they have the same embeddings."""
-    shared = model.get_encoder().get_input_embeddings().weight
-    own = model.get_decoder().get_input_embeddings().weight
+    shared = weight_of(model.get_encoder().get_input_embeddings())
+    own = weight_of(model.get_decoder().get_input_embeddings())
     return shared is own or bool(shared.data_ptr() == own.data_ptr())
 
 

@@ -32,6 +32,7 @@ class Group:
         kind: equal for groups whose processors look at scores alone and do the same.
         isolated: whether an error of a processor or criterion ends these rows alone, and is not raised.
         error: what a processor or criterion of isolated rows raised in this round; None: nothing.
+        ahead: whether processors with memory were shown tokens that are not committed yet.
         failed: numbers of the rows that ended because the target's logits were not finite.
     """
 
@@ -44,6 +45,7 @@ class Group:
     isolated: bool = False
     whole: Stopping | None = None
     error: Exception | None = None
+    ahead: bool = False
     failed: list[int] = field(default_factory=list)
 
     @property
@@ -89,8 +91,8 @@ class Group:
             logits: the target's own, of the same shape.
         """
         starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
-        kept = self.records.keep(scores, logits, self.running, starts, counts)
         try:
+            kept = self.records.keep(scores, logits, self.running, starts, counts)
             return self.stopping.judged(self.sequences, runs, kept)
         except Exception as error:
             if not self.isolated:

@@ -59,6 +59,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
 def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge one group place by place; where it is isolated and a processor raises, its rows end."""
     group = batch.groups[0]
+    group.ahead = True
     try:
         return judge_in_order(batch, draft, logits, rule)
     except Exception as error:

@@ -83,10 +83,13 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
     with clock.phase("accept"):  # ends with the one synchronisation of the round
         verdict = judge(batch, draft, target.logits, rule)
     with clock.phase("commit"):
-        # Those whose turn it is not learn, too.
-        for each in batch.proposers.values():
-            each.learn(batch, draft, target, verdict)
-        committed = commit(batch, draft, verdict)
+        try:
+            # Those whose turn it is not learn, too.
+            for each in batch.proposers.values():
+                each.learn(batch, draft, target, verdict)
+        finally:
+            # Processors with memory were shown it, whatever else fails.
+            committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())
         stats.count(len(draft.tree), draft.length, verdict)
     return committed

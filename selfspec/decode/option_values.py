@@ -29,11 +29,13 @@ class Scope:
     """What the values of a call have to fit.
 
     Attributes:
-        vocabulary: token ids of the model.
+        vocabulary: token ids that the model's head writes.
+        readable: token ids that its embedding reads, which may be more.
         rows: of the batch that may end one before another.
     """
 
     vocabulary: int
+    readable: int
     rows: int
 
 
@@ -121,7 +123,7 @@ def _is_padding(value: object, scope: Scope) -> bool:
     if len(tokens) != 1 or isinstance(value, list | tuple | set):
         return False
     nothing_to_fill = scope.rows == 1 and _is_id(tokens[0])
-    return nothing_to_fill or _is_token(tokens[0], scope)
+    return nothing_to_fill or (_is_id(tokens[0]) and 0 <= tokens[0] < scope.readable)
 
 
 def _are_words(value: object, scope: Scope) -> bool:
@@ -165,7 +167,7 @@ def _are_strings(value: object, _: Scope) -> bool:
     return bool(strings) and all(isinstance(string, str) and string for string in strings)
 
 
-_ID = "a token id of the model's vocabulary"
+_ID = "a token id that the model's head writes"
 _CHECKS = (
     _Check(("do_sample", "renormalize_logits", "remove_invalid_values"), "True or False", _is_flag),
     _Check(("return_dict_in_generate", "output_scores", "output_logits"), "True or False", _is_flag),
@@ -196,7 +198,11 @@ _CHECKS = (
         "a token id, or a list of them; None, or an id outside the vocabulary, ends no row",
         _are_ends,
     ),
-    _Check(("pad_token_id",), f"{_ID}: it fills rows that end early; 0 will do where there is none", _is_padding),
+    _Check(
+        ("pad_token_id",),
+        "a token id of the model's vocabulary: it fills rows that end early; 0 will do where there is none",
+        _is_padding,
+    ),
     # Where there is a prompt, these are not read.
     _Check(
         ("bos_token_id", "decoder_start_token_id"),
@@ -206,10 +212,10 @@ _CHECKS = (
     _Check(("forced_bos_token_id",), _ID, _is_token),
     _Check(("forced_eos_token_id",), f"{_ID}, or a list of such ids", _are_forced),
     _Check(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids", _are_ids),
-    _Check(("bad_words_ids",), "a list of lists of token ids of the model's vocabulary, none empty", _are_words),
+    _Check(("bad_words_ids",), "a list of lists of token ids that the model's head writes, none empty", _are_words),
     _Check(
         ("sequence_bias",),
-        "a dict from tuples of token ids of the model's vocabulary to floats, none NaN, or a list of such pairs",
+        "a dict from tuples of token ids that the model's head writes to floats, none NaN, or a list of such pairs",
         _are_biases,
     ),
     _Check(("watermarking_config",), "a WatermarkingConfig, whose bias is a finite number", _is_watermark),

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, generation
+from torch.nn.functional import pad
+from transformers import LogitsProcessor, LogitsProcessorList, generation
 
 from selfspec.arguments import check_scores
 from selfspec.decode.occurrences import LogitBias
@@ -270,6 +271,38 @@ _STATELESS = _WARPERS | {
     # Of models that write down speech, named after them.
     *(getattr(generation, name) for name in dir(generation) if name.endswith("TimeStampLogitsProcessor")),
 }
+
+
+# Those that take tokens of the text for places in the scores.
+_BY_TEXT = (
+    generation.EncoderNoRepeatNGramLogitsProcessor,
+    generation.EncoderRepetitionPenaltyLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+)
+
+
+class _Widened(LogitsProcessor):
+    """Shows a processor scores of all ids that a text may hold: -inf for those that the head does not write."""
+
+    stateless = True
+
+    def __init__(self, processor: LogitsProcessor, more: int) -> None:
+        self._processor = processor
+        self._more = more
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        found: Tensor = self._processor(input_ids, pad(scores, (0, self._more), value=-torch.inf))
+        return found[:, : scores.shape[1]]
+
+
+def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
+    """Return processors that may be shown a text with ids that the head does not write.
+
+    `more` says how many such ids there are. Those of `transformers` that would look for their scores are helped.
+    """
+    if more <= 0:
+        return processors
+    return LogitsProcessorList(_Widened(each, more) if type(each) in _BY_TEXT else each for each in processors)
 
 
 def is_stateless(processor: Any) -> bool:

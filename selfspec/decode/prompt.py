@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from selfspec.cache.transfer import holds_anything, is_callers, past_length, past_of
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.model.vocabulary import weight_of
 
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
     if input_ids.numel() == 0:
         raise PromptError(f"the prompt is empty (input_ids of shape {list(inputs.shape)}); give at least the bos token")
     # Some modules that replace an embedding have no num_embeddings.
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = weight_of(model.get_input_embeddings()).shape[0]
     lowest, highest = input_ids.min().item(), input_ids.max().item()
     if lowest < 0 or highest >= vocabulary:
         raise PromptError(
@@ -47,14 +48,14 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
     Raises:
         PromptError: empty, or of another shape or dtype than the model's own.
     """
-    own = model.get_input_embeddings()
-    wanted = f"a tensor of {own.weight.dtype} of shape [batch, prompt, {own.embedding_dim}], as the model's own are"
-    if not isinstance(embeddings, Tensor) or embeddings.dtype != own.weight.dtype:
+    own = weight_of(model.get_input_embeddings())
+    wanted = f"a tensor of {own.dtype} of shape [batch, prompt, {own.shape[1]}], as the model's own are"
+    if not isinstance(embeddings, Tensor) or embeddings.dtype != own.dtype:
         given = embeddings.dtype if isinstance(embeddings, Tensor) else repr(embeddings)
         raise PromptError(f"inputs_embeds must be {wanted}, got {given}")
     if not has_values(embeddings):
         raise PromptError("inputs_embeds is a tensor without values (meta, sparse or nested); pass a dense one")
-    if embeddings.ndim != 3 or embeddings.shape[2] != own.embedding_dim or embeddings.numel() == 0:
+    if embeddings.ndim != 3 or embeddings.shape[2] != own.shape[1] or embeddings.numel() == 0:
         raise PromptError(f"inputs_embeds must be {wanted}, got shape {list(embeddings.shape)}")
     return embeddings
 

@@ -34,7 +34,7 @@ from selfspec.decode.beside_text import beside_text, change_nothing, read_by_sto
 from selfspec.decode.encoder_inputs import decoder_inputs, first_of, read_source
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import check_keywords, check_model_inputs, check_options
-from selfspec.decode.processors import read_processing
+from selfspec.decode.processors import read_processing, widened
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
@@ -42,6 +42,7 @@ from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptio
 from selfspec.model.registry import has_encoder
 from selfspec.model.rope import is_outgrown
 from selfspec.model.summary import context_of
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,7 @@ def prepared_request(
             f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
             f"{context}; {remedy}"
         )
+    scope = _scope(model, read)
     held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
     anew = past is not None and reading is None and is_outgrown(config, held, lengths)
     if anew and read.shape[1] < mask.shape[1]:
@@ -391,7 +393,11 @@ def prepared_request(
         mask=mask.bool(),
         lengths=lengths,
         sampling=Sampling(
-            read_processing(logits_processor, stopping.eos, input_ids.shape[1] + max_new_tokens),
+            read_processing(
+                widened(logits_processor, scope.readable - scope.vocabulary),
+                stopping.eos,
+                input_ids.shape[1] + max_new_tokens,
+            ),
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
@@ -411,7 +417,7 @@ def prepared_request(
 def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
     # It may be no token where nothing is padded; what processors are shown is one all the same.
     token = 0 if pad is None else int(pad.flatten()[0])
-    return token if 0 <= token < model.get_input_embeddings().weight.shape[0] else 0
+    return token if 0 <= token < weight_of(model.get_input_embeddings()).shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
@@ -424,4 +430,4 @@ def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConf
 
 
 def _scope(model: PreTrainedModel, read: Tensor) -> Scope:
-    return Scope(model.get_input_embeddings().weight.shape[0], len(read))
+    return Scope(vocabulary_size(model), weight_of(model.get_input_embeddings()).shape[0], len(read))

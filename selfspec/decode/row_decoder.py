@@ -29,6 +29,7 @@ from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.rope import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
 
@@ -149,6 +150,11 @@ class RowDecoder:
             isolated=True,
             whole=request.stopping,
         )
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model's head writes."""
+        return vocabulary_size(self._target.model)
 
     def tables(self, length: int) -> int:
         """Number the rotary tables by which a text of this length is read: rows of one batch need the same."""

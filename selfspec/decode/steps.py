@@ -70,6 +70,8 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
     """Make a verdict final; return what every row of the batch committed."""
+    for group in batch.groups:
+        group.ahead = False
     rows = [RowRound((), (), 0)] * batch.size
     for number, row in verdict.rows.items():
         batch.committed[number] += row.tokens

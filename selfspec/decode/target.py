@@ -12,6 +12,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.limits import Limits
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
@@ -40,7 +41,7 @@ class Target:
     @property
     def device(self) -> torch.device | None:
         """Where token ids and logits are; None: all weights are offloaded, and they are where the prompt is."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        device: torch.device = weight_of(self.model.get_input_embeddings()).device
         return None if device.type == "meta" else device
 
     def cache(self, rows: int, limit: int, slack: int, device: torch.device) -> SharedCache:

@@ -28,7 +28,7 @@ from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.summary import cache_summary, context_of
 from selfspec.model.unwrap import stock_model
-from selfspec.model.vocabulary import tokens_by_id, vocabulary_size
+from selfspec.model.vocabulary import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
 
@@ -78,12 +78,11 @@ class Assistant(Drafter):
         check_weights(own)
         check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
         adapter = adapter or find_adapter(own)
-        adapter.check(own)
         for name, value in {"model": own, "adapter": adapter, "source": source}.items():
             object.__setattr__(self, name, value)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         encodes = has_encoder(model)
         if encodes != has_encoder(self.model) or (encodes and self.model.main_input_name != model.main_input_name):
             raise DraftConfigError(
@@ -99,7 +98,7 @@ class Assistant(Drafter):
         _check_same_tokens(self.model, model)
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        device = model.get_input_embeddings().weight.device
+        device = weight_of(model.get_input_embeddings()).device
         if self.source is not None and device.type != "meta":
             self.model.to(device=device, dtype=model.dtype)
             if has_encoder(model) and encoders_are_equal(self.model, model):
@@ -163,7 +162,7 @@ class Assistant(Drafter):
             UnsupportedModelError: they are several, and the assistant takes one; or it cannot read trees.
             DraftConfigError: they are on another device.
         """
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
         name, own, device = type(self.model).__name__, self.model.device, rows.last_tokens.device

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import takes
 from selfspec.cache.source import Source, source_of
 from selfspec.errors import UnsupportedOptionError
+from selfspec.model.vocabulary import weight_of
 
 
 def encoders_are_equal(assistant: PreTrainedModel, model: PreTrainedModel) -> bool:
@@ -35,7 +36,7 @@ def source_by(assistant: PreTrainedModel, read: Source) -> Source:
         UnsupportedOptionError: it is not known, or this encoder cannot read it.
     """
     inputs, name, encoder = read.inputs, assistant.main_input_name, assistant.get_encoder()
-    if inputs is None or (name == "input_ids" and not _are_ids(inputs, encoder.get_input_embeddings().weight)):
+    if inputs is None or (name == "input_ids" and not _are_ids(inputs, weight_of(encoder.get_input_embeddings()))):
         raise UnsupportedOptionError(
             f"the assistant {type(assistant).__name__} has an encoder of its own, which can read {name} alone, of its "
             "own vocabulary; pass these, or take an assistant with the model's encoder"

@@ -44,11 +44,10 @@ class CorpusFile(DescribedTensors[_About]):
         super().__init__(file, "a corpus", _ABOUT, _About, _REWRITE)
         self.check_names(("tokens", "ends"))
         tokens, ends = self.read("tokens"), self.read("ends")
-        within = _is_within(tokens, NONE, self.about.vocabulary.size - 1) and _is_within(ends, 1, len(tokens))
+        within = _is_within(tokens, NONE) and _is_within(ends, 1, len(tokens))
         if not within or len(ends) != len(tokens):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
-        self._largest = int(tokens.max())
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Refuse the corpus for a model with other tokens.
@@ -60,18 +59,13 @@ class CorpusFile(DescribedTensors[_About]):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
             )
-        if self._largest >= vocabulary.size:
-            raise DraftConfigError(
-                f"{self.source} holds token {self._largest}, and the model has {vocabulary.size}; {_REWRITE} MODEL "
-                "with this model"
-            )
 
 
-def _is_within(numbers: Tensor, least: int, most: int) -> bool:
+def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
     if numbers.dtype != torch.int32 or numbers.ndim != 1 or not len(numbers):
         return False
     smallest, largest = numbers.aminmax()
-    return least <= int(smallest) and int(largest) <= most
+    return least <= int(smallest) and (most is None or int(largest) <= most)
 
 
 def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:

@@ -32,6 +32,7 @@ from selfspec.model.substitutes import (
     substituted_weights,
     weights_of,
 )
+from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
 _GROUPS = (32, 64, 128, 256)
@@ -254,7 +255,7 @@ class LowPrecision(LayerPathDrafter):
 
 def _check_texts(texts: object, model: PreTrainedModel) -> None:
     """Refuse texts that are no token ids of a model."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = weight_of(model.get_input_embeddings()).shape[0]
     for text in texts if isinstance(texts, list | tuple) else (texts,):
         is_ids = isinstance(text, Tensor) and text.dtype in (torch.int64, torch.int32)
         if not is_ids or text.ndim != 2 or not text.numel():

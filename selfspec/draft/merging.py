@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
-from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import FreeProposer
 from selfspec.draft.offer import Merged, Offer, Outcome, Trust, likeliest_path, merged
-from selfspec.draft.rows_apart import chains, last_known
+from selfspec.draft.rows_apart import chains, guesses, last_known
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.runtime.runner import PassResult
@@ -100,4 +99,4 @@ def filled(rows: RowsView, found: Merged) -> Tensor:
     going = [index for index, row in enumerate(rows.running) if row in rows.unfinished]
     for index, row in zip(going, found.tokens, strict=True):
         tokens[index] = [last[index] if token is None else token for token in row]
-    return to_device(tokens, rows.last_tokens.device)
+    return guesses(rows, tokens)

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.device import HostCopy, to_device
+from selfspec.device import HostCopy
 from selfspec.draft.candidate_table import NONE, CandidateTable
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer
 from selfspec.draft.growing import RankChances
 from selfspec.draft.offer import Offer
-from selfspec.draft.rows_apart import chains
+from selfspec.draft.rows_apart import chains, guesses
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_shape import best_shape, largest_products
 from selfspec.draft.verdict import Verdict
@@ -139,7 +139,7 @@ class RecyclingProposer(FreeProposer):
             return self._proposed
         chances = self._memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if rows.chains_only else None]
         tree = best_shape(chances, lambda nodes: rows.controller.round_cost(0, nodes), budget).tree
-        tokens = to_device(torch.from_numpy(self._memory.table.grown(contexts, tree)), rows.last_tokens.device)
+        tokens = guesses(rows, torch.from_numpy(self._memory.table.grown(contexts, tree)))
         self._proposed = Draft(tokens, tree, match_length=_CANDIDATES)
         return self._proposed
 

@@ -16,6 +16,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
 
@@ -78,7 +79,7 @@ class ReducedVocabulary(AroundLayerPath):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
-        head = model.get_output_embeddings().weight
+        head = weight_of(model.get_output_embeddings())
         if head.is_meta:
             raise DraftConfigError(
                 "a reduced vocabulary reads rows of a head that is not in memory; draft with the whole vocabulary"

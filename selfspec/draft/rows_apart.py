@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
@@ -20,10 +21,18 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
     each = zip(tokens, last_known(rows), strict=True)
     filled = [[*row, *[token] * (longest - len(row))] for row, token in each]
     return Draft.chain(
-        to_device(filled, rows.last_tokens.device),
+        guesses(rows, filled),
         match_length=match_length,
         row_lengths=tuple(map(len, tokens)),
     )
+
+
+def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    """Bring draft tokens that come out of a text, `[rows, nodes]`, to the device, cut at what the head can write.
+
+    A text may hold ids that the embedding alone knows, such as those of pictures: the head's last one stands for them.
+    """
+    return to_device(tokens, rows.last_tokens.device).clamp(max=rows.runner.vocabulary - 1)
 
 
 def last_known(rows: RowsView) -> list[int]:
@@ -52,7 +61,7 @@ def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[B
         return other if other.length else found
     longest = max(found.length, other.length)
     own = to_device(taken, other.tokens.device)[:, None] > 0
-    tokens = rows.last_tokens.repeat(1, longest)
+    tokens = guesses(rows, rows.last_tokens).repeat(1, longest)
     for draft, its in ((found, own), (other, ~own)):
         tokens[:, : draft.length] = torch.where(its, draft.tokens, tokens[:, : draft.length])
     drawn = next((draft.probs for draft in (found, other) if draft.probs is not None), None)

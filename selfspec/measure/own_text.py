@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from selfspec.device import random_state_kept
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare, end_tokens, until_end
+from selfspec.model.vocabulary import weight_of
 
 # Of the texts that weights are fitted on; rows that are written at a time.
 _TOKENS, _ROWS = 256, 4
@@ -63,7 +64,7 @@ def own_text(
 
 def random_starts(model: PreTrainedModel, texts: int, seed: int = 0) -> Tensor:
     """Single tokens, each as likely, that texts may begin with where there are no prompts, `[texts, 1]`."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = weight_of(model.get_input_embeddings()).shape[0]
     return torch.randint(vocabulary, (texts, 1), generator=torch.Generator().manual_seed(seed))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.errors import UnsupportedModelError
 
@@ -18,12 +19,13 @@ _ADAPTERS = {
 }
 
 
-def check_decodable(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be decoded as it is now: its attention kernel, modules, or training mode.
+def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse a model that cannot be decoded as it is now: its layers, attention kernel, modules, or training mode.
 
     Raises:
         UnsupportedModelError: naming what is in the way.
     """
+    adapter.check(model)
     _check_modules(model)
     _check_one_device(model)
     config = model.config.get_text_config(decoder=True)

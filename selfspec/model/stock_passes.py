@@ -15,6 +15,7 @@ from selfspec.architecture import takes
 from selfspec.compat import over_cache
 from selfspec.model.rope import tables_change
 from selfspec.model.view import copied, view_of
+from selfspec.model.vocabulary import weight_of
 
 # Logits in memory at once, where a pass reads more tokens than a block has.
 _NUMBERS_AT_ONCE = 2**28
@@ -53,7 +54,7 @@ def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterat
     whole = torch.cat(list(blocks), 1)
     own = view_of(model, _with_own_buffers)
     inputs = {"use_cache": False, **_positions(model, whole, 0)}
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = weight_of(model.get_input_embeddings()).shape[0]
     most = _NUMBERS_AT_ONCE // vocabulary if takes(model, "logits_to_keep") else whole.shape[1]
     waiting, start = list(blocks), 0
     while waiting:

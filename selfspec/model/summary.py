@@ -17,6 +17,7 @@ from selfspec.kernels.rounded import Precision
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import bytes_of_substitutes
+from selfspec.model.vocabulary import weight_of
 from selfspec.model.weights_read import encoders, weights_outside
 
 
@@ -203,14 +204,14 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         model_type=config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
         width=config.hidden_size,
-        vocabulary=embedding.weight.shape[0],
+        vocabulary=weight_of(embedding).shape[0],
         context=context_of(config),
         embedding=Weights.of(weight for module in embeddings for weight in module.parameters()),
         layers=layers,
         encoder=Weights.of(weight for weight in model.parameters() if id(weight) in read_before),
         final_norm=final_norm,
         head=Weights.of(head.parameters()),
-        tied=head.weight is embedding.weight,
+        tied=weight_of(head) is weight_of(embedding),
         total=total,
         cache=_cache(config, model.dtype, windows),
         substitutes=tuple(SubstitutesSummary(bits, taken, taken / total.bytes) for bits, taken in fewer.items()),
@@ -255,7 +256,7 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * depth
-    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
+    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types[:depth]]
 
 
 def context_of(config: PreTrainedConfig) -> int | None:

@@ -6,9 +6,10 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.errors import CheckpointError
+from selfspec.errors import CheckpointError, UnsupportedModelError
 from selfspec.model.checkpoint import load_tokenizer
 
 
@@ -43,8 +44,27 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     """Return how many ids the head of a model knows: how many logits each token has."""
     head = model.get_output_embeddings()
     # Quantised layers may keep their weight in a function.
-    size: int = getattr(head, "out_features", None) or head.weight.shape[0]
-    return size
+    sizes = (getattr(module, "out_features", None) for module in head.modules())
+    return next((size for size in sizes if type(size) is int), None) or weight_of(head).shape[0]
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of an embedding or a head, also of one that another module wraps, as PEFT's output cast does.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight
+    # What else a wrapper has is smaller: biases, norms, low-rank additions.
+    weights = [each for each in module.parameters() if each.ndim == 2]
+    if not weights:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no weight of ids by numbers, as the embedding and the head of a model have; "
+            "wrap the model before that module is put into it"
+        )
+    return max(weights, key=Tensor.numel)
 
 
 def tokens_by_id(model: PreTrainedModel) -> dict[int, str]:

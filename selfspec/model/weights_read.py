@@ -13,6 +13,7 @@ from selfspec.model.experts import experts_of, shares_read, widening_by_experts
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import substituted_weights
+from selfspec.model.vocabulary import weight_of
 
 
 def share_read(
@@ -35,10 +36,10 @@ def share_read(
     rows, full = _sum(price, output.parameters()), _sum(of_full, _read_by_a_step(model, adapter))
     read = full - rows - sum(_sum(of_full, layer.parameters()) for layer in layers)
     read += sum(_layer_price(layer, index, adapter, path, of_path) for index, layer in enumerate(layers))
-    kept = 1 if head is None or head.tokens is None else len(head.tokens) / output.weight.shape[0]
-    read += kept * rows * (_bits_of(path, output.weight) if path.head_substituted else 1)
+    kept = 1 if head is None or head.tokens is None else len(head.tokens) / weight_of(output).shape[0]
+    read += kept * rows * (_bits_of(path, weight_of(output)) if path.head_substituted else 1)
     if head is not None and head.adapter is not None:
-        read += sum(weight.numel() for weight in head.adapter.parameters()) * output.weight.element_size()
+        read += sum(weight.numel() for weight in head.adapter.parameters()) * weight_of(output).element_size()
     return float(read / full)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
@@ -122,7 +123,7 @@ class GraphCache:
         Returns:
             None: passes of the model as it is are not recorded.
         """
-        self.runtime.check(model.get_input_embeddings().weight.device)
+        self.runtime.check(weight_of(model.get_input_embeddings()).device)
         if self.runtime.after is None:
             return None
         current = self._current

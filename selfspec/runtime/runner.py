@@ -28,7 +28,7 @@ from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.runtime.chain import Chain, Draws
@@ -120,7 +120,7 @@ class ModelRunner:
         self._cache = cache
         self.substitutes = substitutes or Substitutes.of(model)
         self._config = model.config.get_text_config(decoder=True)
-        self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._dtype: torch.dtype = weight_of(model.get_input_embeddings()).dtype
         self._takes_positions = takes_positions(model)
         self._cache_name = cache_argument(model)
         self._gated: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], GatedModel] = {}

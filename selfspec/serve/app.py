@@ -184,7 +184,7 @@ def _tokens(served: Served) -> APIRouter:
     @router.post("/detokenize", summary="Tokens to text")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         served.check(request.model or served.name)
-        served.check_tokens(request.tokens, "tokens")
+        served.check_tokens(request.tokens, "tokens", served.readable)
         return {"prompt": await served.read(lambda: str(served.tokenizer.decode(request.tokens)))}
 
     return router

@@ -192,19 +192,19 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
             where if room < 1 or not asked else "max_tokens",
             "context_length_exceeded",
         )
-    served.check_tokens(prompt, where)
+    served.check_tokens(prompt, where, served.readable)
     return asked or min(room, most or room)
 
 
 def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None, index: int) -> SamplingParams:
     """How the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    served.check_tokens(list(bias), "logit_bias")
+    served.check_tokens(list(bias), "logit_bias", served.vocabulary)
     seed = request.seed
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
-        # What is not said filters nothing: transformers has a top-k of 50 by default.
-        top_k=request.top_k or 0,
+        # What is not said filters nothing, nor does -1: transformers has a top-k of 50 by default.
+        top_k=max(request.top_k or 0, 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or None,
         # Every answer of n is another one; the first is that of the seed itself.
@@ -219,7 +219,7 @@ def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None
 
 def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
     further = request.stop_token_ids or []
-    served.check_tokens(further, "stop_token_ids")
+    served.check_tokens(further, "stop_token_ids", served.readable)
     return frozenset(further) if request.ignore_eos else frozenset(further) | served.end_tokens
 
 

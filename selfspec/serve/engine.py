@@ -80,7 +80,6 @@ class Engine:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
         self.spec = spec
         self._decoder = spec.row_decoder()
-        self._vocabulary: int = spec.model.get_input_embeddings().weight.shape[0]
         sizes = in_own_thread(self._decoder.measured)
         limits = self._decoder.limits
         if cache_bytes is None:
@@ -161,7 +160,7 @@ class Engine:
         """
         self._check_running()
         check_callables("on_event", None if on_event is None else [on_event])
-        row = read_row(self._decoder, request, self._vocabulary)
+        row = read_row(self._decoder, request)
         if not self._budget.fits_alone(row.longest):
             raise CannotFitError(
                 f"the prompt ({row.length} tokens) plus max_new_tokens ({request.max_new_tokens}) takes "

@@ -60,7 +60,8 @@ class RowRequest:
         input_ids: the prompt, at least one token.
         max_new_tokens: the most tokens it grows by, at least 1.
         sampling: how its tokens are chosen.
-        eos: token ids that end it; None: those of the model's generation config. The token is committed.
+        eos: token ids that end it; None: those of the model's generation config. The token is committed. One that the
+            model's head does not write never comes.
         logprobs: how many of the likeliest tokens at each place are reported with their log-probabilities, beside the
             chosen one; None: nothing is.
         min_new_tokens: before which no token of `eos` is chosen.
@@ -74,7 +75,7 @@ class RowRequest:
     min_new_tokens: int = 0
 
 
-def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group:
+def read_row(decoder: RowDecoder, request: RowRequest) -> Group:
     """Check a request and make its row.
 
     Raises:
@@ -89,7 +90,7 @@ def read_row(decoder: RowDecoder, request: RowRequest, vocabulary: int) -> Group
         raise UnsupportedOptionError(
             f"sampling must be a SamplingParams, got {shown(request.sampling)}; write SamplingParams(temperature=0.7)"
         )
-    _check(request, vocabulary)
+    _check(request, decoder.vocabulary)
     sampling = request.sampling
     return decoder.row(
         tuple(map(int, request.input_ids)), _options(request), sampling.seed, _kind(request), request.logprobs
@@ -152,10 +153,8 @@ def _check(request: RowRequest, vocabulary: int) -> None:
     if not _is_whole(least) or not 0 <= least <= request.max_new_tokens:
         raise UnsupportedOptionError(f"min_new_tokens must be an integer in 0..max_new_tokens, got {shown(least)}")
     eos = request.eos
-    if eos is not None and not (
-        isinstance(eos, frozenset) and all(_is_whole(token) and 0 <= token < vocabulary for token in eos)
-    ):
-        raise UnsupportedOptionError(f"eos must be a frozenset of token ids below {vocabulary}, got {shown(eos)}")
+    if eos is not None and not (isinstance(eos, frozenset) and all(_is_word(token) and token >= 0 for token in eos)):
+        raise UnsupportedOptionError(f"eos must be a frozenset of token ids, got {shown(eos)}")
     logprobs = request.logprobs
     if logprobs is not None and not (_is_whole(logprobs) and 0 <= logprobs <= vocabulary):
         raise UnsupportedOptionError(f"logprobs must be an integer in 0..{vocabulary}, got {shown(logprobs)}")
@@ -170,7 +169,8 @@ def _check(request: RowRequest, vocabulary: int) -> None:
         _is_whole(token) and 0 <= token < vocabulary and is_finite(value) for token, value in bias.items()
     ):
         raise UnsupportedOptionError(
-            f"logit_bias must map token ids below {vocabulary} to finite numbers, got {shown(bias)}"
+            f"logit_bias must map token ids below {vocabulary}, those that the head writes, to finite numbers, got "
+            f"{shown(bias)}"
         )
     if sampling.temperature is not None and not (is_finite(sampling.temperature) and sampling.temperature >= 0):
         raise UnsupportedOptionError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
-from selfspec.decode.output import Round
+from selfspec.decode.output import Round, RowRound
 from selfspec.decode.prefill import Prefill
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
@@ -22,6 +22,8 @@ from selfspec.serve.ticket import Ticket
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.
 _PASS = 8
+# Rounds in a row that may fail of several rows of which none fails alone.
+_UNEXPLAINED = 3
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class Entry:
     """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
     `cached` tokens of its prompt were held by a kept cache. Its number is that of its arrival: the lower, the longer it
-    has waited. So many requests with short prompts have `passed` it.
+    has waited. So many requests with short prompts have `passed` it. Its caller was `told` so many tokens.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Entry:
     accepted: int = 0
     cached: int = 0
     passed: int = 0
+    told: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Scheduler:
     which would take many rounds. Where the running rows outgrow the cache, the one that came
     last gives its own back and waits again, before all that came after it. It is read again later, prompt and committed
     tokens, and goes on where it was.
+
+    Where a round of several rows fails, each of them is read again and runs a round alone: the one that fails there
+    ends, and the others go on together.
     """
 
     def __init__(self, decoder: RowDecoder, budget: CacheBudget, prefill_tokens: int, kept_bytes: int = 0) -> None:
@@ -68,6 +74,9 @@ class Scheduler:
         # In the order in which the batch holds their rows.
         self._running: list[Entry] = []
         self._batch: Batch | None = None
+        # Rows of a round that failed, which have not run one alone yet.
+        self._suspects: set[Entry] = set()
+        self._unexplained = 0
         self._kept = PrefixCache(kept_bytes if decoder.resumes else 0)
         self._prompt_tokens = self._asked_tokens = self._cached_tokens = 0
         self._preemptions = 0
@@ -96,10 +105,13 @@ class Scheduler:
             committed = None if self._batch is None else self._decoder.round(self._batch)
         except Exception as error:
             # Whatever state the batch was left in, no row can go on from it.
-            self._fail_active(error)
+            self._find_failing(error)
             committed = None
         if committed is not None:
+            self._acquit(list(self._running))
             self._report(committed)
+            if self._suspects and self._running:
+                self._wait_again(self._running)
         if not self.busy:
             self._decoder.rest()
 
@@ -175,9 +187,9 @@ class Scheduler:
     def _begin_next(self) -> _Reading | None:
         """Begin to read the next request; None: there is none, or no room for the one that has waited longest."""
         while self._reading is None:
-            if not self._waiting or len(self._running) >= self._budget.most_rows:
+            if not self._waiting or len(self._running) >= (1 if self._suspects else self._budget.most_rows):
                 return None
-            first = self._waiting[0]
+            first = next((entry for entry in self._waiting if entry in self._suspects), self._waiting[0])
             # One that waits for room is not passed.
             if not self._admits(first):
                 return None
@@ -206,7 +218,7 @@ class Scheduler:
         def is_short(entry: Entry) -> bool:
             return entry.row.length <= self._prefill_tokens
 
-        if is_short(first) or first.passed >= _PASS:
+        if is_short(first) or first.passed >= _PASS or self._suspects:
             return first
         return next((entry for entry in self._waiting if is_short(entry) and self._admits(entry)), first)
 
@@ -286,6 +298,13 @@ class Scheduler:
             self._take_out([last])
         self.add(last)
 
+    def _wait_again(self, entries: Sequence[Entry]) -> None:
+        """Let running rows wait, to be read again."""
+        if entries:
+            self._take_out(entries)
+        for entry in entries:
+            self.add(entry)
+
     def _take_out(self, entries: Sequence[Entry]) -> None:
         """Take rows out of the running batch that are read again later."""
         assert self._batch is not None
@@ -296,12 +315,35 @@ class Scheduler:
 
     # Rounds.
 
-    def _fail_active(self, error: Exception) -> None:
-        """End all rows that hold a cache."""
-        entries = self._active
+    def _find_failing(self, error: Exception) -> None:
+        """Let each row that holds a cache run a round alone after one that failed, and end the row that ran alone."""
+        entries, running, batch = self._active, self._running, self._batch
         self._running, self._batch, self._reading = [], None, None
-        for entry in entries:
-            self._finish(entry, "error", _failed("the running batch failed", error))
+        alone = len(entries) == 1
+        self._unexplained = 0 if alone else self._unexplained + 1
+        moved = batch is not None and list(batch.groups) != [entry.row for entry in running]
+        again = not alone and not moved and self._unexplained <= _UNEXPLAINED
+        if not alone:
+            _LOG.error("a round of %d rows failed", len(entries), exc_info=error)
+        for index, entry in enumerate(entries):
+            # What was committed before it failed is final.
+            end = self._tell(entry, RowRound(tuple(entry.row.committed[0][entry.told :]), (), 0))
+            # What was shown to processors and is not committed cannot be taken back.
+            if end is None and (not again or entry.row.ahead):
+                end = "error", _failed("its round failed" if alone else "the running batch failed", error)
+            if end is not None:
+                self._finish(entry, *end)
+                continue
+            if batch is not None and index < len(running):
+                entry.row.noise = batch.noise.narrowed([index])
+            self._suspects.add(entry)
+            self.add(entry)
+
+    def _acquit(self, ran: Sequence[Entry]) -> None:
+        """Note that some rows have run a round together."""
+        self._suspects.difference_update(ran)
+        if len(ran) > 1:
+            self._unexplained = 0
 
     def _report(self, committed: Round) -> None:
         """Tell callers what a round committed, and let rows leave that ended."""
@@ -310,21 +352,27 @@ class Scheduler:
         ended: list[tuple[Entry, Reason, SelfSpecError | None]] = []
         again: list[Entry] = []
         for index, (entry, row) in enumerate(zip(running, committed.rows, strict=True)):
-            entry.drafted += len(row.draft)
-            entry.accepted += row.accepted
-            record = entry.row.records.logprobs
-            logprobs = None if record is None else record.take(row.tokens)
-            if row.tokens:
-                self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached))
-            if index not in batch.unfinished and self._decoder.goes_on(entry.row):
-                again.append(entry)
+            end = self._tell(entry, row)
+            if end is not None:
+                ended.append((entry, *end))
             elif index not in batch.unfinished:
-                ended.append((entry, *_end_of(entry.row)))
+                again.append(entry)
         self._leave(ended)
-        if again:
-            self._take_out(again)
-        for entry in again:
-            self.add(entry)
+        self._wait_again(again)
+
+    def _tell(self, entry: Entry, row: RowRound) -> tuple[Reason, SelfSpecError | None] | None:
+        """Tell the caller of a row what a round committed to it, and return why it ended; None: it goes on."""
+        entry.drafted += len(row.draft)
+        entry.accepted += row.accepted
+        record = entry.row.records.logprobs
+        try:
+            logprobs = None if record is None else record.take(row.tokens)
+        except Exception as error:
+            return "error", _failed("its log-probabilities could not be told", error)
+        if row.tokens:
+            entry.told += len(row.tokens)
+            self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached))
+        return None if 0 in entry.row.unfinished or self._decoder.goes_on(entry.row) else _end_of(entry.row)
 
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
         """Free what rows hold that have ended, and then tell their callers."""
@@ -347,6 +395,7 @@ class Scheduler:
 
     def _finish(self, entry: Entry, reason: Reason, error: SelfSpecError | None = None) -> None:
         self._finished[reason] += 1
+        self._suspects.discard(entry)
         self._deliver(
             entry,
             Finished(reason, error, entry.prompt_tokens, len(entry.row.committed[0]), entry.drafted, entry.accepted),

@@ -134,7 +134,7 @@ class GenerationFields(RequestFields):
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -145,7 +145,7 @@ class GenerationFields(RequestFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # As other servers of this kind take them, beside what OpenAI's API has.
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
@@ -179,7 +179,7 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Refused unless they say what holds anyway.
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _means_what_it_says(self) -> CompletionRequest:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.errors import SelfSpecError
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
@@ -39,6 +40,7 @@ class Served:
     Attributes:
         template: writes chats; None: there is none, and chats are refused.
         vocabulary: number of its logits.
+        readable: number of token ids that it reads, which may be more.
         end_tokens: that end an answer.
         stopping: whether no more requests are taken.
 
@@ -67,7 +69,8 @@ class Served:
         self.log_text = log_text
         self.stopping = False
         self.created = int(time.time())
-        self.vocabulary = int(spec.config.get_text_config(decoder=True).vocab_size)
+        self.vocabulary = vocabulary_size(spec.model)
+        self.readable: int = weight_of(spec.model.get_input_embeddings()).shape[0]
         self.end_tokens = frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
         self.texts = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
@@ -136,12 +139,11 @@ class Served:
         if model not in self.names:
             raise unknown_model(model, self.name)
 
-    def check_tokens(self, tokens: Sequence[int], field: str) -> None:
-        """Refuse token ids of a request's field that are outside the vocabulary."""
-        wrong = next((token for token in tokens if token >= self.vocabulary), None)
+    def check_tokens(self, tokens: Sequence[int], field: str, vocabulary: int) -> None:
+        """Refuse token ids of a request's field that are outside a vocabulary: what is written, or what is read."""
+        wrong = next((token for token in tokens if token >= vocabulary), None)
         if wrong is not None:
-            said = f"{field}: token id {wrong} is outside the vocabulary 0..{self.vocabulary - 1}"
-            raise ApiError(400, said, field)
+            raise ApiError(400, f"{field}: token id {wrong} is outside the vocabulary 0..{vocabulary - 1}", field)
 
     def close(self) -> None:
         """End the threads that read."""

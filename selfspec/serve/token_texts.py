@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfspec.decode.logprobs import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.model.stock_passes import block_logits
+from selfspec.model.vocabulary import weight_of
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -98,14 +100,19 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest."""
-    device = model.get_input_embeddings().weight.device
+    """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest.
+
+    A token that the model reads and its head cannot write has a log-probability of -inf.
+    """
+    device = weight_of(model.get_input_embeddings()).device
     ids = torch.tensor([list(prompt)], device=device)
     found: list[TokenLogprobs] = []
     following = ids[0, 1:].split(_AT_ONCE)
     for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
         scores = logits[: len(tokens)].float().log_softmax(-1)
-        own = scores.gather(1, tokens[:, None])[:, 0].tolist()
+        # One more place, for all that the head does not know.
+        known = pad(scores, (0, 1), value=-torch.inf)
+        own = known.gather(1, tokens[:, None].clamp(max=scores.shape[1]))[:, 0].tolist()
         best = scores.topk(min(max(top, 1), scores.shape[1]))
         for value, likeliest, values in zip(own, best.indices.tolist(), best.values.tolist(), strict=True):
             found.append(TokenLogprobs(value, tuple(zip(likeliest, values, strict=True))[:top]))

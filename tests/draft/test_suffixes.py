@@ -109,7 +109,6 @@ def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llam
     changes: list[Change] = [
         lambda tensors, _: tensors["ends"].__setitem__(3, 99),
         lambda tensors, _: tensors["ends"].__setitem__(3, 0),
-        lambda tensors, _: tensors["tokens"].__setitem__(3, tiny.VOCABULARY),
         lambda tensors, _: tensors["tokens"].__setitem__(3, -2),
         lambda tensors, _: tensors.update(ends=tensors["ends"][:-1].clone()),
         lambda tensors, _: tensors.update(tokens=torch.cat([tensors["tokens"], tensors["tokens"]])),

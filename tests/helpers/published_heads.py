@@ -367,7 +367,7 @@ def uno(folder: Path, model: PreTrainedModel, rank: int = 16, **options: Any) ->
     return str(folder)
 
 
-_WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
+WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "eagle1": eagle1,
     "eagle3": eagle3,
     "medusa": medusa,
@@ -376,7 +376,7 @@ _WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "dflash": dflash,
     "uno": uno,
 }
-FAMILIES = (*_WRITERS, "mtp", "mtp2")
+FAMILIES = (*WRITERS, "mtp", "mtp2")
 """Kinds of heads, as `with_head` names them; the last has two modules."""
 
 
@@ -391,4 +391,4 @@ def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel,
     if kind.startswith("mtp"):
         return mtp(folder, "glm4_moe", modules=int(kind[3:] or 1), **options).model, "mtp"
     model = tiny.llama(num_hidden_layers=6, **options)
-    return model, f"{kind.rstrip('13')}:{_WRITERS[kind](folder, model)}"
+    return model, f"{kind.rstrip('13')}:{WRITERS[kind](folder, model)}"

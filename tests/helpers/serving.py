@@ -58,7 +58,7 @@ class Stepped:
 
     def submit(self, request: RowRequest) -> Seen:
         """Let a request wait."""
-        return self.submit_row(read_row(self._decoder, request, self.vocabulary))
+        return self.submit_row(read_row(self._decoder, request))
 
     def submit_row(self, row: Group) -> Seen:
         """Let the row of a request wait."""

@@ -1,8 +1,8 @@
-"""What cannot be decoded is refused by name: here, models whose layers lie on several devices."""
+"""What cannot be decoded is refused by name: layers on several devices, layers without a place in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
+from helpers import tiny
 from selfspec.model.decodable import check_decodable
+from selfspec.model.registry import find_adapter
 
 
 class _Elsewhere:
@@ -29,4 +31,67 @@ def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypat
 
     monkeypatch.setattr(llama, "parameters", parameters)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
-        check_decodable(llama)
+        check_decodable(llama, find_adapter(llama))
+
+
+def _layers(model: PreTrainedModel) -> Any:
+    return model.get_submodule(".".join(find_adapter(model).path(model)))
+
+
+def _cut(model: PreTrainedModel) -> None:
+    del _layers(model)[3:]
+
+
+def _cut_and_said(model: PreTrainedModel) -> None:
+    _cut(model)
+    model.config.num_hidden_layers = 3
+
+
+def _without_one(model: PreTrainedModel) -> None:
+    del _layers(model)[1]
+
+
+def _numbered_anew(model: PreTrainedModel) -> None:
+    _without_one(model)
+    for place, layer in enumerate(_layers(model)):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+    model.config.num_hidden_layers = 3
+
+
+def _in_another_order(model: PreTrainedModel) -> None:
+    layers = _layers(model)
+    layers[1], layers[2] = layers[2], layers[1]
+
+
+def _one_twice(model: PreTrainedModel) -> None:
+    _layers(model)[2] = _layers(model)[1]
+
+
+@pytest.mark.parametrize("draft", [None, "exit:1", "int8", "lookup"])
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize("prune", [_cut, _cut_and_said, _numbered_anew, _in_another_order])
+def test_models_pruned_in_memory_decode_as_they_are(
+    architecture: str, prune: Callable[[PreTrainedModel], None], wrapped: str, draft: str | None
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, draft, draft_length=3) if wrapped == "before" else None
+    if spec is not None:
+        spec.generate(tiny.prompt(9), max_new_tokens=4)
+    prune(model)
+    spec = spec or selfspec.wrap(model, draft, draft_length=3)
+    expected = model.generate(tiny.prompt(9), max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.generate(tiny.prompt(9), max_new_tokens=12, do_sample=False).sequences, expected)
+
+
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize(("prune", "said"), [(_without_one, "there are 3 layers"), (_one_twice, r"as [\w.]+\.1;")])
+def test_layers_without_a_place_in_the_cache_are_refused(
+    architecture: str, prune: Callable[[PreTrainedModel], None], said: str, wrapped: str
+) -> None:
+    model = tiny.BUILDERS[architecture]()
+    spec = selfspec.wrap(model, "exit:1") if wrapped == "before" else None
+    prune(model)
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=f"layer_idx=.*{said}"):
+        (spec or selfspec.wrap(model, "exit:1")).generate(tiny.prompt(9), max_new_tokens=4)

@@ -49,6 +49,28 @@ def test_seeded_text_is_that_of_generate(server: Running, asked: dict[str, Any])
     assert choices == server.complete(**body).body["choices"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [({"top_k": -1}, {}), ({"top_k": 0}, {}), ({"suffix": ""}, {}), ({"top_p": 0}, {"temperature": 0})],
+    ids=str,
+)
+def test_what_clients_of_other_servers_say_means_what_it_means_there(
+    server: Running, said: dict[str, Any], meant: dict[str, Any], stream: bool
+) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 2.0, "seed": 5}
+    expected = server.complete(**{**body, **meant}).body["choices"][0]["text"]
+    reply = server.complete(**body, **said, stream=stream)
+    found = [event["choices"][0]["text"] for event in reply.events] if stream else [reply.body["choices"][0]["text"]]
+    assert "".join(found) == expected
+
+
+def test_the_likeliest_token_alone_is_drawn_without_a_seed(server: Running) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW}
+    greedy = server.complete(**body, temperature=0).body["choices"][0]["text"]
+    assert server.complete(**body, temperature=2.0, top_p=0).body["choices"][0]["text"] == greedy
+
+
 def test_token_ids_are_prompts_too(server: Running) -> None:
     ids = server.tokenizer(PROMPTS[0]).input_ids
     by_text = server.complete(prompt=PROMPTS[0], temperature=0).body["choices"][0]["text"]

@@ -42,8 +42,8 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
     "model": NOT_TEXT,
     "max_tokens": whole_outside(0, 10**6),
     "temperature": outside(0, 2),
-    "top_p": st.one_of(outside(0, 1), st.just(0)),
-    "top_k": whole_outside(0, 10**400),
+    "top_p": outside(0, 1),
+    "top_k": whole_outside(-1, 10**400),
     "min_p": outside(0, 1),
     "n": whole_outside(1, 128),
     "stop": st.one_of(NOT_TEXT.filter(lambda value: value != []), st.just(""), st.just(["a"] * 33), st.just(["a", 3])),
@@ -80,7 +80,7 @@ COMPLETIONS: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": whole_outside(0, 20),
     "echo": NOT_A_FLAG,
     "best_of": whole_outside(1, 1),
-    "suffix": st.text(),
+    "suffix": st.text(min_size=1),
 }
 CHATS: dict[str, st.SearchStrategy[Any]] = {
     **BOTH,

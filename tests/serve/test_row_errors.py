@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteriaList
 
 import selfspec
-from helpers.serving import Asked, Breaking, Seen, Stepped, alone, small
+from helpers.serving import Alternating, Asked, Breaking, Seen, Stepped, alone, small
+from selfspec.decode.group import Group
+from selfspec.decode.logprobs import LogprobRecord
+from selfspec.draft import Budget, Draft, Stateless, Verdict
+from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.events import Committed
+from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 
 
 class Banning(LogitsProcessor):
@@ -151,3 +158,112 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.Monkey
     again = beside(engine)
     engine.run()
     check_beside(model, again)
+
+
+MARKED = RowRequest((1, 2, 3), 12, SamplingParams(temperature=0.0))
+
+
+@dataclass(frozen=True)
+class Faulty(Stateless):
+    """Guesses that the last token comes again; where a marked text has five tokens or more something goes wrong.
+
+    Attributes:
+        where: "propose", "ids" (it drafts what no head writes), "ask" or "learn".
+        rows: the fewest rows beside which it does.
+    """
+
+    where: str
+    rows: int = 1
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        self._fail(rows, "propose")
+        tokens = rows.last_tokens.expand(-1, 2).clone()
+        marked = [index for index, row in enumerate(rows.running) if self._marks(rows, row)]
+        tokens[marked] = 99 if self.where == "ids" else 0
+        return Draft.chain(tokens)
+
+    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        self._fail(rows, "learn")
+
+    def _marks(self, rows: RowsView, row: int) -> bool:
+        return rows.text(row)[:3] == [*MARKED.input_ids] and rows.text_length(row) >= 5
+
+    def _fail(self, rows: RowsView, where: str) -> None:
+        if (
+            where == self.where
+            and len(rows.running) >= self.rows
+            and any(self._marks(rows, row) for row in rows.running)
+        ):
+            raise ArithmeticError("this draft breaks here")
+
+
+def breaks(*given: Any) -> Any:
+    raise ArithmeticError("this row breaks here")
+
+
+class Unkept(LogprobRecord):
+    keep = breaks
+
+
+class Untold(LogprobRecord):
+    take = breaks
+
+
+def with_record(row: Group, record: type[LogprobRecord]) -> None:
+    row.records = replace(row.records, logprobs=record(1))
+
+
+def with_criterion(row: Group) -> None:
+    row.whole = replace(row.stopping, criteria=StoppingCriteriaList([breaks]))
+
+
+FAULTS: dict[str, tuple[Any, Callable[[Group], None]]] = {
+    "draft": (Faulty("propose"), lambda row: None),
+    "draft of no token": (Faulty("ids"), lambda row: None),
+    "learning": (Faulty("learn"), lambda row: None),
+    "criterion": ("lookup", with_criterion),
+    "record": ("lookup", lambda row: with_record(row, Unkept)),
+    "answer": ("lookup", lambda row: with_record(row, Untold)),
+}
+
+
+def of_every_kind() -> list[Asked]:
+    """Greedy, seeded, with memory and with log-probabilities."""
+    greedy, seeded = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3)
+    return [
+        Asked(RowRequest(BESIDE, 20, greedy, logprobs=2)),
+        Asked(RowRequest(BESIDE, 20, seeded)),
+        Asked(RowRequest(BESIDE, 20, greedy), made=(Alternating,)),
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_row_that_fails_in_any_step_ends_alone(fault: str) -> None:
+    draft, spoil = FAULTS[fault]
+    model, asked = small(), of_every_kind()
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=2), max_rows=5)
+    others = [engine.submit(each.fresh()) for each in asked]
+    row = read_row(engine._decoder, MARKED)
+    spoil(row)
+    failing = engine.submit_row(row)
+    engine.run()
+    assert failing.end.reason == "error"
+    assert isinstance(failing.end.error, RowError)
+    assert isinstance(failing.end.error.__cause__, IndexError | RuntimeError if "token" in fault else ArithmeticError)
+    assert failing.tokens == alone(model, Asked(MARKED))[: len(failing.tokens)]
+    for each, request in zip(others, asked, strict=True):
+        assert each.tokens == alone(model, request)
+    told = [len(event.logprobs or ()) for event in others[0].events if isinstance(event, Committed)]
+    assert sum(told) == len(others[0].tokens)
+    assert engine.scheduler.stats().cache_bytes == 0
+
+
+def test_rows_of_which_none_fails_alone_go_on_for_a_few_rounds_and_then_end() -> None:
+    model = small()
+    engine = Stepped(selfspec.wrap(model, Faulty("propose", rows=2), draft_length=2))
+    seen = [engine.submit(MARKED), engine.submit(replace(MARKED, input_ids=(2, 4)))]
+    engine.run()
+    for each, request in zip(seen, (MARKED, replace(MARKED, input_ids=(2, 4))), strict=True):
+        assert isinstance(each.end.error, RowError)
+        assert 3 <= len(each.tokens) < 12
+        assert each.tokens == alone(model, Asked(request))[: len(each.tokens)]

@@ -130,7 +130,7 @@ def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> Non
     """A drawn row is in a round of its own, which it must not begin again."""
     engine = Stepped(selfspec.wrap(model), 2, 64, tokens=30)
     engine.submit(asked(4, 20))
-    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)), 24)
+    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)))
     seen = engine.submit_row(row)
     while not engine.scheduler.stats().preemptions:
         engine.step()
@@ -208,21 +208,25 @@ def test_a_callback_that_raises_cancels_its_row_alone(model: PreTrainedModel, ca
     assert "the callback of a request raised" in caplog.text
 
 
-def test_a_round_that_fails_ends_the_rows_that_run_and_no_others(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_round_that_fails_ends_no_row_that_does_not_fail_alone(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     engine = Stepped(selfspec.wrap(model), 2)
     seen = [engine.submit(asked(3 + number, 6, number)) for number in range(4)]
     engine.step()
     with monkeypatch.context() as patched:
         patched.setattr(engine._decoder, "round", _out_of_memory)
-        engine.step()
-    for each in seen[:2]:
+        for _ in range(failures):
+            engine.step()
+    engine.run()
+    # The second time the first row ran alone.
+    ended = failures - 1
+    for each in seen[:ended]:
         assert each.end.reason == "error"
         assert isinstance(each.end.error, selfspec.errors.RowError)
         assert isinstance(each.end.error.__cause__, torch.OutOfMemoryError)
-    engine.run()
-    for number in (2, 3):
+    for number in range(ended, 4):
         assert seen[number].tokens == alone(model, Asked(asked(3 + number, 6, number)))
     assert engine.scheduler.stats().cache_bytes == 0
 

@@ -26,7 +26,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DFlash(FromFolder, HeadDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "a draft head", self.weight_bits)
-        known, hidden = model.get_input_embeddings().weight.shape
+        known, hidden = weight_of(model.get_input_embeddings()).shape
         own, read = self._shapes["fc.weight"]
         wanted = len(self._config.points) * hidden
         if read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
@@ -171,7 +171,7 @@ class DFlash(FromFolder, HeadDrafter):
             fill(module, weights, self.source)
             module.to(device=model.device, dtype=model.dtype)
         embed: Any = model.get_input_embeddings()
-        if self._shapes["fc.weight"][0] != embed.weight.shape[1]:
+        if self._shapes["fc.weight"][0] != weight_of(embed).shape[1]:
             embed = nn.Embedding.from_pretrained(weights["embed_tokens.weight"].to(model.device, model.dtype))
         output = weights.get("lm_head.weight")
         if output is not None:

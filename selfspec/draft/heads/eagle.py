@@ -24,7 +24,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 _FEWEST_LAYERS = 6
 
@@ -137,7 +137,7 @@ class Eagle(FromFolder, HeadDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "a draft head", self.weight_bits)
-        hidden = model.get_input_embeddings().weight.shape[-1]
+        hidden = weight_of(model.get_input_embeddings()).shape[-1]
         count = len(self.points(len(adapter.decoder_layers(model))))
         own, read = self._shapes["fc.weight"]
         wanted = count * hidden if self._is_third else 2 * hidden
@@ -190,7 +190,7 @@ class Eagle(FromFolder, HeadDrafter):
             inside.norm = inside.embed_tokens = nn.Identity()
         embed: Any = model.get_input_embeddings()
         given = weights.get("embed_tokens.weight")
-        if given is not None and not _is_equal(given, embed.weight):
+        if given is not None and not _is_equal(given, weight_of(embed)):
             embed = nn.Embedding.from_pretrained(given)
         output = weights.get("lm_head.weight") if third else None
         if output is not None:

@@ -17,6 +17,7 @@ from selfspec.kernels.low_bits import has_kernels
 from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.model.vocabulary import weight_of
 
 _GROUP_SIZE = 32
 
@@ -148,7 +149,7 @@ def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, bits: int |
 
 def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
     """Count bytes that a step reads: of weights, as `weight_bytes`, and the model's own head where they have none."""
-    output = model.get_output_embeddings().weight.shape
+    output = weight_of(model.get_output_embeddings()).shape
     return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, bits)
 
 

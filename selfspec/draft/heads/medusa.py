@@ -23,7 +23,7 @@ from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.runtime import with_kernels
 
 
@@ -65,7 +65,7 @@ class Medusa(FromFolder):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "Medusa heads", self.weight_bits)
         vocabulary = vocabulary_size(model)
-        hidden = model.get_output_embeddings().weight.shape[1]
+        hidden = weight_of(model.get_output_embeddings()).shape[1]
         for name, shape in self._shapes.items():
             wanted = hidden if name.endswith("linear.weight") else vocabulary
             if len(shape) == 2 and shape != (wanted, hidden):

@@ -29,6 +29,7 @@ from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter, mtp_layout
 from selfspec.model.summary import cache_summary
+from selfspec.model.vocabulary import weight_of
 
 
 class MtpFusion(Fusion):
@@ -216,7 +217,7 @@ class MultiTokenPrediction(HeadDrafter):
 
     def _head_bytes(self, model: PreTrainedModel) -> int:
         """Count bytes of the model's head as the modules read it; they may have heads of their own."""
-        shapes = {} if _layout(model).head is not None else {"head": model.get_output_embeddings().weight.shape}
+        shapes = {} if _layout(model).head is not None else {"head": weight_of(model.get_output_embeddings()).shape}
         return weight_bytes(shapes, model.dtype.itemsize, self.weight_bits)
 
     def state(self, rows: RowsView) -> PairState:

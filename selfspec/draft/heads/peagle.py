@@ -17,6 +17,7 @@ from selfspec.draft.heads.growing_head import LevelProposer
 from selfspec.draft.heads.head import Fusion
 from selfspec.draft.heads.pairs import PairState
 from selfspec.errors import HeadError
+from selfspec.model.vocabulary import weight_of
 
 # Tokens that such heads are published for, where the config.json does not say.
 _USUAL = 8
@@ -50,7 +51,7 @@ class ParallelEagle(Eagle):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
-        own = self._shapes.get("embed_tokens.weight", (model.get_input_embeddings().weight.shape[0],))[0]
+        own = self._shapes.get("embed_tokens.weight", (weight_of(model.get_input_embeddings()).shape[0],))[0]
         if self._mask_token >= own:
             raise HeadError(
                 f"{self.source} masks with token {self._mask_token}, and this model knows {own}: it is for another one"
@@ -64,7 +65,7 @@ class ParallelEagle(Eagle):
         return LevelProposer(state)
 
     def _masked(self, fusion: Fusion, embed: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
-        table = embed.weight
+        table = weight_of(embed)
         assert isinstance(table, Tensor)
         count = len(self._config.points) or 3
         parts = weights["mask_hidden"].flatten().to(table.device, table.dtype).chunk(count)

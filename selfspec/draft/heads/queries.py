@@ -26,7 +26,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @drafter(
@@ -65,7 +65,7 @@ class QueriesAssistant(FromFolder):
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "an assistant", None)
         lacks = self._layer_types - _storing(model, adapter).keys()
-        hidden, vocabulary = model.get_input_embeddings().weight.shape[1], vocabulary_size(model)
+        hidden, vocabulary = weight_of(model.get_input_embeddings()).shape[1], vocabulary_size(model)
         own = self._shapes.get("model.embed_tokens.weight", (vocabulary,))[0]
         if lacks or self._shapes["pre_projection.weight"][1] != 2 * hidden or own != vocabulary:
             raise HeadError(

@@ -34,7 +34,7 @@ from selfspec.model.features import Features, Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.row_lora import Lora, LoraRows
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.runner import Behind, ModelRunner, PassResult
 from selfspec.runtime.runtime import with_kernels
 
@@ -102,7 +102,7 @@ class Uno(FromFolder):
                 )
             check_whole_passes(place, adapter)
         low, bound = self._ids(model)
-        known = model.get_input_embeddings().weight.shape[0]
+        known = weight_of(model.get_input_embeddings()).shape[0]
         if type(low) is not int or type(bound) is not int or not 0 <= low < bound <= known:
             raise HeadError(
                 f"{self.source} masks with tokens from {low} on and below {bound}; this model knows {known}"

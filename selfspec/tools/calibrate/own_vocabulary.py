@@ -15,6 +15,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import plain_head
+from selfspec.model.vocabulary import weight_of
 
 # Sizes to choose from, as shares of the vocabulary, and the share of texts not counted that the smallest must hold:
 # steps that read half as much make up for drafts that end earlier.
@@ -85,7 +86,7 @@ def own_vocabulary(model: PreTrainedModel, texts: Sequence[Sequence[Continuation
 @torch.no_grad()
 def _expected(model: PreTrainedModel, texts: Sequence[Continuation]) -> Tensor:
     """How often each token is in some texts, and how often it was expected there, summed, `[vocab]`, float64."""
-    found = torch.zeros(model.get_output_embeddings().weight.shape[0], dtype=torch.float64)
+    found = torch.zeros(weight_of(model.get_output_embeddings()).shape[0], dtype=torch.float64)
     for text in texts:
         ids = text.ids.to(model.device)
         found += torch.bincount(ids[0], minlength=len(found)).cpu()

@@ -13,6 +13,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.early_head import DraftHead
+from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.runner import ModelRunner
 
 _TOKENS = 24
@@ -58,7 +59,7 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
     """Token ids, `[1, tokens]`, none of which pads: some models take positions from where padding is."""
     config = model.config.get_text_config(decoder=True)
     longest = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = weight_of(model.get_input_embeddings()).shape[0]
     words = [token for token in range(min(vocabulary, 1000)) if token != getattr(config, "pad_token_id", None)]
     drawn = torch.randint(len(words), (1, longest), generator=torch.Generator().manual_seed(0))
     return torch.tensor(words)[drawn].to(model.device)

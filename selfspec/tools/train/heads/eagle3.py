@@ -12,7 +12,7 @@ from selfspec.draft.heads.eagle_layers import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
-from selfspec.model.vocabulary import vocabulary_size
+from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import HeadLesson
 from selfspec.tools.train.heads.unrolled import UnrolledModule
@@ -52,7 +52,7 @@ class Eagle3Module(UnrolledModule):
     def weights(self) -> dict[str, Tensor]:
         inside = self.layers.get_submodule(find_adapter(self.layers).base(self.layers))
         named = {**dict(self.fusion.named_parameters()), **dict(inside.named_parameters())}
-        named["lm_head.weight"] = self.layers.get_output_embeddings().weight
+        named["lm_head.weight"] = weight_of(self.layers.get_output_embeddings())
         if self.differences is not None:
             tokens = torch.arange(len(self.differences)) + self.differences.cpu()
             named["d2t"] = self.differences
@@ -76,7 +76,7 @@ class Eagle3Lesson(HeadLesson):
             fusion = Eagle3Fusion(width, len(self._points), width)
             layers.lm_head = nn.Linear(width, len(self._tokens) if self._tokens is not None else vocabulary, bias=False)
         # A copy, for the base's own weights stay as they are.
-        rows = self._kept(base.get_output_embeddings().weight.T).T.float().clone(memory_format=torch.contiguous_format)
+        rows = self._kept(weight_of(base.get_output_embeddings()).T).T.float().contiguous().clone()
         for module, weights in (
             # At first it passes on the deepest state alone.
             (fusion, {"fc.weight": torch.eye(width, len(self._points) * width).roll(-width, 1)}),
@@ -125,7 +125,7 @@ class Eagle3Lesson(HeadLesson):
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "draft_vocab_size": self.model.layers.get_output_embeddings().weight.shape[0],
+            "draft_vocab_size": weight_of(self.model.layers.get_output_embeddings()).shape[0],
             "target_hidden_size": self._layers.hidden_size,
             "eagle_aux_hidden_state_layer_ids": list(self._points),
             "norm_before_residual": False,

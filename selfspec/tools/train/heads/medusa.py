@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedModel
 
+from selfspec.model.vocabulary import weight_of
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe
@@ -58,10 +59,10 @@ class MedusaLesson(HeadLesson):
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, seed: int) -> None:
         super().__init__(base, recipe, text, ("normed",))
         output = base.get_output_embeddings()
-        self.model = MedusaModule(output, recipe.depth, output.weight.shape[1]).to(base.device)
+        self.model = MedusaModule(output, recipe.depth, weight_of(output).shape[1]).to(base.device)
 
     def config(self) -> dict[str, Any]:
-        vocabulary, width = self._base.get_output_embeddings().weight.shape
+        vocabulary, width = weight_of(self._base.get_output_embeddings()).shape
         return {
             "model_type": "medusa",
             "medusa_num_heads": self._recipe.depth,

@@ -1,0 +1,228 @@
+"""Models whose head writes fewer ids than their embedding reads, such as those of pictures: every draft and option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import published_heads, tiny
+from helpers.joints import assert_rows_are_stock
+from helpers.serving import Asked, Stepped, alone
+from helpers.shrunken import shrunken
+from selfspec.control import FixedLength
+from selfspec.draft import (
+    Assistant,
+    Cascade,
+    Drafter,
+    EarlyExit,
+    LayerSkip,
+    PromptLookup,
+    ReducedVocabulary,
+)
+from selfspec.draft.corpus_file import write_corpus
+from selfspec.draft.registry import declarations
+from selfspec.draft.skip_file import write_skip_file
+from selfspec.errors import UnsupportedOptionError
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.vocabulary import Vocabulary
+from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.token_texts import prompt_logprobs
+from selfspec.tools.train.exit_heads import ExitHeads
+
+HEAD = 40
+# Ids from 40 on stand for pictures. What ends a prompt has come before, and a picture has followed.
+PICTURE = [41, 45, 49]
+PROMPTS = [
+    [3, 7, *PICTURE, 9, 3, 7, *PICTURE, 9, 3, 7],
+    [5, 44, 5, 44, 5, 44, 5, 44],
+    [8, *PICTURE, 8, *PICTURE],
+]
+
+
+def narrow(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the first rows of its head alone."""
+    head = model.get_output_embeddings()
+    fewer = nn.Linear(head.in_features, HEAD, bias=False, dtype=head.weight.dtype)
+    fewer.weight.data = head.weight.data[:HEAD].clone()
+    model.set_output_embeddings(fewer)
+    model.config.get_text_config().vocab_size = HEAD
+    return model
+
+
+def corpus(model: PreTrainedModel, folder: Path) -> str:
+    write_corpus(folder / "corpus", [*PROMPTS, [3, 7, 2, 41, 4]], Vocabulary.of(model))
+    return f"suffix:{folder / 'corpus'}"
+
+
+def exit_head(model: PreTrainedModel, folder: Path) -> str:
+    heads = ExitHeads(32, 16, (2,))
+    heads.save(folder, torch.float64, fingerprint(model), 2, {})
+    return f"head:{folder}@2"
+
+
+def skip_file(model: PreTrainedModel, folder: Path) -> str:
+    write_skip_file(LayerSkip(attention=[1, 2], mlp=[3]), fingerprint(model), folder / "found.json", {})
+    return f"skip-file:{folder / 'found.json'}"
+
+
+def assistant(model: PreTrainedModel, folder: Path) -> Drafter:
+    return Assistant(narrow(tiny.llama(num_hidden_layers=1)))
+
+
+def reduced(model: PreTrainedModel, folder: Path) -> Drafter:
+    return ReducedVocabulary(EarlyExit(2), tuple(range(1, HEAD, 2)))
+
+
+def published(kind: str) -> Callable[[PreTrainedModel, Path], str]:
+    return lambda model, folder: f"{kind.rstrip('13')}:{published_heads.WRITERS[kind](folder, model)}"
+
+
+# By the name that is declared: drafts of it for a model with a narrow head.
+DRAFTS: dict[str, list[Any]] = {
+    "exit": ["exit:2"],
+    "head": [exit_head],
+    "del": ["del:1-3"],
+    "experts": ["experts:1"],
+    "skip": ["skip:attn=1;mlp=2"],
+    "int8": ["int8"],
+    "int4": ["int4"],
+    "clasp": ["clasp:2"],
+    "skip-file": [skip_file],
+    "lookup": ["lookup", "lookup+exit:2", PromptLookup(shortest=1), Cascade(PromptLookup(shortest=1), EarlyExit(2))],
+    "recycle": ["recycle", "recycle+exit:2"],
+    "suffix": ["suffix", "suffix+exit:2", corpus],
+    "assistant": [assistant],
+    "dflash": [published("dflash")],
+    "eagle": [published("eagle1"), published("eagle3")],
+    "hydra": [published("hydra")],
+    "medusa": [published("medusa")],
+    "mtp": ["mtp"],
+    "peagle": [published("peagle")],
+    # The heads of its models are their embeddings.
+    "queries": [],
+    "uno": [published("uno")],
+    "union": ["union:lookup+suffix+recycle", "union:lookup+suffix+recycle+exit:2"],
+    "kv4": ["int8+kv4"],
+    "kv8": ["int8+kv8"],
+    "top": ["int8+top:128"],
+    "window": ["int8+window:4"],
+    "vocab": [reduced],
+}
+FROM_TEXT = ("lookup", "recycle", "suffix", "union")
+CASES = [
+    pytest.param(name, place, id=f"{name}-{place}", marks=() if name in FROM_TEXT else pytest.mark.contract)
+    for name, drafts in DRAFTS.items()
+    for place in range(len(drafts))
+]
+CONTROLS = (FixedLength(3, nodes=7), FixedLength(4))
+# Draws with one possible outcome.
+DRAWN = {"do_sample": True, "top_k": 1}
+
+
+def made(name: str, place: int, folder: Path) -> tuple[PreTrainedModel, Any]:
+    """A model with a narrow head, and a draft for it."""
+    if name == "mtp":
+        return narrow(published_heads.mtp(folder, "glm4_moe").model), "mtp"
+    model = narrow(shrunken("mixtral").double() if name == "experts" else tiny.llama(num_hidden_layers=6))
+    draft = DRAFTS[name][place]
+    return model, draft(model, folder) if callable(draft) else draft
+
+
+def test_every_declared_draft_is_here() -> None:
+    assert DRAFTS.keys() == {each.name for each in declarations()}
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_greedy_text_is_stock_text(name: str, place: int, tmp_path: Path) -> None:
+    model, draft = made(name, place, tmp_path)
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    for control in CONTROLS:
+        spec = selfspec.wrap(model, draft, draft_length=control)
+        assert_rows_are_stock(model, spec, prompts, max_new_tokens=16, eos_token_id=None)
+        assert_rows_are_stock(model, spec, prompts, max_new_tokens=16, eos_token_id=None, **DRAWN)
+
+
+# An assistant is refused there.
+@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case.values[0] != "assistant"])
+def test_rows_of_an_engine_are_what_they_are_alone(name: str, place: int, tmp_path: Path) -> None:
+    model, draft = made(name, place, tmp_path)
+    drawn = SamplingParams(temperature=0.9, top_k=0, seed=3, presence_penalty=0.5)
+    samplings = (SamplingParams(temperature=0.0), drawn)
+    asked = [Asked(RowRequest(tuple(prompt), 12, sampling)) for prompt in PROMPTS for sampling in samplings]
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=FixedLength(3, nodes=7)))
+    seen = [engine.submit(each.request) for each in asked]
+    engine.run()
+    for each, request in zip(seen, asked, strict=True):
+        assert each.end.error is None
+        assert each.tokens == alone(model, request)
+
+
+# Options that name ids 41 and 45, which are read and never written, or that look for scores of the text's ids.
+HONOURED: dict[str, Any] = {
+    "suppress_tokens": [7, 41],
+    "begin_suppress_tokens": [41],
+    "eos_token_id": [41, 12],
+    "pad_token_id": 41,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "repetition_penalty": 1.3,
+    "encoder_repetition_penalty": 1.3,
+    "min_new_tokens": 3,
+}
+REFUSED: dict[str, Any] = {
+    "bad_words_ids": [[7], [41]],
+    "sequence_bias": {(41,): 2.0},
+    "forced_bos_token_id": 41,
+    "forced_eos_token_id": [41],
+    "exponential_decay_length_penalty": (2, 1.5),
+}
+
+
+@pytest.mark.parametrize("draft", [None, "union:lookup+suffix+recycle", "exit:2"])
+@pytest.mark.parametrize("name", HONOURED)
+def test_options_mean_what_they_mean_for_a_head_that_never_writes_these_ids(name: str, draft: str | None) -> None:
+    whole, ids = tiny.llama(num_hidden_layers=6), torch.tensor(PROMPTS[:1])
+    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": [45]}
+    options |= {name: HONOURED[name], "attention_mask": torch.ones_like(ids)}
+    never = [*range(HEAD, tiny.VOCABULARY), *options.get("suppress_tokens", [])]
+    expected = whole.generate(ids, **{**options, "suppress_tokens": never})
+    found = selfspec.wrap(narrow(whole), draft).generate(ids, **options)
+    assert torch.equal(found.sequences, expected)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_need_what_the_head_lacks_are_refused_by_name(name: str) -> None:
+    spec, ids = selfspec.wrap(narrow(tiny.llama()), None), torch.tensor(PROMPTS[:1])
+    with pytest.raises(UnsupportedOptionError, match=name):
+        spec.generate(ids, **{"eos_token_id": 45, "max_new_tokens": 4, "do_sample": False, name: REFUSED[name]})
+
+
+def test_an_engine_takes_what_is_read_and_refuses_what_is_not_written() -> None:
+    model = narrow(tiny.llama())
+    engine, greedy = Stepped(selfspec.wrap(model, None)), SamplingParams(temperature=0.0)
+    request = RowRequest(tuple(PROMPTS[0]), 5, greedy, eos=frozenset({41}), logprobs=HEAD)
+    seen = engine.submit(request)
+    engine.run()
+    assert seen.tokens == alone(model, Asked(request))
+    for refused in (replace(greedy, logit_bias={41: 1.0}), replace(greedy, logit_bias={HEAD: 1.0})):
+        with pytest.raises(UnsupportedOptionError, match=f"logit_bias must map token ids below {HEAD}"):
+            engine.submit(replace(request, sampling=refused))
+    with pytest.raises(UnsupportedOptionError, match=f"logprobs must be an integer in 0..{HEAD}"):
+        engine.submit(replace(request, logprobs=HEAD + 1))
+
+
+def test_a_prompt_scores_what_the_head_cannot_write_as_impossible() -> None:
+    model = narrow(tiny.llama())
+    found = prompt_logprobs(model, PROMPTS[0], 2)
+    logits = model(torch.tensor(PROMPTS[:1])).logits[0].detach().log_softmax(-1)
+    for place, (token, each) in enumerate(zip(PROMPTS[0][1:], found, strict=True)):
+        assert each.logprob == pytest.approx(float(logits[place, token]) if token < HEAD else -torch.inf, abs=1e-5)
+        assert [number for number, _ in each.top] == logits[place].topk(2).indices.tolist()
