@@ -199,7 +199,7 @@ _each(
 _each("FixedLength", NO_COUNTS, lambda g, v: selfspec.FixedLength(v))
 _each("FixedLength nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.FixedLength(3, v), None)
 _each("CostAware", NO_COUNTS, lambda g, v: selfspec.CostAware(v))
-_each("CostAware nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.CostAware(3, nodes=v), None)
+_each("CostAware nodes", [*NO_COUNTS, 2**40], lambda g, v: selfspec.CostAware(3, nodes=v), None)
 _each("CostAware costs", [3, 0.3, {}, {"draft": 0.3}, "x", selfspec.Costs], lambda g, v: selfspec.CostAware(costs=v))
 _each("ConfidenceStop", [*NO_NUMBERS, 1.5, -0.1], lambda g, v: selfspec.ConfidenceStop(v))
 _each("ConfidenceStop longest", NO_COUNTS, lambda g, v: selfspec.ConfidenceStop(longest=v))

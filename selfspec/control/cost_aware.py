@@ -47,7 +47,8 @@ class CostAware(Control):
 
     Attributes:
         longest: the most tokens of a draft, of a tree the most levels.
-        nodes: the most tokens of a draft, siblings included, at least `longest`; None: drafts are chains.
+        nodes: the most tokens of a draft, siblings included; fewer than `longest` bound the levels, too. None: drafts
+            are chains.
         costs: what the parts of a round cost here, as `Costs` or `BatchCosts`; None: what was measured, and else an
             estimate from the weights a draft step reads.
     """
@@ -61,7 +62,7 @@ class CostAware(Control):
     def __post_init__(self) -> None:
         check_length(self.longest)
         if self.nodes is not None:
-            check_nodes(self.nodes, self.longest)
+            check_nodes(self.nodes, 1)
         check_kind("costs", self.costs, CostsByRows, "write Costs(draft=0.3), or leave them out")
 
     def begin(self, costs: CostsByRows) -> Controller:
@@ -72,7 +73,8 @@ class CostAware(Control):
 
     @property
     def _most(self) -> Budget:
-        return Budget(self.longest, self.nodes or self.longest)
+        nodes = self.nodes or self.longest
+        return Budget(min(self.longest, nodes), nodes)
 
 
 class CostAwareController(Controller):

@@ -45,7 +45,4 @@ def control_of(draft_length: int | None, nodes: int | None) -> Control:
     """
     if draft_length is not None:
         return FixedLength(draft_length, nodes)
-    if nodes is None:
-        return CostAware()
-    check_nodes(nodes, 1)
-    return CostAware(min(CostAware.longest, nodes), nodes=nodes)
+    return CostAware(nodes=nodes)

@@ -1,4 +1,4 @@
-"""Inputs of a model beside its text: what changes nothing is left out, and images and sound the stock model reads."""
+"""Inputs beside the text, and positions of its own: what changes nothing is left out, others the stock model reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.transfer import past_of
 from selfspec.compat import cache_argument
-from selfspec.decode.options import unsupported
+from selfspec.decode.options import follow_from, unsupported
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.layer_inputs import layer_inputs, same
+from selfspec.model.rope import boundaries
 
 # What belongs to the text, or says how a call runs.
 _OF_TEXT = frozenset(
@@ -57,6 +58,20 @@ def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor) -> bool:
+    """Whether prompts have positions of their own, which those of further tokens count on from.
+
+    Tables of rotary embeddings that change with the length would take these for the length: they are left to others.
+    """
+    positions = inputs.get("position_ids")
+    return (
+        positions is not None
+        and positions.shape == mask.shape
+        and not follow_from(positions, mask, mask.shape[1])
+        and not boundaries(model.config.get_text_config(decoder=True))
+    )
+
+
 def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> bool:
     """Whether what is beside the text leaves all as it is that the decoder layers are given.
 
@@ -88,7 +103,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
         UnsupportedOptionError: by name, if the stock model cannot read it, if it would change the tokens after the
             prompt as well, or if some of the prompt was read before.
     """
-    others = beside_text(inputs)
+    others = beside_text(inputs) or {"position_ids": inputs["position_ids"]}
     if past_of(inputs) is not None or inputs.get("inputs_embeds") is not None:
         raise unsupported(next(iter(others)))
     ids, columns = inputs["input_ids"], mask.shape[1]

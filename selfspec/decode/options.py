@@ -15,6 +15,7 @@ from transformers.generation import GenerationMode
 
 from selfspec.arguments import check_callables
 from selfspec.cache.masks import smallest_window
+from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.compat import CACHE_NAMES
 from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
@@ -171,21 +172,22 @@ def check_model_inputs(
             if inputs[name] is not None:
                 raise unsupported(name)
     positions, kept = inputs.get("position_ids"), inputs.get("logits_to_keep")
-    if positions is not None and not _follow_from(positions, inputs["attention_mask"], width):
+    if positions is not None and not follow_from(positions, inputs["attention_mask"], width):
         raise unsupported("position_ids")
     # Of any number of last tokens, the last one's are among them.
     if kept is not None and not (type(kept) is int and kept >= 0):
         raise unsupported("logits_to_keep", kept)
-    # `transformers` counts such padding as tokens in windows, and where there are no position_ids.
-    counts = inputs.get("position_ids") is None or smallest_window(config) is not None
+    # `transformers` counts such padding as tokens in windows and states, and where there are no position_ids.
+    counts = positions is None or smallest_window(config) is not None or bool(recurrent_layers(config))
     if counts and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
         raise UnsupportedOptionError(
-            "padding between a past or soft prompt and the text is not supported where it counts as text: in windows, "
-            "and where no position_ids come with it; pass rows of one length, or one row at a time"
+            "an attention mask with zeros after ones, as with padding between a past or soft prompt and the text, is "
+            "not supported where such columns count as text: in windows, in layers with states, and where no "
+            "position_ids come with them; pass the text without them, or one row at a time"
         )
 
 
-def _follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
+def follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
     """Whether positions, of all columns or of the last `width`, count the tokens of a mask.
 
     Models that read images have several for each token, `[sections, rows, columns]`: here all must be equal.

@@ -94,11 +94,11 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
         raise PromptError(
             f"row(s) {rows_of_zeros} of the attention mask are all zero; drop these rows or give them a token"
         )
-    if any(bool((part.diff(dim=1) < 0).any()) for part in (mask[:, :known], mask[:, known:])):
+    if not bool(mask[:, -1].all()):
         raise PromptError(
-            "the attention mask has zeros after ones; pad on the left: AutoTokenizer.from_pretrained(..., "
-            "padding_side='left'). Without a mask, `transformers` takes the padding token for padding wherever it "
-            "is: pass attention_mask=torch.ones_like(input_ids) if it is text"
+            "the attention mask ends with zeros; pad on the left: AutoTokenizer.from_pretrained(..., "
+            "padding_side='left'). Without a mask, `transformers` takes the padding token for padding wherever it is: "
+            "pass attention_mask=torch.ones_like(input_ids) if it is text"
         )
     return mask
 

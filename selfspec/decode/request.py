@@ -30,7 +30,7 @@ from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.source import Source
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
-from selfspec.decode.beside_text import beside_text, change_nothing, read_by_stock
+from selfspec.decode.beside_text import beside_text, change_nothing, moves_positions, read_by_stock
 from selfspec.decode.encoder_inputs import decoder_inputs, first_of, read_source
 from selfspec.decode.option_values import Scope, check_values, value_in_call
 from selfspec.decode.options import check_keywords, check_model_inputs, check_options
@@ -208,6 +208,12 @@ def read_request(
         mask = mask[:, -healed.shape[1] :]
         again = {**options, **others}
         return read_request(model, adapter, healed, mask, generation_config, again, text_alone=text_alone)
+    inferred = prepared.get("attention_mask")
+    if not masks and not encodes and isinstance(inferred, Tensor) and bool((inferred.diff(dim=1) < 0).any()):
+        raise PromptError(
+            "the padding token is within the text, and without a mask `transformers` takes it for padding there: pass "
+            "attention_mask=torch.ones_like(input_ids) if it is text, or a mask with zeros where it is none"
+        )
     # num_return_sequences repeats rows; their masks have to follow.
     for name, mask in masks.items():
         prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
@@ -354,16 +360,17 @@ def prepared_request(
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
     reading = None
-    if beside_text(inputs) and not change_nothing(model, adapter, inputs, mask):
+    moved = moves_positions(model, inputs, mask)
+    if moved or (beside_text(inputs) and not change_nothing(model, adapter, inputs, mask)):
         if text_alone:
             raise UnsupportedOptionError(
-                f"{', '.join(beside_text(inputs))}: rows that come and go, and models loaded within a budget, read "
-                "text alone; call generate of a model that is loaded whole"
+                f"{', '.join(beside_text(inputs) or ['position_ids'])}: rows that come and go, and models loaded "
+                "within a budget, read text alone; call generate of a model that is loaded whole"
             )
         reading = read_by_stock(model, adapter, inputs, mask)
         past = reading.past
         # The stock model has used them; those of further tokens were compared with its own.
-        inputs = {**inputs, "position_ids": None}
+        inputs = {**inputs, "position_ids": None if inputs.get("position_ids") is None else mask.cumsum(1) - 1}
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has chosen the padding token.
     pad = generation_config._pad_token_tensor
@@ -371,12 +378,14 @@ def prepared_request(
     max_new_tokens = stopping.max_new_tokens
     context = context_of(config)
     lengths = tuple(mask.sum(1).tolist())
+    offsets = (0,) * len(lengths) if reading is None else reading.offsets
     whole = bool(generation_config.return_dict_in_generate)
-    if context is not None and max(lengths) + max_new_tokens > context:
-        room = context - max(lengths)
+    ends = [length + max(offset, 0) for length, offset in zip(lengths, offsets, strict=True)]
+    if context is not None and max(ends) + max_new_tokens > context:
+        room = context - max(ends)
         remedy = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
         raise PromptError(
-            f"prompt ({max(lengths)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
+            f"prompt ({max(ends)} tokens) plus max_new_tokens ({max_new_tokens}) is beyond the model's context of "
             f"{context}; {remedy}"
         )
     scope = _scope(model, read)
@@ -406,7 +415,7 @@ def prepared_request(
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
-        offsets=None if reading is None else reading.offsets,
+        offsets=None if reading is None else offsets,
         prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
         source=source,

@@ -22,7 +22,7 @@ from selfspec.draft.heads.growing_head import remembered
 from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.checkpoint import load_without_tokenizer
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
@@ -73,7 +73,7 @@ class Assistant(Drafter):
         if not isinstance(model, nn.Module | str | Path):
             raise DraftConfigError(f"an assistant is a model, or the folder of a checkpoint; got {shown(model)}")
         source = None if isinstance(model, nn.Module) else str(model)
-        own = stock_model(model if isinstance(model, nn.Module) else load_checkpoint(str(model), device="cpu").model)
+        own = stock_model(model if isinstance(model, nn.Module) else load_without_tokenizer(str(model), device="cpu"))
         check_causal(own)
         check_weights(own)
         check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")

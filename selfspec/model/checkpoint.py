@@ -76,16 +76,26 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
         UnsupportedModelError: selfspec has no adapter for the architecture.
         UnsupportedOptionError: the device is not there.
     """
-    place = find_device(device)
+    find_device(device)
     config = read_config(name)
     folder = local_folder(name)
     if folder is not None:
         _check_tokenizer_files(folder)
         _check_weights(weight_files(folder, config))
     tokenizer = load_tokenizer(name)
+    return Checkpoint(load_without_tokenizer(name, dtype, device), tokenizer)
+
+
+def load_without_tokenizer(name: str, dtype: DtypeName = "auto", device: str = "auto") -> PreTrainedModel:
+    """Load the model of a checkpoint, which may have no tokenizer; arguments and errors as in `load_checkpoint`."""
+    place = find_device(device)
+    config = read_config(name)
+    folder = local_folder(name)
+    if folder is not None:
+        _check_weights(weight_files(folder, config))
     model = load_model(name, config, dtype).to(place)
     move_weights(model)
-    return Checkpoint(model, tokenizer)
+    return model
 
 
 def find_device(device: torch.device | str | int) -> torch.device:

@@ -12,10 +12,11 @@ from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.draft_policy import DraftChoice
-from selfspec.draft import Drafter, EarlyExit, LowPrecision
+from selfspec.draft import Drafter, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
+from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read, share_read
 from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan
@@ -29,11 +30,11 @@ class _StandIn(LowPrecision):
     """Low precision whose substitutes were made while the weights were there."""
 
     def __repr__(self) -> str:
-        left = "" if self.exit is None else f"+exit:{self.exit}"
-        return f"int{self.bits}{left}"
+        return f"int{self.bits}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        return
+        if self.skip is not None:
+            self.skip.check_model(model, adapter)
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,15 @@ class Placement:
                 "copies of them; leave layers out, and those that are streamed have copies"
             )
         end = self.depth if draft.exit is None else draft.exit
-        if end <= self.plan.resident:
-            # Nothing before the exit is streamed.
-            return EarlyExit(end)
+        if draft.fewer is not None and not any(
+            draft.fewer.path(self.depth).runs(Sublayer(layer, part))
+            for layer in range(self.plan.resident, self.depth)
+            for part in Part
+        ):
+            # Nothing that it runs is streamed.
+            return draft.fewer
         layers = range(self.plan.resident, end) if draft.layers is None else draft.layers
-        return _StandIn(draft.bits, draft.group_size, layers, draft.exit, head=draft.head_too and self.head)
+        return _StandIn(draft.bits, draft.group_size, layers, draft.exit, draft.head_too and self.head, draft.skip)
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
         """c, predicted."""

@@ -57,6 +57,14 @@ def test_no_more_is_drafted_than_can_be_of_use(control: Control, remaining: int)
     assert controller.budget(remaining, [True]) == Budget.chain(min(3, remaining - 1))
 
 
+def test_fewer_nodes_than_levels_bound_the_levels(llama: PreTrainedModel) -> None:
+    assert CostAware(nodes=4).begin(CHEAP).most == Budget(4, 4)
+    assert CostAware(nodes=11).begin(CHEAP).most == Budget(7, 11)
+    assert CostAware(3, nodes=2).begin_by_load(CHEAP).most == Budget(2, 2)
+    spec = selfspec.wrap(llama, "recycle", draft_length=CostAware(costs=CHEAP, nodes=4))
+    assert_rows_are_stock(llama, spec, [tiny.prompt(7), tiny.prompt(4, seed=1)], max_new_tokens=24)
+
+
 def test_a_fixed_length_does_not_look_at_confidence() -> None:
     assert drafted(selfspec.FixedLength(3).begin(CHEAP), [0.01, 0.01, 0.01]) == 3
 

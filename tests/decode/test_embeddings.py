@@ -12,6 +12,7 @@ from transformers.generation import LogitsProcessor
 
 import selfspec
 from helpers import tiny
+from selfspec.cache.masks import smallest_window
 from selfspec.draft import Drafter
 from selfspec.errors import PromptError, UnsupportedOptionError
 
@@ -205,8 +206,57 @@ def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str
     assert torch.equal(one, llama.generate(tiny.prompt(5), **GREEDY))
 
 
-@pytest.mark.parametrize("positions", [torch.arange(1, 6)[None], torch.zeros(1, 5).long(), torch.arange(4)[None]])
-def test_other_positions_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
+HOLES = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1, 1]])
+OWN = torch.tensor([[0, 0, 3, 4, 9, 9, 11]]) + torch.tensor([[0], [7], [2]])
+
+
+@pytest.mark.parametrize("draft", ["exit:2", "lookup", "union:suffix+recycle+exit:2", "int8", None])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attention_mask": HOLES},
+        {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) + 4).clamp(min=0)},
+        {"attention_mask": HOLES, "position_ids": OWN},
+        {"attention_mask": torch.ones_like(HOLES), "position_ids": OWN},
+    ],
+    ids=["holes", "shifted", "both", "own"],
+)
+def test_holes_in_masks_and_positions_of_ones_own_are_read_as_the_model_reads_them(
+    architecture: str, given: dict[str, Tensor], draft: str | None
+) -> None:
+    model, ids = tiny.BUILDERS[architecture]().double(), tiny.prompt(7, 3)
+    options = {**GREEDY, "max_new_tokens": 14, **given}
+    spec = selfspec.wrap(model, draft, draft_length=None if draft is None else 3)
+    if bool((given["attention_mask"].diff(dim=1) < 0).any()) and smallest_window(model.config) is not None:
+        with pytest.raises(UnsupportedOptionError, match="zeros after ones"):
+            spec.generate(ids, **options)
+        return
+    wanted = model.generate(ids, **options)
+    assert torch.equal(spec.generate(ids, **options).sequences, wanted)
+    assert torch.equal(model.generate(ids, custom_generate=spec, **options), wanted)
+    drawn = {**options, "do_sample": True, "seed": 3, "accept": "coupled"}
+    plain = selfspec.wrap(model, None).generate(ids, **drawn)
+    assert torch.equal(spec.generate(ids, **drawn).sequences, plain.sequences)
+
+
+def test_a_cache_of_a_text_with_holes_is_continued(llama: PreTrainedModel) -> None:
+    spec, ids = selfspec.wrap(llama, "exit:2", draft_length=3), tiny.prompt(7, 3)
+    out = spec.generate(ids, attention_mask=HOLES, return_dict_in_generate=True, **GREEDY)
+    longer = torch.cat([out.sequences, tiny.prompt(3, 3, seed=4)], 1)
+    mask = torch.cat([HOLES, torch.ones(3, longer.shape[1] - 7, dtype=torch.long)], 1)
+    found = spec.generate(longer, attention_mask=mask, past_key_values=out.cache, **GREEDY).sequences
+    assert torch.equal(found, llama.generate(longer, attention_mask=mask, **GREEDY))
+
+
+def test_texts_that_their_own_positions_take_beyond_the_context_are_refused(llama: PreTrainedModel) -> None:
+    spec, positions = selfspec.wrap(llama, None), torch.arange(120, 125)[None]
+    assert spec.generate(tiny.prompt(5), position_ids=positions, **{**GREEDY, "max_new_tokens": 3}).lengths == (3,)
+    with pytest.raises(PromptError, match="context of 128"):
+        spec.generate(tiny.prompt(5), position_ids=positions, **{**GREEDY, "max_new_tokens": 4})
+
+
+@pytest.mark.parametrize("positions", [torch.arange(4)[None], torch.arange(5)])
+def test_positions_of_other_tokens_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):

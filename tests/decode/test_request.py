@@ -147,13 +147,13 @@ def test_a_mask_of_another_shape_is_refused(spec: selfspec.SelfSpeculative, shap
 
 @pytest.mark.parametrize(
     "row",
-    [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [1, 0, 1, 0, 1]],
+    [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 1, 0]],
     ids=str,
 )
-def test_padding_on_the_right_and_holes_are_refused(spec: selfspec.SelfSpeculative, row: list[int]) -> None:
+def test_padding_on_the_right_is_refused(spec: selfspec.SelfSpeculative, row: list[int]) -> None:
     mask = torch.tensor([[1, 1, 1, 1, 1], row])
     for given in (mask, mask.bool(), mask.double(), mask.to(torch.int32), mask.to(torch.uint8)):
-        refused(spec, PromptError, "zeros after ones; pad on the left.*padding_side='left'", tiny.prompt(5, 2), given)
+        refused(spec, PromptError, "ends with zeros; pad on the left.*padding_side='left'", tiny.prompt(5, 2), given)
 
 
 def test_a_row_of_padding_alone_is_refused(spec: selfspec.SelfSpeculative) -> None:
@@ -240,7 +240,7 @@ OPTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 3}, "drop it"),
     ("assistant_early_exit", lambda: {"assistant_early_exit": 2}, r"EarlyExit\(layer="),
     ("assistant_model", lambda: {"assistant_model": tiny.llama()}, "drop it"),
-    ("position_ids", lambda: {"position_ids": torch.arange(1, 6)[None]}, "drop it"),
+    ("position_ids", lambda: {"position_ids": torch.arange(1, 5)[None]}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "static"}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "paged"}, "drop it"),
     ("cache_implementation", lambda: {"cache_implementation": "quantized"}, "drop it"),

@@ -175,6 +175,16 @@ def test_vocabularies_of_one_family_may_be_padded_to_other_sizes(tmp_path: Path,
     assert spec.generate(tiny.prompt(9, 4), **options).stats.accepted > 0
 
 
+def test_a_folder_needs_no_tokenizer_where_the_sizes_are_equal(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    for name, tokens in (("small", tiny.VOCABULARY), ("other", tiny.VOCABULARY + 1)):
+        tiny.llama(num_hidden_layers=2, vocab_size=tokens).save_pretrained(tmp_path / name)
+    spec = selfspec.wrap(model, f"assistant:{tmp_path / 'small'}", draft_length=3)
+    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=24)
+    with pytest.raises(selfspec.errors.DraftConfigError, match="a vocabulary of 51, the model one of 50"):
+        selfspec.wrap(model, f"assistant:{tmp_path / 'other'}")
+
+
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
     with pytest.raises(selfspec.errors.DraftConfigError, match="vocabulary of 40, the model one of 50"):

@@ -37,6 +37,8 @@ DRAFTS = [
     selfspec.drafts.LowPrecision(4),
     selfspec.drafts.LowPrecision(8, layers=[3, 4]),
     selfspec.drafts.LowPrecision(8, exit=3),
+    selfspec.drafts.LowPrecision(4, skip=selfspec.drafts.LayerSkip(layers=[2])),
+    selfspec.drafts.LowPrecision(8, layers=[1, 3], skip=selfspec.drafts.LayerSkip(attention=[3], mlp=[1, 4])),
     selfspec.drafts.LowPrecision(8, head=False),
     selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.LowPrecision()),
     selfspec.drafts.ReducedVocabulary(selfspec.drafts.LowPrecision(), tuple(range(0, tiny.VOCABULARY, 2))),
@@ -472,6 +474,11 @@ def test_names(name: str) -> None:
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=99)), "out of range"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[3], exit=2)), "leaves none"),
+        (
+            lambda: selfspec.drafts.LowPrecision(exit=2, skip=selfspec.drafts.LayerSkip(layers=[1])),
+            "no exit beside it",
+        ),
+        (lambda: parse_draft("int8+exit:2+skip:layers=1"), "at most one draft runs a model"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, match: str) -> None:

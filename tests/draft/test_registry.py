@@ -85,6 +85,8 @@ def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
         "exit:4",
         "int8",
         "int4+exit:20",
+        "int4+skip:layers=2",
+        "lookup+int8+skip:attn=3,5;mlp=4",
         "skip:attn=3,5;mlp=4;layers=7,8,9",
         "lookup",
         "suffix",

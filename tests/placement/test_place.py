@@ -318,7 +318,7 @@ def test_without_a_context_there_is_room_for_as_much_as_fits(tmp_path: Path, mon
 
 
 NAMED = ("int4", "lookup+int4", "exit:1", "recycle", "lookup+recycle+int4")
-MORE = ("int4+exit:3", "int4+exit:1", "exit:3", "skip:layers=2", "lookup")
+MORE = ("int4+exit:3", "int4+skip:layers=2", "int4+exit:1", "exit:3", "skip:layers=2", "lookup")
 
 
 @pytest.mark.parametrize("name", [*NAMED, *(pytest.param(name, marks=pytest.mark.contract) for name in MORE)])

@@ -45,7 +45,7 @@ def with_own_vocabulary(
         texts: that the model wrote from the same prompts, in some ways.
         file: where the tokens will be.
     """
-    whole = [each for each in drafters.values() if isinstance(each, LowPrecision) and each.exit is None]
+    whole = [each for each in drafters.values() if isinstance(each, LowPrecision) and each.fewer is None]
     head = plain_head(model)
     if head is None or not whole:
         return []
