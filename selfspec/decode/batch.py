@@ -115,6 +115,16 @@ class Batch:
         """Whether processors or stopping criteria need all unfinished rows at one length in every round."""
         return any(group.needs_lockstep for group in self.groups)
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether unfinished rows, several of them, are to commit as many tokens of this round as the slowest does.
+
+        It is the same all through a round.
+        """
+        places = {place for row, place in zip(self.running, self.cache.seq_lens, strict=True) if row in self.unfinished}
+        chosen = len(self.unfinished) > 1 and len(places) == 1 and self.controller.keeps_lockstep()
+        return self.needs_lockstep or chosen
+
     def text(self, row: int, start: int = 0) -> list[int]:
         """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
         group, own = self._rows[row]

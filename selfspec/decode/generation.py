@@ -69,7 +69,7 @@ class Generation(Iterator[Round]):
             _check_no_clock(request)
             seed = ranks.of_first(seed)
         self.stats = Stats()
-        self._request, self._model = request, target.model
+        self._request = request
         self.lossless = rule.lossless and cache.lossless
         self._past = _past_to_fill(request, cache)
         # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
@@ -149,8 +149,8 @@ class Generation(Iterator[Round]):
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
         """
         output, request = self.finish(), self._request
-        if isinstance(output, EncoderDecoderOutput) and request.source is not None and request.aligns:
-            output.cross_attentions = cross_attentions(self._model, request.source, request.mask, output.sequences)
+        if isinstance(output, EncoderDecoderOutput) and request.source is not None and request.aligns is not None:
+            output.cross_attentions = cross_attentions(request.aligns, request.source, request.mask, output.sequences)
         return output if request.whole else output.sequences
 
     def output(self) -> GenerateOutput:

@@ -32,9 +32,6 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
             finite may have none; it does not hold up the others if the controller chose lockstep.
     """
     whole = draft.length + 1
-    if batch.needs_lockstep:
-        return min((len(run) for run in runs), default=whole)
-    places = {place for row, place in zip(batch.running, batch.cache.seq_lens, strict=True) if row in batch.unfinished}
-    if len(places) > 1 or not batch.controller.keeps_lockstep():
+    if not batch.in_lockstep:
         return whole
-    return min((len(run) for run in runs if run), default=whole)
+    return min((len(run) for run in runs if run or batch.needs_lockstep), default=whole)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from inspect import currentframe
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from selfspec.architecture import Adapter
@@ -18,6 +19,7 @@ from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Request, prepared_request
 from selfspec.decode.stats import Stats
 from selfspec.model.registry import has_encoder
+from selfspec.model.view import view_with
 
 # Seeds of pieces differ by multiples of it, so that no neighbouring seeds give two pieces the same noise.
 _APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
@@ -71,7 +73,7 @@ def generate_in_pieces(
     parts: list[Generation] = []
 
     def decode(
-        _model: PreTrainedModel,
+        asking: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -81,7 +83,7 @@ def generate_in_pieces(
     ) -> GenerateOutput | Tensor:
         check_not_dropped(currentframe())
         request = prepared_request(
-            model,
+            asking,
             adapter,
             input_ids,
             logits_processor,
@@ -94,13 +96,28 @@ def generate_in_pieces(
         return parts[-1].answer()
 
     given = () if inputs is None else (inputs,)
-    # Whisper chooses another for timestamps of tokens, and leaves it so.
-    kernel = model.config._attn_implementation
-    try:
-        result = type(model).generate(model, *given, **options, custom_generate=decode)
-    finally:
-        model.config._attn_implementation = kernel
+    # For timestamps of tokens Whisper sets another kernel, and leaves it so, while other threads may run the model.
+    asked = _set_apart(model) if options.get("return_token_timestamps") else model
+    result = type(model).generate(asked, *given, **options, custom_generate=decode)
     return _together(model, result, parts)
+
+
+def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a view of a model whose config is its own, and hooks: `transformers` puts some where it returns attentions.
+
+    Raises:
+        UnsupportedModelError: the `forward` of a part was replaced by a function that would run the model's own parts.
+    """
+    config = copy(model.config)
+
+    def apart(module: nn.Module) -> nn.Module:
+        view = view_with(module, {name: apart(child) for name, child in module._modules.items() if child is not None})
+        view.__dict__["_forward_hooks"] = module._forward_hooks.copy()
+        if view.__dict__.get("config") is model.config:
+            view.__dict__["config"] = config
+        return view
+
+    return cast(PreTrainedModel, apart(model))
 
 
 def _seed(seed: int, piece: int) -> int:

@@ -69,7 +69,8 @@ class Request:
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
         anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
         source: what the encoder has read; None: the model has none.
-        aligns: whether what the text attends to in the source is returned with it, for timestamps of its tokens.
+        aligns: the stock model that says what the text attends to in the source, for timestamps of its tokens; None: it
+            is not asked for.
     """
 
     input_ids: Tensor
@@ -88,7 +89,7 @@ class Request:
     prefill_width: int | None = None
     anew: bool = False
     source: Source | None = None
-    aligns: bool = False
+    aligns: PreTrainedModel | None = None
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -419,7 +420,7 @@ def prepared_request(
         prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
         source=source,
-        aligns=aligns,
+        aligns=model if aligns else None,
     )
 
 

@@ -155,6 +155,15 @@ class RowsView(Protocol):
         """Whether drafts of a row must be those that it would have alone. The same all through a generation."""
         ...
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether rows are cut to what the slowest commits of this round.
+
+        What one of them accepts of the first tokens of a draft must then say nothing of later tokens of another. So the
+        shape of a level may depend on tokens down to it, and on no later ones.
+        """
+        ...
+
     def budget_of(self, row: int, budget: Budget) -> Budget:
         """Return the part of a round's budget that a row may use."""
         ...

@@ -41,7 +41,8 @@ class Union(JoinedDrafter):
 
     A round takes the tree of the sources without a model where that promises more than the model's draft. Else the
     model drafts a chain, and where they differ from it the likeliest other tokens are judged after its own. These were
-    not drawn, so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings.
+    not drawn, so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings. Rows
+    in lockstep get the chain alone.
 
     How often the nodes of each source are accepted is learnt apart, and apart beside a model.
 
@@ -104,7 +105,9 @@ class UnionProposer(JoinedProposer):
         if found.length and control.prefers(found.match_length, [MODEL]) and control.tries(found.match_length):
             return found
         drawn = self._drawn.propose(rows, Budget.chain(budget.depth))
-        return drawn if rows.chains_only or not drawn.length else self._beside(rows, budget, drawn)
+        # What is put beside a chain depends on all of its tokens.
+        alone = rows.chains_only or rows.in_lockstep
+        return drawn if alone or not drawn.length else self._beside(rows, budget, drawn)
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         super().learn(rows, draft, target, verdict)

@@ -8,22 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.chains import Case, cases
+from helpers.chains import Case, cases, conditionals
 from helpers.exact import Chain, Committed, committed, committed_in_step, committed_when_cut
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 
 RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
-
-
-def conditionals(vocab: int, lengths: range, generator: torch.Generator) -> Chain:
-    return Chain(
-        tuple(
-            (2 * torch.randn([vocab] * length, generator=generator, dtype=torch.float64)).softmax(-1)
-            for length in lengths
-        )
-    )
 
 
 @pytest.mark.statistical
@@ -61,26 +52,27 @@ def test_two_rows_that_share_the_length_of_their_drafts_are_cut_exactly(
 BY_LEVELS, DEEP_FIRST = Tree((-1, -1, 0)), Tree((-1, 0, -1))
 
 
-def pairs_in_step(tree: Tree, seed: int) -> tuple[Chain, Committed]:
+def pairs_in_step(rule: Rule, tree: Tree, seed: int) -> tuple[Chain, Committed]:
     """The target of a row, and what the row commits where both rows' tokens decide how far the tree grows."""
     generator = torch.Generator().manual_seed(seed)
     p, p_beside = (conditionals(2, range(1, tree.depth + 2), generator) for _ in range(2))
     q, q_beside = (conditionals(2, range(1, len(tree) + 1), generator) for _ in range(2))
     goes_on = [torch.rand(2**nodes, 2**nodes, generator=generator) < 0.6 for nodes in range(1, len(tree))]
-    return p, committed_in_step(TokenLevel(), (p, q), (p_beside, q_beside), goes_on, tree)
+    return p, committed_in_step(rule, (p, q), (p_beside, q_beside), goes_on, tree)
 
 
+@RULES
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
-def test_two_rows_that_share_a_tree_grown_level_by_level_are_cut_exactly(seed: int) -> None:
-    p, result = pairs_in_step(BY_LEVELS, seed)
+def test_two_rows_that_share_a_tree_grown_level_by_level_are_cut_exactly(rule: Rule, seed: int) -> None:
+    p, result = pairs_in_step(rule, BY_LEVELS, seed)
     torch.testing.assert_close(result.joint, p.joint(), atol=1e-12, rtol=0)
 
 
 def test_a_tree_that_grows_deep_first_as_its_tokens_say_is_not_cut_exactly() -> None:
     # Whether the first place gets a second child, and so how many tokens the other row may commit, depends on the
     # second token of this row.
-    p, result = pairs_in_step(DEEP_FIRST, 13)
+    p, result = pairs_in_step(TokenLevel(), DEEP_FIRST, 13)
     assert (result.joint - p.joint()).abs().max() > 1e-3
 
 

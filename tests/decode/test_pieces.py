@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers.drafting import near
@@ -144,6 +146,46 @@ def test_timestamps_of_tokens_are_the_models(
     for ours, theirs in zip(found.segments or [], wanted.get("segments", []), strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one["token_timestamps"], other["token_timestamps"])
+
+
+# Of transformers' own code.
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+def test_timestamps_of_tokens_in_two_threads_leave_the_model_as_it_was() -> None:
+    model = whisper()
+    kernel, spec = model.config._attn_implementation, selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    begun, ended = threading.Barrier(2), threading.Event()
+    seen: list[str] = []
+
+    class Overlapping(LogitsProcessor):
+        """The second call begins within the first one, and ends after it."""
+
+        stateless = True
+        met = False
+
+        def __init__(self, outlasts: bool) -> None:
+            self.outlasts = outlasts
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            if not self.met:
+                self.met = True
+                begun.wait(60)
+                seen.append(model.config._attn_implementation)
+                assert not self.outlasts or ended.wait(60)
+            return scores
+
+    def run(outlasts: bool) -> Tensor:
+        found: Tensor = spec.generate(
+            **SHORT, return_token_timestamps=True, logits_processor=[Overlapping(outlasts)]
+        ).sequences
+        if not outlasts:
+            ended.set()
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, (False, True))
+    assert torch.equal(first, second)
+    assert {*seen, model.config._attn_implementation} == {kernel}
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_attentions_for_their_own_sake_are_refused_by_name(model: PreTrainedModel) -> None:

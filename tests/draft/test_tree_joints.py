@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 import selfspec
+from helpers.drafting import Offering
 from helpers.goodness import holm_rejects
-from helpers.joints import EOS, Warp, drawn, joint, small
+from helpers.joints import EOS, PROMPTS, Text, Warp, drawn, joint, padded, small
 from helpers.tiers import taking_turns
 from selfspec.accept.registry import find_rule
 from selfspec.accept.rule import Rule
@@ -31,6 +33,7 @@ from selfspec.draft import (
     EarlyExit,
     LayerSkip,
     LowPrecision,
+    PromptLookup,
     Recycling,
     Suffixes,
     Union,
@@ -39,6 +42,9 @@ from selfspec.draft import (
 RULES = ("token", "block", "coupled")
 # Unlike the settings of other tests, one with a filter: p and q have zeros at other tokens.
 WARPS = (Warp(temperature=1.2), Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
+
+# Rows of these are at one place, so that they can be kept in lockstep.
+EQUALLY_LONG: tuple[Text, ...] = ((1, 2, 3), (3, 1, 2))
 
 
 def _assistant() -> Assistant:
@@ -116,11 +122,19 @@ class Watched:
         return self.rule.recovery_probs(draft, p, place)
 
 
-def rejected(drafter: Drafter, rule: str, warp: Warp, control: Control, rows: int, calls: int) -> list[str]:
+def rejected(
+    drafter: Drafter,
+    rule: str,
+    warp: Warp,
+    control: Control,
+    rows: int,
+    calls: int,
+    prompts: Sequence[Text] = PROMPTS,
+) -> list[str]:
     """The prompts whose samples do not follow their joint, of batches whose rows have both prompts and end apart."""
     model, watched = small(), Watched(find_rule(rule))
     spec = selfspec.wrap(model, drafter, draft_length=control, accept=watched)
-    found = drawn(spec, rows=rows, batches=calls, eos_token_id=EOS, **warp.options)
+    found = drawn(spec, prompts, rows=rows, batches=calls, eos_token_id=EOS, **warp.options)
     assert any(not tree.is_chain for tree in watched.trees)
     assert found.accepted > rows * calls / 10
     return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3)
@@ -133,8 +147,36 @@ def test_samples_of_ragged_batches_follow_the_exact_joint(draft: str, rule: str)
     assert rejected(DRAFTS[draft](), rule, warp, InTurns(2, nodes=5), rows=512, calls=20) == []
 
 
+def test_rows_of_prompts_of_one_length_are_in_lockstep() -> None:
+    def first(control: Control, prompts: Sequence[Text], seed: int) -> set[int]:
+        spec = selfspec.wrap(small(), EarlyExit(1), draft_length=control)
+        ids, mask = padded([torch.tensor([prompt]) for _ in range(4) for prompt in prompts])
+        options: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "attention_mask": mask}
+        return {len(row.tokens) for row in next(spec.stream(ids, seed=seed, **options, **WARPS[1].options)).rows}
+
+    assert all(len(first(InLockstep(2, nodes=5), EQUALLY_LONG, seed)) == 1 for seed in range(5))
+    # Rows of other prompts, or under another control, do not stay together.
+    assert any(len(first(InLockstep(2, nodes=5), PROMPTS, seed)) > 1 for seed in range(5))
+    assert any(len(first(InTurns(2, nodes=5), EQUALLY_LONG, seed)) > 1 for seed in range(5))
+
+
+UNIONS: dict[str, Any] = {
+    # Where a row of the first prompt draws all that it is offered, there is room beside first tokens of the second.
+    "offers+exit": lambda: Union(Offering([{(4,): 0.98, (4, 0): 0.98}, {(3,): 0.4}]), EarlyExit(1)),
+    "suffix+int8": lambda: Union(Suffixes(), LowPrecision(8)),
+    "recycle+assistant": lambda: Union(Recycling(candidates=3), _assistant()),
+    "lookup+suffix+recycle": lambda: Union(PromptLookup(), Suffixes(), Recycling(candidates=3)),
+}
+
+
 @pytest.mark.statistical
 @pytest.mark.parametrize(("draft", "rule"), [("exit", "token"), ("recycle", "block"), ("union", "coupled")])
 def test_samples_of_rows_in_lockstep_follow_the_exact_joint(draft: str, rule: str) -> None:
     # Of few rows the slowest often commits several tokens, and the others lose some of theirs.
-    assert rejected(DRAFTS[draft](), rule, WARPS[1], InLockstep(2, nodes=5), rows=16, calls=600) == []
+    assert rejected(DRAFTS[draft](), rule, WARPS[1], InLockstep(2, nodes=5), 16, 600, EQUALLY_LONG) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("draft", "rule"), taking_turns(list(UNIONS), ("token", "block")))
+def test_samples_of_unions_in_lockstep_follow_the_exact_joint(draft: str, rule: str) -> None:
+    assert rejected(UNIONS[draft](), rule, Warp(temperature=0.5), InLockstep(2, nodes=3), 4, 5120, EQUALLY_LONG) == []

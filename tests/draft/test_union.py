@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, ModelDrafts
+from helpers.chains import conditionals
+from helpers.drafting import GREEDY, ModelDrafts, Offering
+from helpers.exact import committed_in_step_of
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, Warp, p_values, small
+from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.costs import Costs
-from selfspec.draft import Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
+from selfspec.draft import Budget, Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
+from selfspec.draft.union import FreeUnionProposer, UnionProposer
 from selfspec.draft.verdict import RowOutcome
 
 
@@ -93,3 +98,33 @@ def test_worth_of_sources_is_learnt_apart_beside_a_model(
     promised = state._free.trust(0)._promised
     assert {key[0] for key in promised} == {"beside"}
     assert {key[1] for key in promised} == {0, 1}
+
+
+class Drew(Proposer):
+    """Has drawn the chains of a draft."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return self._draft
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
+def test_rows_in_lockstep_are_cut_exactly(rule: Rule, seed: int) -> None:
+    # Where the first row draws 0, 1 and so all that it is offered, there is room beside the second row's first token.
+    free = Offering([{(0,): 0.98, (0, 1): 0.98}, {(1,): 0.4}])
+    rows: Any = SimpleNamespace(
+        running=[0, 1], unfinished={0, 1}, last_tokens=torch.zeros(2, 1, dtype=torch.long), text=lambda *_: [0],
+        text_length=lambda _: 1, controller=ModelDrafts(2).begin(Costs(0.3)), rows_apart=False, chains_only=False,
+        in_lockstep=True,
+    )  # fmt: skip
+
+    def proposed(drawn: Draft) -> Draft:
+        return UnionProposer(FreeUnionProposer(rows, [free]), Drew(drawn)).propose(rows, Budget(2, 3))
+
+    generator = torch.Generator().manual_seed(seed)
+    row, beside = ((conditionals(3, range(1, 4), generator), conditionals(3, range(1, 3), generator)) for _ in range(2))
+    result = committed_in_step_of(rule, row, beside, proposed)
+    torch.testing.assert_close(result.joint, row[0].joint(), atol=1e-12, rtol=0)

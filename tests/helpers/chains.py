@@ -41,6 +41,16 @@ def _rows(kind: str, shape: list[int], generator: torch.Generator) -> Tensor:
     return noise / noise.sum(-1, keepdim=True)
 
 
+def conditionals(vocab: int, lengths: range, generator: torch.Generator) -> Chain:
+    """Conditionals of these numbers of tokens, none of which is 0, in float64."""
+    return Chain(
+        tuple(
+            (2 * torch.randn([vocab] * length, generator=generator, dtype=torch.float64)).softmax(-1)
+            for length in lengths
+        )
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Vocabularies of 2 to 64 and draft lengths 0 to 6, as long as the joint stays small."""

@@ -4,6 +4,7 @@ remember, a control.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget, Draft, Stateless
+from selfspec.draft import Budget, Draft, RowsView, Stateless
+from selfspec.draft.drafter import FreeProposer
+from selfspec.draft.offer import Offer, Path
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -53,6 +56,19 @@ class Oracle(Stateless):
                 tokens.append((int(self.texts[row, place]) + (0 if right else node + 1)) % tiny.VOCABULARY)
             rows.append(tokens)
         return Draft(torch.tensor(rows), tree)
+
+
+@dataclass(frozen=True, eq=False)
+class Offering(Stateless, FreeProposer):
+    """Offers a row the same in every round; rows take turns."""
+
+    each: Sequence[dict[Path, float]]
+
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
+        return rows.no_draft()
+
+    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
+        return [(Offer(1, self.each[row % len(self.each)]),) for row in rows.running]
 
 
 class ModelDrafts(FixedLength):

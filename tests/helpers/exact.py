@@ -7,7 +7,7 @@ a node may depend on all nodes before it. The target's p is one over the tokens 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,7 @@ def committed(
     else:
         weights = q.joint().flatten()
         drafts = all_drafts(p.vocab, len(tree))
-    return _summed(rule, p, q, tree, drafts, weights)
+    return _summed(rule, p, _draft(drafts, tree, q), weights)
 
 
 def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tree | None = None) -> Committed:
@@ -97,10 +97,7 @@ def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tr
         tree: of the draft, at least one node; None: a chain.
     """
     tree = tree or Tree.chain(len(p.tables) - 1)
-    drafts, weights = all_drafts(p.vocab, len(tree)), q.joint().flatten()
-    return Committed.of_parts(
-        [_summed(rule, p, q, tree, drafts, weights * chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
-    )
+    return _cut(rule, p, _draft(all_drafts(p.vocab, len(tree)), tree, q), q.joint().flatten()[:, None] * chances)
 
 
 def committed_in_step(
@@ -132,12 +129,36 @@ def committed_in_step(
             # Drafts are in the order of their tokens, so those with one beginning are next to each other.
             decided = decided.repeat_interleave(p.vocab**later, 0)
             weights = weights * decided.repeat_interleave(p_beside.vocab**later, 1)
-        chances = weights @ _tokens_by_draft(rule, p_beside, theirs, shape)
-        drafts = all_drafts(p.vocab, nodes)
-        parts += [
-            _summed(rule, p, ours, shape, drafts, chance, most) for most, chance in enumerate(chances.unbind(-1), 1)
-        ]
+        beside_it = _draft(all_drafts(p_beside.vocab, nodes), shape, theirs)
+        chances = weights @ _by_tokens(rule, p_beside, beside_it)
+        parts.append(_cut(rule, p, _draft(all_drafts(p.vocab, nodes), shape, ours), chances))
     return Committed.of_parts(parts)
+
+
+def committed_in_step_of(
+    rule: Rule, row: tuple[Chain, Chain], beside: tuple[Chain, Chain], proposed: Callable[[Draft], Draft]
+) -> Committed:
+    """What a row commits that is cut to what the row beside it would commit, of a draft of both of any making.
+
+    Args:
+        rule: what judges.
+        row: p and q of the row.
+        beside: p and q of the row beside it.
+        proposed: makes the draft of both rows of the chains that these draw.
+    """
+    (p, q), (p_beside, q_beside) = row, beside
+    parts = []
+    for (own, chance), (other, chance_beside) in itertools.product(*map(_chains_of, (q, q_beside))):
+        probs = torch.cat([q.along(own), q_beside.along(other)])
+        draft = proposed(Draft.chain(torch.cat([own, other]), probs, steps=own.shape[1]))
+        weights = chance * chance_beside * _by_tokens(rule, p_beside, draft.of_rows([1]))
+        parts.append(_cut(rule, p, draft.of_rows([0]), weights))
+    return Committed.of_parts(parts)
+
+
+def _chains_of(q: Chain) -> list[tuple[Tensor, Tensor]]:
+    """Every chain that a draft may be, `[1, length]`, and the chance that it is drawn."""
+    return list(zip(all_drafts(q.vocab, len(q.tables)).split(1), q.joint().flatten(), strict=True))
 
 
 def committed_with_stops(
@@ -161,7 +182,8 @@ def committed_with_stops(
             weights = weights * goes_on[earlier - 1][tuple(drafts[:, :earlier].T)]
         if nodes < largest:
             weights = weights * ~goes_on[nodes - 1][tuple(drafts.T)]
-        parts.append(_summed(rule, p, Chain(q.tables[:nodes]), Tree(tree.parents[:nodes]), drafts, weights))
+        draft = _draft(drafts, Tree(tree.parents[:nodes]), Chain(q.tables[:nodes]))
+        parts.append(_summed(rule, p, draft, weights))
     return Committed.of_parts(parts)
 
 
@@ -185,30 +207,39 @@ def _by_place(rule: Rule, draft: Draft, p_places: Tensor) -> Tensor:
     return torch.zeros_like(p_places[..., 0]).index_add_(1, rule.accepted(masks, draft.tree), chances)
 
 
-def _tokens_by_draft(rule: Rule, p: Chain, q: Chain, tree: Tree) -> Tensor:
-    """The chance of each draft that a round commits 1, 2, ... tokens, `[drafts, depth + 1]`; 0 if it is never made."""
-    drafts, made = all_drafts(p.vocab, len(tree)), q.joint().flatten() > 0
-    draft = Draft(drafts[made], tree, q.along(drafts[made]))
-    chances = _by_place(rule, draft, _at_places(p, tree, drafts[made]))
-    tokens = torch.zeros(len(drafts), tree.depth + 1, dtype=chances.dtype)
-    tokens[made] = tokens[made].index_add_(1, torch.tensor((0, *tree.depths)), chances)
-    return tokens
+def _draft(drafts: Tensor, tree: Tree, q: Chain | None) -> Draft:
+    return Draft(drafts, tree, None if q is None else q.along(drafts))
 
 
-def _summed(
-    rule: Rule, p: Chain, q: Chain | None, tree: Tree, drafts: Tensor, weights: Tensor, most: int | None = None
-) -> Committed:
+def _by_tokens(rule: Rule, p: Chain, draft: Draft) -> Tensor:
+    """The chance of each draft that a round commits 1, 2, ... tokens, `[drafts, depth + 1]`."""
+    chances = _by_place(rule, draft, _at_places(p, draft.tree, draft.tokens))
+    tokens = torch.zeros(len(chances), draft.length + 1, dtype=chances.dtype)
+    return tokens.index_add_(1, torch.tensor((0, *draft.tree.depths)), chances)
+
+
+def _cut(rule: Rule, p: Chain, draft: Draft, chances: Tensor) -> Committed:
+    """The part of the sum that belongs to some drafts of one shape, of which at most 1, 2, ... tokens are committed.
+
+    `chances` are those of each draft and number, `[drafts, depth + 1]`.
+    """
+    return Committed.of_parts(
+        [_summed(rule, p, draft, chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
+    )
+
+
+def _summed(rule: Rule, p: Chain, draft: Draft, weights: Tensor, most: int | None = None) -> Committed:
     """The part of the sum that belongs to some drafts of one shape, each with its weight.
 
     Of a run of more than `most` tokens the first `most` are committed; draws from p follow.
     """
-    drafts, weights = drafts[weights > 0], weights[weights > 0]
+    draft, weights = draft.of_rows(weights.nonzero()[:, 0].tolist()), weights[weights > 0]
+    tree, drafts = draft.tree, draft.tokens
     joint = torch.zeros([p.vocab] * len(p.tables), dtype=weights.dtype)
     length = 0.0
     if not len(drafts):
         return Committed(joint, length)
     p_places = _at_places(p, tree, drafts)
-    draft = Draft(drafts, tree, None if q is None else q.along(drafts))
     chances = weights[:, None] * _by_place(rule, draft, p_places)
     for place, path in enumerate(((), *tree.paths)):
         chance = chances[:, place]

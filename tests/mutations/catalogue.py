@@ -60,6 +60,7 @@ _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
 _ALL_BUT_EQUAL = "test_an_assistant_that_is_all_but_equal_is_accepted_whole"
 _MODULES = "test_several_modules_draft_in_their_order"
 _TRITON = "test_the_interpreter_gives_what_torch_gives"
+_WORDS_APART = "test_timestamps_of_tokens_in_two_threads_leave_the_model_as_it_was"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -131,6 +132,12 @@ CATALOGUE = (
     Mutation("unions: tokens that were not drawn are scored with the q of the model's first token",
         "UnionProposer._beside", "probs.new_zeros(*others.shape, probs.shape[-1]).scatter_(-1, others[..., None], 1.0)",
         "probs[:, :1].expand(-1, others.shape[1], -1)", ("test_union.py", "-k", "exact_joint")),
+    Mutation("unions: rows in lockstep share a shape that later tokens of each decide", "UnionProposer.propose",
+        "rows.chains_only or rows.in_lockstep", "rows.chains_only", ("test_rows_in_lockstep_are_cut_exactly",)),
+    Mutation("timestamps of tokens set the kernel of a model that other threads run", "generate_in_pieces",
+        '_set_apart(model) if options.get("return_token_timestamps") else model', "model", (_WORDS_APART,)),
+    Mutation("hooks for timestamps of tokens are left on the model", "_set_apart",
+        "module._forward_hooks.copy()", "module._forward_hooks", (_WORDS_APART,)),
     # Trees that the model drafts.
     Mutation("grown trees: a sibling drawn without replacement is scored with the whole of q", "grow",
         "probs.append(drawn.q)", "probs.append(scores[:, :nodes].softmax(-1))", (_GROWN,)),
@@ -568,7 +575,7 @@ CATALOGUE = (
         "run if set(run) & batch.groups[0].stopping.eos else run[:limit]",
         ("test_lockstep.py::test_samples_follow_the_exact_joint",)),
     Mutation("a row in doubt that has no token stalls the others", "lockstep_limit",
-        "(len(run) for run in runs if run)", "(len(run) for run in runs)",
+        "(len(run) for run in runs if run or batch.needs_lockstep)", "(len(run) for run in runs)",
         ("test_a_row_that_is_not_finite_does_not_stall_the_others",)),
     Mutation("a row that is not finite after a draft is ended without another try", "_settle_nonfinite_rows",
         "len(draft.block) and not row.ended", "False", ("test_generate.py", "-k", "spoils")),
