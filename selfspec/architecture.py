@@ -181,7 +181,7 @@ class Adapter:
         """
         taken: dict[int, int] = {}
         for place, layer in enumerate(layers):
-            numbers = {getattr(module, "layer_idx", None) for module in layer.modules()}
+            numbers = {vars(module).get(name) for module in layer.modules() for name in ("layer_idx", "layer_id")}
             for number in (each for each in numbers if type(each) is int):
                 if number >= len(layers) or taken.setdefault(number, place) != place:
                     name = ".".join(self.path(model))
@@ -191,6 +191,13 @@ class Adapter:
                         "anew: set layer_idx of each module of a layer to the layer's place, and num_hidden_layers of "
                         "the config to their number"
                     )
+        config = model.config.get_text_config(decoder=True)
+        said = getattr(config, "num_hidden_layers", None)
+        if not config.is_encoder_decoder and type(said) is int and said < len(layers):
+            raise UnsupportedModelError(
+                f"the config says num_hidden_layers={said}, and {'.'.join(self.path(model))} has {len(layers)} layers, "
+                "some of which may never run; say their number in the config, or take the others out"
+            )
 
     def check_trees(self, model: nn.Module) -> None:
         """Refuse a model that cannot read a tree of drafts, in which positions do not count up from token to token.

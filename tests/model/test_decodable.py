@@ -55,14 +55,18 @@ def _numbered_anew(model: PreTrainedModel) -> None:
     _without_one(model)
     for place, layer in enumerate(_layers(model)):
         for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = place
+            for name in {"layer_idx", "layer_id"} & vars(module).keys():
+                setattr(module, name, place)
     model.config.num_hidden_layers = 3
 
 
 def _in_another_order(model: PreTrainedModel) -> None:
     layers = _layers(model)
     layers[1], layers[2] = layers[2], layers[1]
+
+
+def _said_to_be_fewer(model: PreTrainedModel) -> None:
+    model.config.num_hidden_layers = 2
 
 
 def _one_twice(model: PreTrainedModel) -> None:
@@ -86,12 +90,19 @@ def test_models_pruned_in_memory_decode_as_they_are(
 
 
 @pytest.mark.parametrize("wrapped", ["before", "after"])
-@pytest.mark.parametrize(("prune", "said"), [(_without_one, "there are 3 layers"), (_one_twice, r"as [\w.]+\.1;")])
+@pytest.mark.parametrize(
+    ("prune", "said"),
+    [
+        (_without_one, "layer_idx=.*there are 3 layers"),
+        (_one_twice, r"layer_idx=.*as [\w.]+\.1;"),
+        (_said_to_be_fewer, r"num_hidden_layers=2, and [\w.]+ has 4 layers"),
+    ],
+)
 def test_layers_without_a_place_in_the_cache_are_refused(
     architecture: str, prune: Callable[[PreTrainedModel], None], said: str, wrapped: str
 ) -> None:
     model = tiny.BUILDERS[architecture]()
     spec = selfspec.wrap(model, "exit:1") if wrapped == "before" else None
     prune(model)
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=f"layer_idx=.*{said}"):
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=said):
         (spec or selfspec.wrap(model, "exit:1")).generate(tiny.prompt(9), max_new_tokens=4)
