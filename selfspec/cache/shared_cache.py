@@ -20,13 +20,11 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from selfspec.cache.cursors import Cursors
-from selfspec.cache.host_layer import HostLayer
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
-from selfspec.cache.rounded_layer import RoundedLayer
-from selfspec.cache.shared_layer import CacheKind, SharedLayer
+from selfspec.cache.shared_layer import CacheKind, HostLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.top_slots import TopSlots
 from selfspec.cache.tree import Tree

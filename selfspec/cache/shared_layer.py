@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.cache.cursors import Cursors
-from selfspec.device import to_device
+from selfspec.device import has_streams, to_device
 
 CacheKind = Literal["exact", "host", "int8"]
 """How keys and values are kept.
@@ -202,3 +202,82 @@ def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
     if source is not None:
         row[:, :length] = source[:, :length]
     row[:, 0 if source is None else length :] = 0
+
+
+class HostLayer(SharedLayer):
+    """One layer's slots on the host, the very numbers; those that a pass sees are copied to the device."""
+
+    def __init__(self, cursors: Cursors) -> None:
+        super().__init__(cursors)
+        self._device = torch.device("cpu")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._device = key_states.device
+        super().lazy_initialization(key_states, value_states)
+
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().seen(width)
+        return keys.to(self._device), values.to(self._device)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        return self.keys.to(self._device), self.values.to(self._device)
+
+    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
+        super()._write_pass(key_states.cpu(), value_states.cpu())
+
+    def _begin_like(self, other: SharedLayer) -> None:
+        assert isinstance(other, HostLayer)
+        self._device = other._device
+
+    def _slots_like(self, states: Tensor) -> Tensor:
+        _, heads, _, head_dim = states.shape
+        # Slots side by side, so that those which a pass sees are one copy; page-locked, so that it is a fast one.
+        shape = (self._cursors.capacity, self._cursors.held, heads, head_dim)
+        slots = torch.zeros(shape, dtype=states.dtype, device="cpu", pin_memory=has_streams(self._device))
+        return slots.permute(1, 2, 0, 3)
+
+
+_MOST = 127
+_SCALES = torch.bfloat16
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class RoundedLayer(SharedLayer):
+    """One layer's slots: levels of -127..127, int8, and scales in bfloat16.
+
+    Passes read keys and values as they were rounded, their own tokens' too. So text does not depend on how it was
+    drafted, but it is not what exact keys and values give.
+    """
+
+    _names = ("keys", "values", "_key_scales", "_value_scales")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype = key_states.dtype
+        levels = [self._slots_like(states.to(torch.int8)) for states in (key_states, value_states)]
+        scales = [self._slots_like(states[..., :1].to(_SCALES)) for states in (key_states, value_states)]
+        self._store([*levels, *scales])
+        self.is_initialized = True
+
+    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
+        levels, scales = self.parts[:2], self.parts[2:]
+        for to_levels, to_scales, states in zip(levels, scales, (key_states, value_states), strict=True):
+            wide = states.float()
+            # Scales are rounded first, and the numbers to multiples of what will be read.
+            scale = (wide.abs().amax(-1, keepdim=True) / _MOST).clamp(min=_SMALLEST).to(_SCALES)
+            self._write(to_levels, (wide / scale.float()).round_().clamp_(-_MOST, _MOST).to(torch.int8))
+            self._write(to_scales, scale)
+
+    def seen(self, width: int) -> tuple[Tensor, Tensor]:
+        keys, values, key_scales, value_scales = (self._seen(slots, width) for slots in self.parts)
+        return self._read(keys, key_scales), self._read(values, value_scales)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        keys, values, key_scales, value_scales = self.parts
+        return self._read(keys, key_scales), self._read(values, value_scales)
+
+    def _begin_like(self, other: SharedLayer) -> None:
+        assert isinstance(other, RoundedLayer)
+        self.dtype = other.dtype
+
+    def _read(self, levels: Tensor, scales: Tensor) -> Tensor:
+        return levels.to(self.dtype).mul_(scales.to(self.dtype))

@@ -19,8 +19,6 @@ from selfspec.decode.accept_draws import accept
 from selfspec.decode.batch import Batch
 from selfspec.decode.coupling import effective
 from selfspec.decode.judge_in_order import judge_in_order
-from selfspec.decode.lockstep import lockstep_limit
-from selfspec.decode.row_lengths import ended, within
 from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
@@ -208,3 +206,43 @@ def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Acce
             overlap=numbers[3 + nodes :],
         )
     return judged
+
+
+def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
+    """Return the most tokens that a row commits of this round.
+
+    Args:
+        batch: before the round is committed.
+        draft: of the round.
+        runs: of each unfinished row, the accepted tokens and the target's token after them. A row whose logits are not
+            finite may have none; it does not hold up the others if the controller chose lockstep.
+    """
+    whole = draft.length + 1
+    if not batch.in_lockstep:
+        return whole
+    return min((len(run) for run in runs if run or batch.needs_lockstep), default=whole)
+
+
+def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
+    """Whether each node is judged in each row, `[rows, nodes]`; None: all are."""
+    if min(lengths) == draft.tree.depth:
+        return None
+    device = draft.tokens.device
+    limits = to_device(lengths, device)
+    if draft.tree.is_chain:
+        return torch.arange(1, draft.length + 1, device=device) <= limits[:, None]
+    return tree_tables(draft.tree, device).depths[1:] <= limits[:, None]
+
+
+def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
+    """The draft with a q of zeros where it is not judged.
+
+    Args:
+        draft: of the round.
+        judged: as `within` gives it, `[rows, nodes]`.
+        p: the target's, `[rows, nodes + 1, vocab]`, which q takes its form from where the draft was not drawn.
+    """
+    probs = draft.probs
+    if probs is None:
+        probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
+    return replace(draft, probs=probs * judged[..., None])

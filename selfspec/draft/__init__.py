@@ -10,7 +10,6 @@ from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.exit_head import ExitHead
-from selfspec.draft.exit_range import ChosenExit
 from selfspec.draft.fewer_experts import FewerExperts
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle
@@ -23,12 +22,12 @@ from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.offer import Offer
+from selfspec.draft.path_choice import ChosenExit, ChosenSkips
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.rows_apart import chains
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.skip_choice import ChosenSkips
 from selfspec.draft.skip_file import SkipFile
 from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union

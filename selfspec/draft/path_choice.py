@@ -11,15 +11,19 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
+from selfspec.draft.declaration import drafter, read_number
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import Drafter, DraftMemory, Exit
+from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip
-from selfspec.draft.path_trial import Trial, Tried
+from selfspec.draft.path_trial import ExitTrial, PathTrial, Trial, Tried
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
+from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.runner import PassResult
+from selfspec.values import shown
 
 # Paths of a family, and paths whose recorded passes a wrapper keeps.
 FAMILY = 6
@@ -228,3 +232,97 @@ class ChosenPathProposer(LayerPathProposer):
             recent = rows.memories.setdefault(self._memory, RecentPaths())
             assert isinstance(recent, RecentPaths)
             recent.use(self._path, rows)
+
+
+@drafter(
+    "del",
+    argument=":E-F",
+    example="del:2-6",
+    help="early exit at a layer from E to F, which is chosen every few rounds",
+)
+@dataclass(frozen=True)
+class ChosenExit(ChosenPath):
+    """Self-speculation from an exit that follows the text, as in DEL (Zarch et al., 2025, arXiv 2504.05598).
+
+    The draft length is the control's choice, as for all drafts.
+
+    Attributes:
+        earliest: the first exit layer.
+        latest: the last one.
+    """
+
+    earliest: int
+    latest: int
+
+    def __post_init__(self) -> None:
+        if type(self.earliest) is not int or type(self.latest) is not int or self.earliest >= self.latest:
+            raise DraftConfigError(
+                f"exits are two integers, the earlier one first, got {shown(self.earliest)} and {shown(self.latest)}; "
+                "write e.g. ChosenExit(2, 6)"
+            )
+
+    def family(self, depth: int) -> Sequence[LayerPathDrafter]:
+        middle = (self.earliest + self.latest) // 2
+        return [
+            EarlyExit(layer) for layer in (middle, *range(self.earliest, middle), *range(middle + 1, self.latest + 1))
+        ]
+
+    def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
+        return ExitTrial(
+            tokens_of(rows), rows.greedy, tuple(each.layer for each in family if isinstance(each, EarlyExit))
+        )
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> ChosenExit:
+        first, _, last = (argument or "").partition("-")
+        return cls(read_number(first), read_number(last))
+
+    @property
+    def spelling(self) -> str:
+        return f"del:{self.earliest}-{self.latest}"
+
+
+@drafter(
+    "clasp",
+    argument=":M",
+    example="clasp:8",
+    help="all but M layers, which are chosen every few rounds",
+)
+@dataclass(frozen=True)
+class ChosenSkips(ChosenPath):
+    """Self-speculation with a skip set that follows the text, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
+
+    Attributes:
+        layers: how many layers a draft leaves out, M. The first set leaves out every so many.
+    """
+
+    layers: int
+
+    @property
+    def looked_for(self) -> int:
+        return self.layers
+
+    @property
+    def own_nodes(self) -> int:
+        return TOKENS * (1 + self.layers + FAMILY)
+
+    def family(self, depth: int) -> Sequence[LayerPathDrafter]:
+        if type(self.layers) is not int or not 1 <= self.layers <= depth - 2:
+            raise DraftConfigError(
+                f"a draft leaves out {shown(self.layers)} layers; this model has {depth}, choose 1..{depth - 2}"
+            )
+        # Neither the first layer nor the last.
+        inner = depth - 2
+        return [LayerSkip(layers=[1 + (2 * each + 1) * inner // (2 * self.layers) for each in range(self.layers)])]
+
+    def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
+        skipped = tuple(frozenset(each.layer for each in path.path(depth).skipped) for path in family)
+        return PathTrial(tokens_of(rows), rows.greedy, self.layers, skipped)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> ChosenSkips:
+        return cls(read_number(argument))
+
+    @property
+    def spelling(self) -> str:
+        return f"clasp:{self.layers}"

@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -24,7 +32,6 @@ from transformers.utils import logging
 from selfspec.errors import CheckpointError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
-from selfspec.model.hub import check_on_hub
 from selfspec.model.registry import adapter_for, auto_class, check_type
 from selfspec.values import shown
 
@@ -381,3 +388,41 @@ def _quiet_if_small(folder: Path | None, config: PreTrainedConfig) -> AbstractCo
     """Without a progress bar while a small folder loads; downloads and large folders keep it."""
     small = folder is not None and sum(file.stat().st_size for file in weight_files(folder, config)) < _BAR_FROM_BYTES
     return without_progress_bar() if small else nullcontext()
+
+
+_SECONDS = 10.0
+
+
+def check_on_hub(name: str, file: str) -> None:
+    """Refuse a name of which neither the cache nor the hub has a file; one request, of ten seconds at most.
+
+    Raises:
+        CheckpointError: saying what to do about it.
+    """
+    try:
+        if try_to_load_from_cache(name, file) is None:
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=_SECONDS)
+    # What a network raises depends on the library below.
+    except Exception as error:
+        raise CheckpointError(f"there is no folder {name!r} here, and {_reason(file, error)}") from error
+
+
+def _reason(file: str, error: Exception) -> str:
+    """Why the hub does not give it, and what to do."""
+    match error:
+        case HFValidationError():
+            return "it is no name on the model hub; check the path"
+        # A gated repository is a kind of one that is not found.
+        case GatedRepoError():
+            return "on the model hub it is gated: accept its terms at its page, and log in with `hf auth login`"
+        case RepositoryNotFoundError():
+            return (
+                "the model hub has no public model of this name; check the spelling or, for a private one, your login"
+            )
+        case EntryNotFoundError():
+            return f"on the model hub it has no {file}: is it a transformers checkpoint?"
+        case OfflineModeIsEnabled():
+            return "HF_HUB_OFFLINE forbids asking the model hub; check the path, or unset it"
+        case _:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"the model hub cannot be reached ({said}); check the path or the network, or give a folder"

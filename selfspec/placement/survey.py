@@ -17,8 +17,7 @@ from selfspec.kernels.rounded import Precision, RoundedWeight
 from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights
-from selfspec.model.summary import describe
-from selfspec.placement.cache_room import cache_bytes
+from selfspec.model.summary import CacheSummary, describe
 from selfspec.placement.plan import GROUP_SIZE, SLOTS, Bandwidth, Memory, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import StoredWeight, WeightFiles
@@ -237,3 +236,28 @@ def _scored_heads(config: PreTrainedConfig) -> int:
 
 def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:
     return weight.nbytes // weight.dtype.itemsize * dtype.itemsize
+
+
+# Bytes of the scale of a token's keys, or values, in one head.
+_SCALE = 2
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes that a budget is of: of all slots, and of one layer copied for a pass in the model's dtype."""
+
+    slots: int
+    copied: int
+
+
+def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
+    """Count the bytes of keys and values, kept as named, for `context` tokens of all rows together."""
+    exact = cache.bytes_per_token * context
+    if kept == "exact":
+        return CacheBytes(exact, 0)
+    copied = exact // max(layers, 1)
+    if kept == "host":
+        return CacheBytes(0, copied)
+    numbers = exact // dtype.itemsize
+    scales = 2 * numbers // max(cache.head_dim + cache.value_dim, 1)
+    return CacheBytes(numbers + scales * _SCALE, copied)

@@ -21,10 +21,9 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
-from selfspec.model.compared_view import compared_view
 from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
-from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.gated_view import ExactStates, GatedModel, compared_view
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes

@@ -14,8 +14,8 @@ from helpers import tiny
 from helpers.drafting import Remembering
 from selfspec.cache.tree import Tree
 from selfspec.control import Control
+from selfspec.decode.judge import ended, within
 from selfspec.decode.noise import Noise
-from selfspec.decode.row_lengths import ended, within
 from selfspec.draft import Draft, Drafter
 
 ROWS, WIDTH, NEW = 5, 9, 20

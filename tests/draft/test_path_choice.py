@@ -30,10 +30,8 @@ from selfspec.draft import (
     Verdict,
 )
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.exit_range import ChosenExit
-from selfspec.draft.path_choice import FAMILY, ChosenPath, ChosenPathProposer, RecentPaths
+from selfspec.draft.path_choice import FAMILY, ChosenExit, ChosenPath, ChosenPathProposer, ChosenSkips, RecentPaths
 from selfspec.draft.path_trial import PathTrial, Tried
-from selfspec.draft.skip_choice import ChosenSkips
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import PassResult

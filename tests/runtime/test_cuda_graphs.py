@@ -19,9 +19,8 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.pass_function import PassTensors
+from selfspec.runtime.pass_function import PassTensors, SlotCache
 from selfspec.runtime.runtime import Function, OtherSizesError
-from selfspec.runtime.slot_cache import SlotCache
 
 PROMPT, NEW, BUCKET = 5, 20, 8
 EXIT = selfspec.drafts.EarlyExit(1)

@@ -16,8 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.draft.declaration import drafter
 from selfspec.draft.drafter import Drafter, OwnBytes
-from selfspec.draft.heads.float8 import SCALE, check_layout, dequantised
-from selfspec.draft.heads.folder import HeadFolder, bits_spelled, fill
+from selfspec.draft.heads.folder import SCALE, HeadFolder, bits_spelled, check_layout, dequantised, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, own_bytes, weight_bytes
 from selfspec.draft.heads.in_order import ModulesInOrder, ModuleState
