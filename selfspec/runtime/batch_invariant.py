@@ -8,14 +8,16 @@ vectors. The rest of a layer, norms above all, torch computes token by token as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2CLS
 
@@ -24,7 +26,7 @@ from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.model.registry import has_encoder
-from selfspec.model.view import is_streamed, view_of, view_running
+from selfspec.model.view import is_streamed, view_of, view_running, view_with
 from selfspec.runtime.few_rows import is_plain
 from selfspec.runtime.grouped_queries import asks_for_kernel, runs_stock_kernel, with_kernel
 from selfspec.runtime.runtime import Eager
@@ -35,6 +37,14 @@ _NAME = "selfspec_alone"
 _DTYPES = (torch.float32, torch.bfloat16)
 # Functions of single numbers.
 _POINTWISE = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
+# The same, where a mixture of experts calls them itself; and products that it may not call.
+_OF_NUMBERS = frozenset(
+    {torch.sigmoid, Tensor.sigmoid, torch.exp, Tensor.exp, torch.tanh, Tensor.tanh, functional.silu, functional.gelu}
+)
+_OTHER_PRODUCTS = frozenset(
+    {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.einsum}
+    | {torch.addmm, Tensor.addmm, torch.baddbmm, functional.grouped_mm}
+)
 # Numbers of the widest vector that torch computes at once, twice; and fewer than it shares among threads.
 _VECTORS, _OF_A_THREAD = 64, 32768
 
@@ -45,7 +55,7 @@ class BatchInvariant(Eager):
 
     So a token's logits are the same alone, in a draft and in a batch, and text with a draft is plain decoding's in
     bfloat16, too. For models on a CPU in float32 or bfloat16, with selfspec's kernels built (`selfspec kernels`), made
-    of linear layers, norms and attention over keys. The last bits are not `model.generate`'s.
+    of linear layers, mixtures of experts, norms and attention over keys. The last bits are not `model.generate`'s.
     """
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
@@ -70,39 +80,85 @@ def _reasons(model: PreTrainedModel, adapter: Adapter) -> Iterator[str]:
             yield f"it runs on a CPU, and {name} is on {parameter.device}"
         if parameter.dtype not in _DTYPES:
             yield f"{name} is in {parameter.dtype}; load it with dtype float32 or bfloat16"
+    # Routers are beside their experts, or in what holds both.
+    mixing = {id(part) for block in model.modules() if _mixes(block) for part in (block, *block.children())}
     for name, module in model.named_modules():
         if is_streamed(module):
             yield "its weights are streamed; load it without a budget"
         wide = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        if wide and not is_plain(module) and not isinstance(module, nn.Embedding):
+        if wide and not is_plain(module) and not isinstance(module, nn.Embedding) and id(module) not in mixing:
             yield f"{name} ({type(module).__name__}) is no plain linear layer"
     for layer in adapter.decoder_layers(model):
         if not any(asks_for_kernel(part) and runs_stock_kernel(part) for part in layer.modules()):
             yield "it computes attention by itself; load it with attn_implementation='sdpa' where it knows that"
 
 
-def _in_one_order(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+def _in_one_order(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module | None:
     if is_plain(module) and module.weight.dtype in _DTYPES:
         return view_running(module, partial(_product, module))
     if type(module) in _POINTWISE and not any(True for _ in module.parameters()):
-        return view_running(module, partial(_in_whole_vectors, module))
+        return view_running(module, partial(_in_whole_vectors, partial(type(module).forward, module)))
+    if _is_experts(module) or _mixes(module):
+        view = view_with(module, parts)
+        # Expert by expert, as transformers writes it down; other ways sort and pad tokens. Bound methods go along
+        # where parts of the view are replaced again, as by a draft in fewer bits.
+        forward = getattr(type(module).forward, "__wrapped__", None) if _is_experts(module) else _mixed
+        view.__dict__["forward"] = MethodType(cast(Callable[..., Any], forward), view)
+        return view
     return None
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Whether a module is the experts of a mixture, of which `transformers` has several ways to run them."""
+    return hasattr(type(module).forward, "__wrapped__") and getattr(module, "is_transposed", None) is False
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a module sends tokens to experts that it holds."""
+    return any(map(_is_experts, module.children()))
+
+
+def _mixed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _InOneOrder():
+        return type(block).forward(block, *args, **kwargs)
+
+
+class _InOneOrder(TorchFunctionMode):
+    """Puts products that sum in one order, and whole vectors, in the place of functions that a module calls itself."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is functional.linear:
+            return _of_rows(*args, **(kwargs or {}))
+        if function in _OF_NUMBERS and not kwargs:
+            return _in_whole_vectors(function, *args)
+        if function in _OTHER_PRODUCTS:
+            raise UnsupportedModelError(
+                "BatchInvariant cannot run this mixture of experts: it multiplies by "
+                f"{getattr(function, '__name__', function)}; leave the runtime out"
+            )
+        return function(*args, **(kwargs or {}))
+
+
 def _product(linear: nn.Linear, states: Tensor) -> Tensor:
+    return _of_rows(states, linear.weight, linear.bias)
+
+
+def _of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         raise UnsupportedOptionError("BatchInvariant computes in the dtype of the weights; leave autocast out")
-    rows = states.reshape(-1, linear.in_features).split(native.MOST_ROWS)
-    found = torch.cat([native.few_rows(some, linear.weight, linear.bias) for some in rows])
-    return found.view(*states.shape[:-1], linear.out_features)
+    rows = input.reshape(-1, weight.shape[1]).split(native.MOST_ROWS)
+    found = torch.cat([native.few_rows(some, weight, bias) for some in rows])
+    return found.view(*input.shape[:-1], weight.shape[0])
 
 
-def _in_whole_vectors(module: nn.Module, states: Tensor) -> Tensor:
+def _in_whole_vectors(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     """Run a function of single numbers, `[..., size]` to the same, over rows that begin and end with a vector."""
-    forward, size = type(module).forward, states.shape[-1]
+    size = states.shape[-1]
     rows = functional.pad(states.flatten(0, -2), (0, -size % _VECTORS))
     at_once = max(1, (_OF_A_THREAD - 1) // rows.shape[1])
-    return torch.cat([forward(module, some) for some in rows.split(at_once)])[:, :size].reshape(states.shape)
+    return torch.cat([function(some) for some in rows.split(at_once)])[:, :size].reshape(states.shape)
 
 
 def _attend(

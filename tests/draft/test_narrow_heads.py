@@ -190,7 +190,7 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", HONOURED)
 def test_options_mean_what_they_mean_for_a_head_that_never_writes_these_ids(name: str, draft: str | None) -> None:
     whole, ids = tiny.llama(num_hidden_layers=6), torch.tensor(PROMPTS[:1])
-    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": [45]}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": [45]}
     options |= {name: HONOURED[name], "attention_mask": torch.ones_like(ids)}
     never = [*range(HEAD, tiny.VOCABULARY), *options.get("suppress_tokens", [])]
     expected = whole.generate(ids, **{**options, "suppress_tokens": never})

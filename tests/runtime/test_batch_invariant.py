@@ -31,9 +31,17 @@ SIZES |= {"num_hidden_layers": 3, "head_dim": 16, "vocab_size": 70}
 TREE = Tree((-1, 0, 0, 1, 2, 4))
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, dtype) for name in ("llama", *MIXTURES) for dtype in DTYPES],
+    ids=lambda each: f"{each}",
+)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return tiny.llama(**SIZES, dtype=request.param)
+    name, dtype = request.param
+    return tiny.llama(**SIZES, dtype=dtype) if name == "llama" else shrunken(name, dtype, vocab_size=70)
 
 
 class Reading:
@@ -86,9 +94,15 @@ def test_bits_of_a_token_depend_on_nothing_that_is_read_with_it(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["lookup+exit:2", "int8", "recycle"])
-def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(name: str) -> None:
-    model, runtime = tiny.llama(**SIZES, dtype=torch.bfloat16), BatchInvariant()
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["lookup+exit:2", "int8", "int4", "recycle"])
+def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(name: str, kind: str) -> None:
+    runtime = BatchInvariant()
+    model = (
+        tiny.llama(**SIZES, dtype=torch.bfloat16)
+        if kind == "llama"
+        else shrunken(kind, torch.bfloat16, vocab_size=70, hidden_size=64)
+    )
     options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
     length: Any = selfspec.FixedLength(4, nodes=9) if name == "recycle" else 4
     plain = selfspec.wrap(model, runtime=runtime)
@@ -116,7 +130,7 @@ def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(name: 
         (lambda: tiny.llama(dtype=torch.float32, attention="eager"), "attn_implementation='sdpa'"),
         (lambda: tiny.gpt2(dtype=torch.float32), "is no plain linear layer"),
         (lambda: shrunken("mamba2", torch.float32), "layers with states"),
-        (lambda: shrunken("mixtral", torch.float32), "is no plain linear layer"),
+        (lambda: shrunken("gpt_oss", torch.float32), "is no plain linear layer"),
     ],
 )
 def test_a_model_that_is_not_known_to_keep_bits_is_refused(made: Callable[[], PreTrainedModel], reason: str) -> None:

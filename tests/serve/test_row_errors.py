@@ -202,11 +202,11 @@ def breaks(*given: Any) -> Any:
 
 
 class Unkept(LogprobRecord):
-    keep = breaks
+    keep = breaks  # type: ignore[assignment]
 
 
 class Untold(LogprobRecord):
-    take = breaks
+    take = breaks  # type: ignore[assignment]
 
 
 def with_record(row: Group, record: type[LogprobRecord]) -> None:
