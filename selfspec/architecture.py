@@ -195,8 +195,8 @@ class Adapter:
         fewer = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
         if not config.is_encoder_decoder and type(fewer) is int and fewer < len(layers):
             raise UnsupportedModelError(
-                f"the config says num_hidden_layers={fewer}, and {'.'.join(self.path(model))} has {len(layers)} layers, "
-                "some of which may never run; say their number in the config, or take the others out"
+                f"the config says num_hidden_layers={fewer}, and {'.'.join(self.path(model))} has {len(layers)} "
+                "layers, some of which may never run; say their number in the config, or take the others out"
             )
 
     def check_trees(self, model: nn.Module) -> None:
