@@ -191,12 +191,12 @@ class Adapter:
                         "anew: set layer_idx of each module of a layer to the layer's place, and num_hidden_layers of "
                         "the config to their number"
                     )
-        config = model.config.get_text_config(decoder=True)
-        said = getattr(config, "num_hidden_layers", None)
-        if not config.is_encoder_decoder and type(said) is int and said < len(layers):
+        config: Any = model.config
+        fewer = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        if not config.is_encoder_decoder and type(fewer) is int and fewer < len(layers):
             raise UnsupportedModelError(
-                f"the config says num_hidden_layers={said}, and {'.'.join(self.path(model))} has {len(layers)} layers, "
-                "some of which may never run; say their number in the config, or take the others out"
+                f"the config says num_hidden_layers={fewer}, and {'.'.join(self.path(model))} has {len(layers)} "
+                "layers, some of which may never run; say their number in the config, or take the others out"
             )
 
     def check_trees(self, model: nn.Module) -> None:

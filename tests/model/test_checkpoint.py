@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from helpers.stories import checkpoint_folder
 from selfspec.errors import CheckpointError, PromptError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model import hub
+from selfspec.model import checkpoint
 from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
 
 
@@ -174,8 +174,8 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(url)
         raise OSError("no route")
 
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", unreachable)
     with pytest.raises(
         CheckpointError, match=r"no folder 'org/model' here, and the model hub .*no route.*check the path"
     ):
@@ -198,8 +198,8 @@ def test_what_the_hub_refuses_is_said(monkeypatch: pytest.MonkeyPatch, error: ty
     def refusing(*_: object, **__: object) -> None:
         raise error.__new__(error)
 
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(hub, "get_hf_file_metadata", refusing)
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", refusing)
     with pytest.raises(CheckpointError, match=said):
         read_config("org/model")
 

@@ -695,9 +695,9 @@ CATALOGUE = (
     Mutation("rows that join: what a round committed before it failed is never told", "Scheduler._find_failing",
         "tuple(entry.row.committed[0][entry.told :])", "()", ("test_a_row_that_fails_in_any_step_ends_alone",)),
     Mutation("rows that join: what processors with memory were shown is lost where learning fails", "run_round",
-        "try:\n    for each in _1:\n        each.learn(batch, draft, logits, verdict)\n"
+        "try:\n    for each in _1:\n        each.learn(batch, draft, target, verdict)\n"
         "finally:\n    committed = commit(batch, draft, verdict)",
-        "for each in _1:\n    each.learn(batch, draft, logits, verdict)\ncommitted = commit(batch, draft, verdict)",
+        "for each in _1:\n    each.learn(batch, draft, target, verdict)\ncommitted = commit(batch, draft, verdict)",
         ("test_a_row_that_fails_in_any_step_ends_alone",)),
     Mutation("rows that join: rows of which none fails alone are tried for ever", "Scheduler._find_failing",
         "self._unexplained <= _UNEXPLAINED", "True",

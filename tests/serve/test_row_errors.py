@@ -18,6 +18,7 @@ from selfspec.decode.logprobs import LogprobRecord
 from selfspec.draft import Budget, Draft, Stateless, Verdict
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
+from selfspec.runtime.runner import PassResult
 from selfspec.serve.events import Committed
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 
@@ -182,7 +183,7 @@ class Faulty(Stateless):
         tokens[marked] = 99 if self.where == "ids" else 0
         return Draft.chain(tokens)
 
-    def learn(self, rows: RowsView, draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         self._fail(rows, "learn")
 
     def _marks(self, rows: RowsView, row: int) -> bool:
