@@ -28,13 +28,12 @@ from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsOfReading
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation
-from selfspec.decode.limits import Limits
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.pieces import generate_in_pieces, has_own_generate
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.row_decoder import Drafting, RowDecoder
-from selfspec.decode.target import Target
+from selfspec.decode.target import Limits, Target
 from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory
@@ -47,13 +46,13 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.files.writing import check_output_folder, writing
-from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.checkpoint import find_device
 from selfspec.model.decodable import check_decodable
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.summary import cache_bytes_read
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.unwrap import check_saved_whole, stock_model
 from selfspec.model.vocabulary import vocabulary_size, weight_of

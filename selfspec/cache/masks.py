@@ -15,7 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from selfspec.cache.open_block import OpenBlock
+from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.top_slots import sees as sees_top
 from selfspec.cache.view import Window
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from selfspec.cache.cursors import Cursors
+from selfspec.cache.cursors import Cursors, OpenBlock
 from selfspec.cache.masks import attention_mask
-from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
 from selfspec.cache.shared_layer import CacheKind, HostLayer, RoundedLayer, SharedLayer

@@ -87,7 +87,7 @@ def calibrate(
     # Those that are no draft are refused once the depth is known.
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
-    from selfspec.control import profile_place
+    from selfspec.control import profile as profiles
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import PromptWriter, beginnings, built_in, read_prompts
@@ -103,7 +103,7 @@ def calibrate(
     depth = model.prepare()
     paths = considered(depth, drafters)
     if to is None:
-        check_output_folder(profile_place.folder())
+        check_output_folder(profiles.folder())
     else:
         check_output_file(to)
     if keep is not None:
@@ -133,7 +133,7 @@ def calibrate(
     seconds = time.perf_counter() - started
     if keep is not None:
         write_data(_calls(profile), {**profile.report["settings"], "setting": asdict(profile.setting)}, keep, "calls")
-    file = to or profile_place.default_file(profile.setting)
+    file = to or profiles.default_file(profile.setting)
     profile.save(file)
     if output == "text":
         _print(model.model, profile, seconds, file)

@@ -1,9 +1,8 @@
 """How long to draft, and whether to draft at all: controls, what they are made of, costs, and calibrated profiles."""
 
-from selfspec.control.confidence import ConfidenceStop
 from selfspec.control.controller import Control, Controller, Evidence
 from selfspec.control.cost_aware import CostAware
-from selfspec.control.fixed import FixedLength
+from selfspec.control.fixed import ConfidenceStop, FixedLength
 from selfspec.draft.verdict import RowOutcome
 
 __all__ = [

@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from selfspec.control.costs import Costs
 from selfspec.control.forecast import forecast
-from selfspec.control.profile import Profile
-from selfspec.control.profile_place import find_profile
+from selfspec.control.profile import Profile, find_profile
 from selfspec.control.setting import Setting
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.draft.registry import AUTO, parse_draft

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from platformdirs import user_cache_path
 from pydantic import FiniteFloat, PositiveInt
 from pydantic_core import from_json
 from transformers import PreTrainedModel
@@ -163,3 +167,44 @@ def _short(value: str | int) -> str:
         return "yes" if value else "no"
     text = str(value)
     return text[:12] if len(text) == 64 else text
+
+
+VARIABLE = "SELFSPEC_PROFILES"
+"""The environment variable that names another folder."""
+
+
+def folder() -> Path:
+    """The folder of profiles: what `SELFSPEC_PROFILES` says, else one in the user's cache."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else user_cache_path("selfspec") / "profiles"
+
+
+def default_file(setting: Setting) -> Path:
+    """Where the profile of a setting lies. Versions are not in its name: a new one takes the place of an old one."""
+    device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
+    threads = f"_{setting.threads}-threads" if setting.threads else ""
+    kernels = "_kernels" if setting.kernels else ""
+    return folder() / f"{setting.fingerprint[:16]}_{device}_{setting.dtype}{threads}{kernels}.json"
+
+
+def find_profile(setting: Setting) -> Profile | None:
+    """The profile of a setting; None where these weights were never calibrated.
+
+    Raises:
+        ProfileError: they were in other settings alone; it says in which, and how to calibrate them in this one.
+    """
+    file = default_file(setting)
+    if file.exists():
+        profile = Profile.load(file)
+        profile.check_setting(setting)
+        return profile
+    near = []
+    for other in sorted(file.parent.glob(f"{setting.fingerprint[:16]}_*.json")):
+        with suppress(ProfileError):
+            near.append(f"{other} ({described(Profile.load(other).setting.differences(setting))})")
+    if not near:
+        return None
+    raise ProfileError(
+        f"draft='auto' needs a calibration profile for here, and {file.parent} has none of these weights that fits: "
+        f"{'; '.join(near)}. Write one: {remedy(setting)}"
+    )

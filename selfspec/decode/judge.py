@@ -15,9 +15,8 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
-from selfspec.decode.accept_draws import accept
+from selfspec.decode.accept_draws import accept, effective
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import effective
 from selfspec.decode.judge_in_order import judge_in_order
 from selfspec.device import to_device
 from selfspec.draft import Draft
@@ -211,6 +210,19 @@ def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Acce
 def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
     """Return the most tokens that a row commits of this round.
 
+    Some processors and stopping criteria need it (`Batch.needs_lockstep`). Otherwise the controller chooses it where
+    all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
+
+    Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
+    that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
+    given T <= k it is drawn again in the next round. M depends on other drafts and other draws, and says nothing about
+    that token; so given T > k and M > k it is distributed as p too, and is drawn again otherwise. Rows share their
+    draft length, which may depend on this row's draft tokens as well. But under the rules here the chance that k tokens
+    of a draft are accepted does not depend on how the draft continues, so what the other rows allow does not either. To
+    drop tokens for what they are, or for what was accepted in their own row, would bias the output.
+
+    tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
+
     Args:
         batch: before the round is committed.
         draft: of the round.
@@ -224,7 +236,16 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
-    """Whether each node is judged in each row, `[rows, nodes]`; None: all are."""
+    """Whether each node is judged in each row, `[rows, nodes]`; None: all are.
+
+    Towards the end of a text the draft is as long as the row with most left to generate can use, and what is found
+    without a model is drafted for all rows where something is for one. Where tokens are drawn, each row takes no more
+    of that than it would alone (`Batch.row_lengths`): then it draws the same tokens as alone, for places have the same
+    noise.
+
+    To any rule a draft ends at a place where q is 0: max(p - 0, 0) is p, and what is judged after it is not accepted.
+    The length depends on committed tokens alone, so the output stays exact.
+    """
     if min(lengths) == draft.tree.depth:
         return None
     device = draft.tokens.device

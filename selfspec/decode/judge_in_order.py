@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Rule
-from selfspec.decode.accept_draws import accept
+from selfspec.decode.accept_draws import accept, effective
 from selfspec.decode.batch import Batch
-from selfspec.decode.coupling import effective
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
 from selfspec.errors import UnsupportedOptionError

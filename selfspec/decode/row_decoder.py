@@ -14,13 +14,12 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.by_load import ControllerByLoad
 from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
-from selfspec.decode.logprobs import LogprobRecord
 from selfspec.decode.loop import run_round
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round
 from selfspec.decode.prefill import Prefill
 from selfspec.decode.request import read_request
-from selfspec.decode.score_record import ScoreRecords
+from selfspec.decode.score_record import LogprobRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stats import PhaseClock, Stats
 from selfspec.decode.target import Target

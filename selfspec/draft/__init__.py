@@ -1,9 +1,6 @@
 """The drafters, one a file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.assistant import Assistant
-from selfspec.draft.cache_in_bits import CacheInBits
-from selfspec.draft.cache_top import TopOfCache
-from selfspec.draft.cache_window import CacheWindow
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft, Resume
@@ -20,6 +17,7 @@ from selfspec.draft.heads.peagle import ParallelEagle
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.offer import Offer
 from selfspec.draft.path_choice import ChosenExit, ChosenSkips

@@ -19,11 +19,11 @@ from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import follow, grow
 from selfspec.errors import DraftConfigError
-from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.summary import cache_bytes_read
 from selfspec.model.weights_read import share_read
 
 LONG = 1024

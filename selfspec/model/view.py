@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -138,3 +138,15 @@ def _rebound(value: Any, module: nn.Module, view: nn.Module) -> Any:
         keywords = {name: view if bound is module else bound for name, bound in value.keywords.items()}
         return partial(value.func, *arguments, **keywords)
     return value
+
+
+def same_code(function: Any, other: Callable[..., Any]) -> bool:
+    """Whether a function takes, looks up and does the same as another; both have docstrings, which do not count."""
+    if not isinstance(function, FunctionType) or not isinstance(other, FunctionType):
+        return False
+    return _operations(function.__code__) == _operations(other.__code__)
+
+
+def _operations(code: CodeType) -> tuple[object, ...]:
+    # The first constant is the docstring.
+    return code.co_code, code.co_names, code.co_consts[1:], code.co_argcount

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from selfspec.kernels import native
 from selfspec.kernels.trial import runs_triton
-from selfspec.model.same_code import same_code
-from selfspec.model.view import view_of, view_running
+from selfspec.model.view import same_code, view_of, view_running
 
 
 def for_norms(module: nn.Module) -> nn.Module:

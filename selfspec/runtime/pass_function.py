@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from selfspec.architecture import takes
+from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
-from selfspec.cache.open_block import OpenBlock
 from selfspec.cache.rounded_copy import CacheBits, seen_by_copies
 from selfspec.cache.shared_cache import Slots
 from selfspec.cache.source import ReadSource, Source

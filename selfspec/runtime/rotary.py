@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.kernels.trial import runs_triton
-from selfspec.model.same_code import same_code
-from selfspec.model.view import copied, view_of
+from selfspec.model.view import copied, same_code, view_of
 
 _ROTATE, _HALF = "apply_rotary_pos_emb", "rotate_half"
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decode.logprobs import TokenLogprobs
+from selfspec.decode.score_record import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from helpers.profiles import calibrated
 from helpers.running import Invoke
 from selfspec import Profile
-from selfspec.control.profile_place import VARIABLE
+from selfspec.control.profile import VARIABLE
 
 pandas = pytest.importorskip("pandas")
 

@@ -15,7 +15,7 @@ from helpers import published_heads
 from helpers.encoder_decoders import encoder_decoder
 from helpers.profiles import profile_of
 from helpers.running import Invoke
-from selfspec.control.profile_place import VARIABLE, default_file
+from selfspec.control.profile import VARIABLE, default_file
 from selfspec.model.summary import describe
 
 

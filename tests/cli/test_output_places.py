@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.running import Ending, Invoke
-from selfspec.control.profile_place import VARIABLE
+from selfspec.control.profile import VARIABLE
 
 pytest.importorskip("pandas")
 

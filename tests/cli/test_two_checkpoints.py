@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
-from selfspec.control.profile_place import VARIABLE, find_profile
+from selfspec.control.profile import VARIABLE, find_profile
 from selfspec.control.setting import Setting
 from selfspec.tools.lab.origin import Origin
 from selfspec.tools.lab.report import MARKDOWN

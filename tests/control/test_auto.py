@@ -15,7 +15,7 @@ from helpers import tiny
 from helpers.profiles import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import BatchCosts, FixedLength, Profile, wrap
 from selfspec.control.auto import uncalibrated_draft
-from selfspec.control.profile_place import VARIABLE, default_file
+from selfspec.control.profile import VARIABLE, default_file
 from selfspec.draft import EarlyExit
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, ProfileError

@@ -18,7 +18,7 @@ from selfspec import Profile
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.draft_policy import DraftChoice
-from selfspec.control.profile_place import VARIABLE, default_file, find_profile, folder
+from selfspec.control.profile import VARIABLE, default_file, find_profile, folder
 from selfspec.control.setting import Setting
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.errors import ProfileError, StorageError

@@ -17,7 +17,7 @@ from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, Failed, schema_of
-from selfspec.control.profile_place import VARIABLE
+from selfspec.control.profile import VARIABLE
 
 pytestmark = pytest.mark.docs
 

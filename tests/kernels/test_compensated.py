@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from helpers.rounding import restored
-from selfspec.kernels import compensated
-from selfspec.kernels.compensated import round_compensated
 from selfspec.kernels.rounded import Precision, RoundedWeight, column_sizes, round_weight
+from selfspec.model import compensated_weights as compensated
+from selfspec.model.compensated_weights import round_compensated
 
 FOUR = Precision(4, 32)
 

@@ -10,9 +10,9 @@ import selfspec
 from helpers import tiny
 from selfspec.cache.view import CacheView, Window
 from selfspec.control.costs import Costs, CostsOfReading
-from selfspec.model.cache_read import cache_bytes_read
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.model.summary import cache_bytes_read
 
 TOKEN = 2 * 2 * 8 * 4
 """Bytes of a token's keys and values in one layer: two heads of eight numbers each, float32."""

@@ -8,10 +8,9 @@ import torch
 from helpers import tiny
 from selfspec.draft import LowPrecision
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.compensated import round_compensated
 from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.model import compensated_weights as compensating
-from selfspec.model.compensated_weights import compensated_weights
+from selfspec.model.compensated_weights import compensated_weights, round_compensated
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import weights_of
 

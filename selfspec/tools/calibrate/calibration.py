@@ -17,8 +17,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.control.costs import BatchCosts
 from selfspec.control.forecast import Forecast
-from selfspec.control.profile import Chosen, Profile
-from selfspec.control.profile_place import default_file
+from selfspec.control.profile import Chosen, Profile, default_file
 from selfspec.control.setting import Setting
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.errors import UnsupportedModelError
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.drafter import Drafter
+from selfspec.draft.exit_head import ExitAdapter
+from selfspec.draft.registry import draft_name
+from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.tensor_parallel import whole
+from selfspec.values import shown
 
 # Lists in a config that are as long as a model is deep by chance.
 _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
@@ -96,3 +103,121 @@ def _listed(layers: Sequence[int]) -> str:
 def parameter_count(model: nn.Module) -> int:
     """Return how many numbers the weights of a model are, tied ones once."""
     return sum(weight.numel() for weight in {id(each): each for each in model.parameters()}.values())
+
+
+_NORM, _GATE, _UP, _DOWN = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_REMEDY = "export exit:E without the head"
+
+
+def folded(adapter: ExitAdapter, layer: nn.Module) -> dict[str, Tensor]:
+    """Return weights of a decoder layer that computes what an exit adapter does, by their names within the layer.
+
+    Args:
+        adapter: with an untouched residual branch: its `scale` is 1 everywhere.
+        layer: of the model; its MLP is a gated one behind an RMS norm, and it adds what its sublayers give.
+
+    Raises:
+        UnsupportedModelError: the layers of the model have no such MLP.
+        DraftConfigError: the adapter scales the residual branch, or is wider than the MLP.
+    """
+    weights = {name: weight.detach() for name, weight in layer.state_dict().items()}
+    needed = [f"{name}.weight" for name in (_NORM, _GATE, _UP, _DOWN, "self_attn.o_proj")]
+    if any(name not in weights for name in needed) or "pre_feedforward_layernorm.weight" in weights:
+        raise UnsupportedModelError(
+            f"an exit head cannot be folded into a {type(layer).__name__}, which has no gated MLP behind one norm; "
+            f"{_REMEDY}"
+        )
+    if not bool((adapter.scale == 1).all()):
+        raise DraftConfigError(
+            "this exit head scales the residual stream, which no layer of the model does, so it cannot be folded into "
+            f"one; train it with --foldable, or {_REMEDY}"
+        )
+    rank, width = adapter.gate.weight.shape[0], weights[f"{_GATE}.weight"].shape[0]
+    if rank > width:
+        raise DraftConfigError(
+            f"this exit head is {rank} wide and the MLP of a layer {width}, so it cannot be folded into one; train it "
+            f"with --rank {width}, or {_REMEDY}"
+        )
+    found = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        # Of zeros a norm makes zeros, whatever its weight.
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            found[name] = torch.ones_like(weight)
+    found[f"{_NORM}.weight"] = adapter.norm.weight.detach().to(weights[f"{_NORM}.weight"])
+    for name, linear in ((_GATE, adapter.gate), (_UP, adapter.up)):
+        found[f"{name}.weight"][:rank] = linear.weight.detach()
+    found[f"{_DOWN}.weight"][:, :rank] = adapter.down.weight.detach()
+    return found
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """A draft that is whole layers of its model, between the model's own embeddings, norm and head.
+
+    Attributes:
+        layers: numbers of the layers that run, ascending.
+        exit_adapter: between the last of them and the norm; None: nothing.
+        reduced: whether the draft reads few rows of the head. Engines want all rows, so a checkpoint has them all.
+    """
+
+    layers: tuple[int, ...]
+    exit_adapter: ExitAdapter | None = None
+    reduced: bool = False
+
+
+def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> DraftLayers:
+    """Return the layers that a draft is.
+
+    Raises:
+        DraftConfigError: it is no whole layers of the model, or does not fit it.
+        SelfSpecError: it was made for another model.
+    """
+    if drafter is None:
+        raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
+    if not isinstance(drafter, Drafter):
+        raise DraftConfigError(f"a drafter is exported, such as EarlyExit(layer=4), got {shown(drafter)}")
+    name = draft_name(drafter)
+    if drafter.runs == "model" and not drafter.sources:
+        raise DraftConfigError(f"{name} is a checkpoint of its own already; give its folder to the other engine")
+    if drafter.sources and drafter.last.runs != "nothing":
+        raise DraftConfigError(
+            f"{name} drafts from text first, which no checkpoint can; export its last part, "
+            f"{draft_name(drafter.last)}, or let vLLM look up by selfspec.tools.export.vllm.LookUps "
+            "(docs/other_engines.md)"
+        )
+    if not isinstance(drafter, LayerPathDrafter):
+        raise DraftConfigError(
+            f"{name} drafts without a model, so there is no checkpoint to export; vLLM drafts so by "
+            "selfspec.tools.export.vllm.LookUps, transformers by prompt_lookup_num_tokens (docs/other_engines.md)"
+        )
+    depth = len(adapter.decoder_layers(model))
+    path = drafter.path(depth)
+    drafter.check_model(model, adapter)
+    if path.precision is not None:
+        raise DraftConfigError(
+            f"{name} runs layers in fewer bits, which a checkpoint of these weights does not hold; export the layers "
+            "(exit:E, skip:layers=...) and let the engine quantize them"
+        )
+    if not drafter.runs_exact_layers:
+        raise DraftConfigError(
+            f"{name} reads less of the cache, or fewer experts, than a checkpoint of these layers would; export the "
+            "layers alone (exit:E, skip:layers=...)"
+        )
+    head = drafter.head
+    found = None if head is None else head.adapter
+    if found is not None and not isinstance(found, ExitAdapter):
+        raise DraftConfigError(
+            f"the head of {name} is no exit head of selfspec's, so it cannot be a layer; export exit:E"
+        )
+    return DraftLayers(_whole_layers(path, name), found, head is not None and head.tokens is not None)
+
+
+def _whole_layers(path: LayerPath, name: str) -> tuple[int, ...]:
+    runs = {layer: [path.runs(Sublayer(layer, part)) for part in Part] for layer in range(path.depth)}
+    halves = [layer for layer, parts in runs.items() if any(parts) and not all(parts)]
+    if halves:
+        raise DraftConfigError(
+            f"{name} leaves out a part of layers {', '.join(map(str, halves))}; other engines run whole layers: skip "
+            "these whole (skip:layers=...), or leave early (exit:E)"
+        )
+    return tuple(layer for layer, parts in runs.items() if all(parts))

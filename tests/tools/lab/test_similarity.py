@@ -14,7 +14,7 @@ from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.drafts import Space
 from selfspec.tools.lab.prices import Prices, prices_by_weights
-from selfspec.tools.lab.similarity import sets_by_similarity
+from selfspec.tools.lab.search import sets_by_similarity
 
 
 def _text() -> tuple[TeacherForcedText, Space, Prices]:

@@ -1,0 +1,167 @@
+"""Drafting over less of the cache: copies in fewer bits, a window, or the keys that the target attended to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
+from selfspec.cache.masks import all_layers_slide
+from selfspec.cache.rounded_copy import CacheBits, copied_bytes
+from selfspec.cache.top_slots import CHUNK
+from selfspec.cache.view import CacheView, Window
+from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache, OverPartOfCache
+from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.errors import DraftConfigError
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.registry import has_encoder
+from selfspec.model.summary import cache_summary
+from selfspec.runtime.attention_shares import AttentionShares
+from selfspec.values import shown
+
+
+@drafter(
+    "kv4",
+    written="behind",
+    example="int8+kv4",
+    help="any of these whose steps read keys and values in 4 bits, for long texts",
+)
+@drafter(
+    "kv8",
+    written="behind",
+    example="int8+kv8",
+    help="any of these whose steps read keys and values in 8 bits, for long texts",
+)
+@dataclass(frozen=True, eq=False)
+class CacheInBits(OverLessOfCache):
+    """Another path drafter, whose draft steps read the keys and values of committed tokens in `cache_bits` bits.
+
+    They lie beside the exact ones, which the target reads, and take an eighth of their bytes in 4 bits of float32.
+    QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts so.
+    """
+
+    needs_masks = "reads its cache in another order, so that a draft cannot read copies of it"
+
+    cache_bits: CacheBits = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.cache_bits) is not int or self.cache_bits not in get_args(CacheBits):
+            raise DraftConfigError(f"keys and values are copied in 8 or 4 bits, got {shown(self.cache_bits)}")
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> CacheInBits:
+        if argument is not None or not isinstance(before, LayerPathDrafter):
+            raise ValueError(argument)
+        return cls(before, 8 if name == "kv8" else 4)
+
+    @property
+    def spelling(self) -> str | None:
+        before = self.draft_with.spelling
+        return None if before is None else f"{before}+kv{self.cache_bits}"
+
+    def path(self, depth: int) -> LayerPath:
+        path = self.draft_with.path(depth)
+        if path.view.bits is not None:
+            raise DraftConfigError("a draft reads one copy of keys and values; write +kv4 or +kv8 once")
+        return replace(path, view=replace(path.view, bits=self.cache_bits))
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        cache = cache_summary(model.config.get_text_config(decoder=True), model.dtype)
+        copied = copied_bytes(cache.bytes_per_token // model.dtype.itemsize, cache.head_dim, self.cache_bits)
+        return super().own_bytes(model) + OwnBytes(copies=copied)
+
+
+LEAST = 4 * CHUNK
+"""The fewest keys."""
+
+
+@drafter(
+    "top",
+    argument=":N",
+    written="behind",
+    example="int8+top:512",
+    help="any of these whose steps attend to the N tokens that the target attends to most, for long texts",
+)
+@dataclass(frozen=True, eq=False)
+class TopOfCache(OverPartOfCache):
+    """Another path drafter, whose draft steps attend to `keys` tokens: a quarter of them the latest of the text.
+
+    The others are the passages that the target's attention to was largest, all its layers and heads together, which is
+    asked every 64 tokens by a plain step that keeps its attention. Layers with a sliding window attend to that.
+    SpecExtend (Cha et al., 2025, arXiv 2505.20776) and SparseSpec (2025, arXiv 2512.01278) draft this way.
+    """
+
+    needs_masks = "makes its masks itself, so that a draft cannot attend to some of its keys"
+
+    keys: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.keys) is not int or self.keys < LEAST:
+            raise DraftConfigError(
+                f"a draft attends to at least {LEAST} keys, got {shown(self.keys)}; e.g. int8+top:512"
+            )
+
+    @property
+    def spelling(self) -> str | None:
+        before = self.draft_with.spelling
+        return None if before is None else f"{before}+top:{self.keys}"
+
+    def part(self, view: CacheView) -> CacheView:
+        return replace(view, top_keys=self.keys)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        alone = f"draft with {self.draft_with.spelling or 'the same drafter'} alone"
+        if has_encoder(model) or not AttentionShares(model).sees_any:
+            raise DraftConfigError(f"what {type(model).__name__} attends to cannot be seen; {alone}")
+        if all_layers_slide(model.config.get_text_config(decoder=True)):
+            raise DraftConfigError(f"every layer of {type(model).__name__} attends to a window already; {alone}")
+
+
+SINKS = 4
+"""First tokens that stay in sight, as StreamingLLM has them."""
+# No text is longer.
+_MOST = 10**9 - 1
+
+
+@drafter(
+    "window",
+    argument=":N",
+    written="behind",
+    example="int8+window:512",
+    help="any of these whose steps attend to the latest N tokens and the first 4, for long texts",
+)
+@dataclass(frozen=True, eq=False)
+class CacheWindow(OverPartOfCache):
+    """Another path drafter, whose draft steps attend to the `recent` latest tokens and to the first few, the `sinks`.
+
+    At long contexts a step reads more of the cache than of the weights; this bounds what a draft step reads. The target
+    attends to all. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec (Sadhukhan et al.,
+    2024, arXiv 2408.11049) drafts this way.
+    """
+
+    needs_masks = "makes its masks itself, so that a draft cannot attend to a window"
+
+    recent: int = 512
+    sinks: int = SINKS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, least in (("recent", self.recent, 1), ("sinks", self.sinks, 0)):
+            if type(value) is not int or not least <= value <= _MOST:
+                raise DraftConfigError(
+                    f"a window's {name} is an integer from {least} to {_MOST}, got {shown(value)}; e.g. int8+window:512"
+                )
+
+    @property
+    def spelling(self) -> str | None:
+        before = self.draft_with.spelling
+        return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
+
+    def part(self, view: CacheView) -> CacheView:
+        return replace(view, window=Window(self.recent, self.sinks))
