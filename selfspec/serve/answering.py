@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error
+from selfspec.serve.call_reader import CallableTools
 from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.ticket import Ticket
-from selfspec.serve.tool_calls import CallableTools
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Answering:
         self._tickets: list[Ticket] = []
         self._lock = threading.Lock()
         self._given_up = False
-        reading = [(None, frozenset[int]()) if tools is None else (tools.reader(), tools.shown) for _ in rows]
+        reading = [
+            (None, frozenset[int]()) if tools is None else (tools.reader(), frozenset(tools.shown)) for _ in rows
+        ]
         self.choices = [Choice(tokenizer, row.input_ids, stops, *each) for row, each in zip(rows, reading, strict=True)]
 
     def submit(self) -> None:

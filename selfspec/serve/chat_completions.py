@@ -13,6 +13,9 @@ from starlette.responses import Response
 from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, api_error
+from selfspec.serve.call_formats import CallFormat, ResponseFormat
+from selfspec.serve.call_grammar import CallGrammar
+from selfspec.serve.call_reader import CallDelta, ToolCall
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.choice import Choice, ScoredToken
 from selfspec.serve.completions import finite
@@ -31,7 +34,6 @@ from selfspec.serve.schemas import (
 )
 from selfspec.serve.served import Served
 from selfspec.serve.token_texts import TokenTexts
-from selfspec.serve.tool_calls import CallableTools, CallDelta, CallFormat, CallGrammar, ToolCall
 
 
 async def chat(served: Served, http: Request, request: ChatCompletionRequest) -> Response:
@@ -93,16 +95,14 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
     if not request.tools or request.tool_choice == "none":
         return Work([prompt], asked, "messages", top, wanted)
-    form = template.calls
-    grammar = call_grammar(request, form, wanted)
-    tools = None
-    if form is not None:
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
-        tools = CallableTools(form, schemas, template.call_tokens)
+    tools = template.callable({tool.function.name: tool.function.parameters or {} for tool in request.tools})
+    grammar = call_grammar(request, template.calls or template.reads, wanted)
     return Work([prompt], asked, "messages", top, grammar or wanted, tools)
 
 
-def call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wanted: Wanted | None) -> CallGrammar | None:
+def call_grammar(
+    request: ChatCompletionRequest, form: CallFormat | ResponseFormat | None, wanted: Wanted | None
+) -> CallGrammar | None:
     """Return what an answer that may call tools has to fit; None: any text.
 
     Args:
@@ -118,7 +118,7 @@ def call_grammar(request: ChatCompletionRequest, form: CallFormat | None, wanted
     limited = request.parallel_tool_calls is False and form is not None
     if not needed and wanted is None and not limited and not any(tool.function.strict for tool in tools):
         return None
-    if form is None:
+    if not isinstance(form, CallFormat):
         raise ApiError(
             400,
             "tool_choice: how this model writes calls is not known to grammars; say 'auto' or 'none'",
@@ -162,17 +162,17 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         served.check_text(json.dumps(tools, ensure_ascii=False), "tools")
-    variables = dict(request.chat_template_kwargs or {})
-    unknown = sorted(variables.keys() - template.variables)
+    variables, writer = dict(request.chat_template_kwargs or {}), template.writer(bool(tools))
+    unknown = sorted(variables.keys() - writer.variables)
     if unknown:
-        read = ", ".join(sorted(template.variables)) or "none"
+        read = ", ".join(sorted(writer.variables)) or "none"
         said = f"chat_template_kwargs: the template reads no {unknown[0]!r}; it reads {read}"
         raise ApiError(400, said, "chat_template_kwargs")
     if request.reasoning_effort is not None:
-        if "reasoning_effort" not in template.variables:
+        if "reasoning_effort" not in writer.variables:
             raise ApiError(400, "reasoning_effort: the template of this model reads none; drop it", "reasoning_effort")
         variables["reasoning_effort"] = request.reasoning_effort
-    if any(message.name and message.role != "tool" for message in request.messages) and not template.reads_names:
+    if any(message.name and message.role != "tool" for message in request.messages) and not writer.reads_names:
         raise ApiError(400, "messages: the template of this model reads no name; say it in the content", "messages")
     try:
         messages = [_plain(message) for message in request.messages]

@@ -10,21 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import CheckpointError, PromptError
-from selfspec.serve.tool_calls import HERMES, CallFormat, read_format
-
-Message = Mapping[str, Any]
-"""`role`, `content`, and what else a template may read."""
+from selfspec.serve.call_formats import HERMES, CallFormat, ResponseFormat
+from selfspec.serve.call_learning import find_format
+from selfspec.serve.call_reader import CallableTools, CallReader
+from selfspec.serve.template_source import Message, TemplateSource
 
 _TRIAL: tuple[Message, ...] = ({"role": "user", "content": "Hello"},)
-_NAME = "qx_some_name"
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a", "parameters": {"type": "object"}}}
-# What transformers itself hands to templates, and what a request says otherwise.
-_GIVEN = ("messages", "tools", "add_generation_prompt", "documents", "continue_final_message")
 _TOOLS_ARE = """You may call these tools, each described as JSON:
 {tools}
 To call one, answer with its name and its arguments, as in
@@ -35,10 +29,12 @@ To call one, answer with its name and its arguments, as in
 class ChatTemplate:
     """Writes messages the way the model was taught to read them, by a template in Jinja; None: the tokenizer's own.
 
-    Where a template reads no tools or calls, they are described in messages: see `prompt`.
+    Of templates with names, `default` and `tool_use`, the latter writes what has tools. Where a template reads no tools
+    or calls, they are described in messages: see `prompt`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be rendered; the message names the remedy.
+        CheckpointError: there is none, or it cannot be rendered, or leaves out what a user says; the message names the
+            remedy.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,6 +50,11 @@ class ChatTemplate:
             self.prompt(_TRIAL)
         except PromptError as error:
             raise CheckpointError(f"the chat template does not write one message of a user: {error}") from error
+        if self._own is not None:
+            try:
+                CallReader(self._own, {})
+            except (ValueError, LookupError) as error:
+                raise CheckpointError(f"the tokenizer's response_template cannot be read: {error}") from error
 
     def prompt(
         self,
@@ -74,105 +75,83 @@ class ChatTemplate:
             begins: whether an answer's beginning is written behind the messages.
 
         Raises:
-            PromptError: the template refuses these messages.
+            PromptError: the template refuses these messages, or leaves out what one of them says.
         """
-        tools = tools or ()
+        tools, source = tools or (), self.writer(bool(tools))
         if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) or tools:
-            messages = self._with_tools([dict(message) for message in messages], tools)
-            tools = tools if self.reads_tools else ()
-        return [
-            int(token) for token in self._written(messages, tools, variables, begins and not goes_on, True, goes_on)
-        ]
+            messages = self._with_tools(source, [dict(message) for message in messages], tools)
+            tools = tools if source.reads_tools else ()
+        return source.tokens(messages, tools, variables, begins and not goes_on, goes_on)
+
+    def writer(self, tools: bool) -> TemplateSource:
+        """Return the template that writes what has tools, or has none."""
+        return self._calling if tools else self._plain
 
     @cached_property
-    def variables(self) -> frozenset[str]:
-        """Names of what a request may set in the template."""
-        source = self.source if self.source is not None else self.tokenizer.get_chat_template(tools=[_TOOL])
-        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
-            _without_generation(source)
-        )
-        special = self.tokenizer.special_tokens_map.keys()
-        found = meta.find_undeclared_variables(parsed)
-        return frozenset(found - special - {*_GIVEN, "raise_exception", "strftime_now", "namespace", "range", "dict"})
+    def _plain(self) -> TemplateSource:
+        named = self.source or self.tokenizer.chat_template
+        if isinstance(named, dict):
+            if "default" not in named:
+                names = ", ".join(sorted(named))
+                raise PromptError(f"it has templates named {names}, and none 'default'; give one with --template FILE")
+            named = named["default"]
+        return TemplateSource(self.tokenizer, named)
 
     @cached_property
-    def reads_tools(self) -> bool:
-        """Whether the template tells the model of tools."""
-        return _NAME in self._tried(_TRIAL, tools=[_TOOL])
+    def _calling(self) -> TemplateSource:
+        named = self.source or self.tokenizer.chat_template
+        found = named.get("tool_use") if isinstance(named, dict) else None
+        return self._plain if found is None else TemplateSource(self.tokenizer, found)
 
     @cached_property
-    def reads_names(self) -> bool:
-        """Whether it reads the name of a message's author."""
-        return _NAME in self._tried([{**_TRIAL[0], "name": _NAME}])
+    def calls(self) -> CallFormat | ResponseFormat | None:
+        """How the model writes calls; None: in a way that is not known."""
+        source = self._calling
+
+        def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+            return source.written(messages, source.trial_tools, variables)
+
+        return find_format(render, source.source)
 
     @cached_property
-    def calls(self) -> CallFormat | None:
-        """How the model writes calls; None: not as a name and JSON."""
-
-        def render(messages: list[dict[str, Any]], prompt: bool) -> str:
-            return str(self._written(messages, (), MappingProxyType({}), prompt, False))
-
-        return read_format(render)
+    def reads(self) -> CallFormat | ResponseFormat | None:
+        """How calls are found in answers: as the tokenizer's response template says, where it has one."""
+        return self._own or self.calls
 
     @cached_property
-    def call_tokens(self) -> frozenset[int]:
-        """Special tokens that calls are written with."""
-        form = self.calls or HERMES
-        written = form.text([("", "")]) + (form.separator or "")
-        special = zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
-        return frozenset(token for text, token in special if text in written)
+    def _own(self) -> ResponseFormat | None:
+        found = getattr(self.tokenizer, "response_template", None) if self.source is None else None
+        return ResponseFormat(found) if found and "tool_calls" in found.get("fields", ()) else None
 
-    def _tried(self, messages: Sequence[Message], **more: Any) -> str:
-        try:
-            return str(self._written(messages, more.get("tools", ()), MappingProxyType({}), True, False))
-        except PromptError:
-            return ""
+    def callable(self, schemas: Mapping[str, Mapping[str, Any]]) -> CallableTools | None:
+        """Return what finds calls of tools, by names and schemas of arguments; None: no calls can be found."""
+        form = self.reads
+        if form is None:
+            return None
+        special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        return CallableTools(form, schemas, {token: text for token, text in special if text in form.marks})
 
-    def _with_tools(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _with_tools(
+        self, source: TemplateSource, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Messages with all that the template would not write of tools, calls and results."""
-        form = self.calls
-        if form is not None and not form.written:
+        form = self.calls if isinstance(self.calls, CallFormat) else HERMES
+        if source.arguments is None:
             messages = [_in_words(message, form) for message in messages]
-        elif form is not None and form.arguments_as_text:
+        elif source.arguments == "text":
             messages = [_as_text(message) for message in messages]
-        if not tools or self.reads_tools:
+        if not tools or source.reads_tools:
             return messages
         described = _TOOLS_ARE.format(
             tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
-            call=(form or HERMES).text([("NAME", "ARGUMENTS")]),
+            call=form.text([("NAME", "ARGUMENTS")]),
         )
         first, system = messages[0], {"role": "system", "content": described}
         if first["role"] == "system":
             return [{**first, "content": f"{first['content']}\n\n{described}"}, *messages[1:]]
-        if described in self._tried([system, *_TRIAL]):
+        if source.reads_system:
             return [system, *messages]
         return [{**first, "content": f"{described}\n\n{first['content']}"}, *messages[1:]]
-
-    def _written(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        variables: Mapping[str, Any],
-        answer_begins: bool,
-        tokens: bool,
-        goes_on: bool = False,
-    ) -> Any:
-        """Render as text or tokens."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=self.source,
-                add_generation_prompt=answer_begins,
-                continue_final_message=goes_on,
-                tokenize=tokens,
-                return_dict=False,
-                **variables,
-            )
-        # What a template computes with messages of another shape than it expects may fail in any of these ways.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise PromptError(f"the chat template refuses these messages ({reason})") from error
 
 
 def _in_words(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
@@ -191,11 +170,6 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls", ()):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return message
-
-
-def _without_generation(source: str) -> str:
-    """A template without the marks of transformers around what the model wrote."""
-    return source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def read_template(file: Path) -> str:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.score_record import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
+from selfspec.serve.call_reader import CallDelta, CallReader, Said, ToolCall
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.stop_strings import StopStrings
-from selfspec.serve.tool_calls import CallDelta, CallReader, Said, ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

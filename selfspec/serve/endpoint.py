@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from selfspec.serve.answering import Answering, NewPiece
 from selfspec.serve.api_error import ApiError
+from selfspec.serve.call_reader import CallableTools
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.grammar import Grammar, Wanted
 from selfspec.serve.request_log import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.schemas import GenerationFields, StreamOptions
 from selfspec.serve.served import Served
-from selfspec.serve.tool_calls import CallableTools
 
 _Found = TypeVar("_Found")
 Body = dict[str, Any]

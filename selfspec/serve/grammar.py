@@ -10,9 +10,9 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.serve.call_grammar import CallGrammar
 from selfspec.serve.schema_check import MOST_STATES, check_schema, pattern_states
 from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat
-from selfspec.serve.tool_calls import CallGrammar
 
 Wanted = JsonObjectFormat | JsonSchemaFormat | RegexFormat | CallGrammar
 """What an answer has to fit."""

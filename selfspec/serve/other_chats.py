@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from selfspec.serve.answering import NewPiece
 from selfspec.serve.api_error import ApiError, validation_error
+from selfspec.serve.call_reader import ToolCall
 from selfspec.serve.chat_completions import chat_work
 from selfspec.serve.choice import Counts
 from selfspec.serve.endpoint import Body, Form, Work, answer, row_requests
 from selfspec.serve.schemas import ChatCompletionRequest
 from selfspec.serve.served import Served
-from selfspec.serve.tool_calls import ToolCall
 
 
 async def answer_as(

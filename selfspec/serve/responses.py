@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
+from selfspec.serve.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoint import Body, Work, event
 from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, text_of
 from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, RequestFields, Strict
 from selfspec.serve.served import Served
-from selfspec.serve.tool_calls import ToolCall
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 

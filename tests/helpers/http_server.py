@@ -116,12 +116,13 @@ def running(
     aliases: Sequence[str] = (),
     origins: Sequence[str] = (),
     folder: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
     """Serve the stories, another checkpoint, or a model, in float64, drafting by look-ups and an exit, in a thread."""
     folder = folder or str(checkpoint_folder())
     model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder)
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)

@@ -10,10 +10,10 @@ import pytest
 
 from helpers.chat_templates import BARE
 from helpers.http_server import NAME, Reply, Running, running
+from selfspec.serve.call_formats import HERMES
 from selfspec.serve.chat_completions import call_grammar
 from selfspec.serve.messages import MessagesRequest
 from selfspec.serve.schemas import ChatCompletionRequest
-from selfspec.serve.tool_calls import HERMES
 
 ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
 RESPONSE_TOOL = {"type": "function", "name": "weather", "parameters": ARGUMENTS}

@@ -13,8 +13,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from helpers.chat_templates import QWEN_CODER
 from selfspec.errors import UnsupportedOptionError
+from selfspec.serve.call_formats import HERMES, CallFormat, ResponseFormat
+from selfspec.serve.call_grammar import CallGrammar
+from selfspec.serve.call_learning import find_format
+from selfspec.serve.call_reader import CallReader
 from selfspec.serve.grammar import style_of
-from selfspec.serve.tool_calls import HERMES, CallFormat, CallGrammar, CallReader, read_format
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
 HERMES_LIKE = (
@@ -102,7 +105,9 @@ def rendered(source: str, messages: list[dict[str, Any]], prompt: bool) -> str:
 
 
 def format_of(source: str) -> CallFormat | None:
-    return read_format(lambda messages, prompt: rendered(source, messages, prompt))
+    found = find_format(lambda messages, _: rendered(source, messages, False), source)
+    assert not isinstance(found, ResponseFormat)
+    return found
 
 
 def read(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
@@ -136,7 +141,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str, cuts: list[int]) 
     wanted = [("weather", ARGUMENTS), ("time", {})][: 1 if form.separator is None else 2]
     text = form.text([(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in wanted])
     assert read_whole(form, text, cuts) == ("", wanted)
-    if form.marker:
+    if (form.begin + form.before).partition("{")[0].strip():
         said, calls = read_whole(form, "Let me see. " + text, cuts)
         assert (said.strip(), calls) == ("Let me see.", wanted)
 
@@ -222,13 +227,13 @@ def test_formats() -> None:
     assert format_of(PYTHONIC) is None
     llama = format_of(LLAMA)
     assert llama is not None
-    assert (llama.separator, llama.marker) == (None, "")
+    assert (llama.separator, llama.before) == (None, '{"name": "')
     mistral = format_of(MISTRAL)
     assert mistral is not None
     assert (mistral.begin, mistral.separator) == ("[TOOL_CALLS] [", ", ")
     deepseek = format_of(DEEPSEEK)
     assert deepseek is not None
-    assert (deepseek.begin, deepseek.arguments_as_text) == ("<calls>", True)
+    assert (deepseek.begin, deepseek.before) == ("<calls>", "<call>function<sep>")
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -1,0 +1,256 @@
+"""Formats of tool calls that models are taught, each declared once; a format more is an entry more of a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How arguments are written as text between tags: each as `before` KEY `between` VALUE `after`."""
+
+    before: str
+    between: str
+    after: str
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written: `begin`, then each as `before` NAME `between` ARGUMENTS `after`, then `end`.
+
+    Readers take any white space where these have some.
+
+    Attributes:
+        separator: between two calls; None: an answer makes one call.
+        tags: that arguments are written with; None: as JSON.
+        opening: regular expression of all that may stand before a name or an object, where that is more than `begin`
+            and `before`; `joint`: of what may stand in place of `between`.
+        signs: what a template holds whose model writes calls so, though the template itself writes none.
+    """
+
+    before: str
+    between: str
+    after: str
+    begin: str = ""
+    end: str = ""
+    separator: str | None = ""
+    tags: Tags | None = None
+    opening: str | None = None
+    joint: str | None = None
+    signs: tuple[str, ...] = ()
+
+    @property
+    def is_object(self) -> bool:
+        """Whether name and arguments are in one object."""
+        return "{" in self.before
+
+    @property
+    def marks(self) -> str:
+        """All that it writes besides names and arguments."""
+        patterns = f"{self.opening}{self.joint}".replace("\\", "")
+        return self.text([("", "")]) + (self.separator or "") + patterns
+
+    def text(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Write calls, a name and the JSON of an object each; other arguments are written as they are."""
+        each = [f"{self.before}{name}{self.between}{self._inner(arguments)}{self.after}" for name, arguments in calls]
+        return self.begin + ("\n" if self.separator is None else self.separator).join(each) + self.end
+
+    def _inner(self, arguments: str) -> str:
+        tags = self.tags
+        if tags is None or not arguments.startswith("{"):
+            return arguments
+        values = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in json.loads(arguments).items()
+        }
+        return "".join(f"{tags.before}{key}{tags.between}{value}{tags.after}" for key, value in values.items())
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """How calls are written, as the field `tool_calls` of a response template of transformers says."""
+
+    template: Mapping[str, Any]
+
+    @property
+    def marks(self) -> str:
+        """All that it may write besides names and arguments."""
+        calls = self.template["fields"]["tool_calls"]
+        keys = ("open", "open_pattern", "close", "close_pattern", "content_args")
+        # Patterns, as what they match.
+        return "".join(_texts([calls.get(key) for key in keys])).replace("[|]", "|").replace("\\", "")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
+
+
+HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
+"""What models are told to write whose template says nothing of calls."""
+
+_PARAMETERS = Tags("<parameter=", ">\n", "\n</parameter>\n")
+
+FORMATS = (
+    # Hermes, Qwen, Granite 4, SmolLM3.
+    HERMES,
+    # Qwen3-Coder, Qwen3.5, Nemotron 3. Some answers leave the outer tag out.
+    CallFormat(
+        "<tool_call>\n<function=",
+        ">\n",
+        "</function>\n</tool_call>",
+        separator="\n",
+        tags=_PARAMETERS,
+        opening=r"(?:<tool_call>\s*)?<function=",
+    ),
+    # GLM 4.5, and from 4.7 on.
+    CallFormat(
+        "<tool_call>",
+        "\n",
+        "</tool_call>",
+        separator="\n",
+        tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    CallFormat("<tool_call>", "", "</tool_call>", tags=Tags("<arg_key>", "</arg_key><arg_value>", "</arg_value>")),
+    # MiniMax M2.
+    CallFormat(
+        '<invoke name="',
+        '">\n',
+        "</invoke>",
+        begin="<minimax:tool_call>\n",
+        end="\n</minimax:tool_call>",
+        separator="\n",
+        tags=Tags('<parameter name="', '">', "</parameter>\n"),
+    ),
+    # Llama 3, and others that write an object and nothing else.
+    CallFormat(
+        '{"name": "',
+        '", "parameters": ',
+        "}",
+        separator=None,
+        opening=r"(?:<\|python_tag\|>|(?<=\A\s*|</think>\s*))",
+    ),
+    CallFormat('{"name": "', '", "arguments": ', "}", separator=None),
+    # Mistral: a list, and from its tokenizer's version 11 on names.
+    CallFormat(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        begin="[TOOL_CALLS] [",
+        end="]",
+        separator=", ",
+        opening=r"\[TOOL_CALLS\]",
+    ),
+    CallFormat("[TOOL_CALLS]", "[ARGS]", "", joint=r"(?:\[CALL_ID\]\w*)?\[ARGS\]"),
+    # DeepSeek R1 and V3, and V3.1.
+    CallFormat(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+        separator="\n",
+    ),
+    CallFormat(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    # Kimi K2; ids count calls.
+    CallFormat(
+        "<|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        separator=None,
+        joint=r":\d+\s*<\|tool_call_argument_begin\|>",
+    ),
+    # Command R, and Command R7B and A.
+    CallFormat(
+        '{\n        "tool_name": "',
+        '",\n        "parameters": ',
+        "\n    }",
+        begin="Action:```json\n[\n    ",
+        end="\n]```",
+        separator=",\n    ",
+        opening=r"Action:\s*```json",
+    ),
+    CallFormat(
+        '{"tool_call_id": "0", "tool_name": "',
+        '", "parameters": ',
+        "}",
+        begin="<|START_ACTION|>[\n    ",
+        end="\n]<|END_ACTION|>",
+        separator=None,
+    ),
+    # Phi-4-mini, before Granite 3, whose mark is a part of its own.
+    CallFormat(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        begin="<|tool_call|>[",
+        end="]<|/tool_call|>",
+        separator=", ",
+        signs=("<|/tool|>",),
+    ),
+    CallFormat(
+        '{"name": "', '", "arguments": ', "}", begin="<|tool_call|>[", end="]", separator=", ", signs=("<|tool_call|>",)
+    ),
+    # Nemotron Nano.
+    CallFormat(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        begin="<TOOLCALL>[",
+        end="]</TOOLCALL>",
+        separator=", ",
+        signs=("<TOOLCALL>",),
+    ),
+    # gpt-oss: a channel addressed to a function. Its end token follows, so one call is an answer.
+    CallFormat(
+        "<|channel|>commentary to=functions.",
+        " <|constrain|>json<|message|>",
+        "",
+        separator=None,
+        opening=r"(?:(?:<\|end\|>)?<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? to=functions\.",
+        joint=r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+    ),
+)
+"""A template's is the first that writes as it does, or that reads what it writes."""
+
+
+def _braced(opened: str, closed: str, quote: str) -> ResponseFormat:
+    """Calls whose arguments are an object without quotes, strings between marks of their own."""
+    return ResponseFormat(
+        {
+            "start_anchor": opened,
+            "fields": {
+                "tool_calls": {
+                    "open_pattern": rf"{opened.replace('|', '[|]')}call:(?P<name>[\w.-]+)",
+                    "close": closed,
+                    "repeats": True,
+                    "content": "json",
+                    "content_args": {"unquoted_keys": True, "string_delims": [[quote, quote]]},
+                    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+                }
+            },
+        }
+    )
+
+
+RESPONSES = (
+    # FunctionGemma, and Gemma 4.
+    _braced("<start_function_call>", "<end_function_call>", "<escape>"),
+    _braced("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+"""Those that only a parser of transformers reads: no grammar forces them."""

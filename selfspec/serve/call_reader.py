@@ -1,0 +1,426 @@
+"""Finds calls of tools in an answer that comes piece by piece."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from selfspec.serve.call_formats import CallFormat, ResponseFormat, Tags
+
+_Found = TypeVar("_Found")
+_Reading = Generator[None, None, _Found]
+"""Yields where it needs more text."""
+
+
+@dataclass
+class ToolCall:
+    """A call that an answer makes, as far as it is written; `arguments` are JSON, or what the model takes for that.
+
+    Some templates take ids of nine letters alone.
+    """
+
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What is new of a call: some of its arguments, its beginning, its end."""
+
+    call: ToolCall
+    index: int
+    arguments: str
+    begins: bool
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is new of an answer: text, and calls."""
+
+    text: str
+    calls: tuple[CallDelta, ...]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What is read once all of it is there: up to where `close` matches, or else the answer ends."""
+
+    close: Any
+    parse: Callable[[str], list[Any]]
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What a reader looks for.
+
+    Attributes:
+        first: what a call begins with in text, up to its object or its arguments; `again`: right behind another.
+        body: what follows: an object with the name in it (None), one of arguments, tags, or what is read at once.
+        ends: what may stand behind a call.
+    """
+
+    first: Any
+    again: Any
+    body: Tags | _Whole | str | None
+    ends: tuple[Any, ...]
+
+
+def _loose(literal: str) -> str:
+    """A pattern of a literal with any white space where it has some."""
+    return r"\s*".join(map(regex.escape, regex.split(r"\s+", literal)))
+
+
+def _pattern(text: str) -> Any:
+    return regex.compile(text, regex.DOTALL)
+
+
+_OBJECT = r'(?=\{\s*")'
+_JSON = "JSON"
+
+
+def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
+    """What a reader of a format looks for, of calls of these tools."""
+    lead, _, _ = form.before.partition("{")
+    begin = form.begin.rstrip().removesuffix("[")
+    body: Tags | str | None = form.tags
+    if form.is_object:
+        inner, after = rf"\s*\[?\s*{_OBJECT}", form.after.rpartition("}")[2]
+    else:
+        name, joint = "|".join(map(regex.escape, names)) or r"(?!)", form.joint or _loose(form.between)
+        body = form.tags or _JSON
+        # Names end where something else begins.
+        open_ends = r"(?=[\s<])" if form.tags and not form.between.strip() else ""
+        inner = rf"(?P<name>{name})\s*{joint}{open_ends}" + (r"\s*(?=\{)" if body is _JSON else "")
+        after = form.after
+    opening = form.opening or (rf"(?:{_loose(begin)})?{_loose(lead)}" if lead.strip() else _loose(begin))
+    if not opening.strip("\\s*"):
+        # Only what an answer begins with may be a call.
+        opening = r"(?<=\A\s*|</think>\s*)"
+    further = rf"(?:{opening})?" if form.is_object else opening
+    ends = [r"\]"] if form.is_object else []
+    ends += [_loose(each.strip()) for each in (after, form.end.strip().removeprefix("]")) if each.strip()]
+    return _Marks(
+        _pattern(rf"\s*{opening}{inner}"),
+        _pattern(rf"[\s,;]*{further}{inner}"),
+        body,
+        tuple(_pattern(rf"\s*{each}") for each in ends),
+    )
+
+
+def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> _Marks:
+    """The same for a response template."""
+    calls = load_response_template(dict(form.template)).fields["tool_calls"]
+    function = calls.transform.get("function") if isinstance(calls.transform, dict) else None
+    plain = calls.content == "json" and not calls.content_args and calls.close_re is not None
+    # What may grow waits for what follows.
+    further = r"(?=.|\Z)"
+    close = _pattern(calls.close_re.pattern) if calls.close_re is not None else _pattern(r"(?!)")
+    body: _Whole | str | None
+    if plain and function == "{content}":
+        body, further = None, rf"\s*{_OBJECT}"
+    elif plain and isinstance(function, dict) and function.get("arguments") == "{content}" and "name" in function:
+        body, further = _JSON, r"\s*(?=\{)"
+    else:
+        given = [{"type": "function", "function": {"name": name, "parameters": tools[name]}} for name in tools]
+
+        def parse(text: str) -> list[Any]:
+            found = parse_response(text, dict(form.template), prefix="", tools=given).get("tool_calls") or []
+            return [each for item in found for each in (item if isinstance(item, list) else [item])]
+
+        body = _Whole(close, parse)
+    first = _pattern(rf"\s*(?:{calls.open_re.pattern}){further}")
+    return _Marks(first, first, body, (_pattern(rf"\s*(?:{close.pattern})"),))
+
+
+class CallReader:
+    """Reads an answer that comes piece by piece: text, and calls of tools, each with the schema of its arguments.
+
+    A call begins once its name and the beginning of its arguments are there, and what follows is sent as it comes.
+
+    Args:
+        form: how calls are written.
+        tools: names, with the schemas of their arguments.
+        special: tokens' texts that are no text where they are in no call.
+    """
+
+    def __init__(
+        self, form: CallFormat | ResponseFormat, tools: Mapping[str, Mapping[str, Any]], special: Iterable[str] = ()
+    ) -> None:
+        self._tools = tools
+        self._marks = _marks(form, tools) if isinstance(form, CallFormat) else _response_marks(form, tools)
+        self._special = _pattern("|".join(map(regex.escape, special)) or "(?!)")
+        self._count = 0
+        # The answer, how far it is read, and what came of it.
+        self._text = self._said = ""
+        self._at = 0
+        self._ended = False
+        self._deltas: list[CallDelta] = []
+        self._parser = self._parse()
+
+    def push(self, text: str, ended: bool = False) -> Said:
+        """Take text, the last if it has `ended`; return what is now known."""
+        self._text, self._ended = self._text + text, ended
+        self._said, self._deltas = "", []
+        next(self._parser)
+        return Said(self._said, tuple(self._deltas))
+
+    def _parse(self) -> _Reading[None]:
+        while True:
+            call = self._marks.first.search(self._text, self._at, partial=not self._ended)
+            special = self._special.search(self._text, self._at, partial=not self._ended)
+            found = min(filter(None, (call, special)), key=lambda each: each.start(), default=None)
+            self._say(len(self._text) if found is None else found.start())
+            if found is None or found.partial:
+                yield
+            elif found is call:
+                yield from self._calls(call)
+            else:
+                self._at = found.end()
+
+    def _calls(self, found: Any) -> _Reading[None]:
+        """Read calls, the first of which begins as was found, up to what is none."""
+        while found is not None:
+            begun, self._at = self._at, found.end()
+            if not (yield from self._call(found)):
+                # It began as a call, and is text.
+                self._at = begun
+                self._say(max(found.end(), begun + 1))
+                return
+            for end in self._marks.ends:
+                yield from self._passed(end)
+            # White space behind calls is none of the text.
+            while not self._text[self._at :].strip() and not self._ended:
+                yield
+            found = yield from self._met(self._marks.again)
+        self._at = len(self._text) - len(self._text[self._at :].lstrip())
+
+    def _call(self, found: Any) -> _Reading[bool]:
+        """Read a call and say whether it is one."""
+        body = self._marks.body
+        if isinstance(body, _Whole):
+            return (yield from self._at_once(found, body))
+        if body is None:
+            return (yield from self._object())
+        if found["name"] not in self._tools:
+            return False
+        call = self._begun(found["name"])
+        if isinstance(body, Tags):
+            yield from self._tagged(call, body)
+        elif (yield from self._balanced(0, call)):
+            self._grow(call, "", ends=True)
+        return True
+
+    def _object(self) -> _Reading[bool]:
+        """Read a call that is an object."""
+        begun = self._at
+        head = yield from self._met(_HEAD)
+        if head is not None and (name := json.loads(f'"{head["name"]}"', strict=False)) in self._tools:
+            self._at = head.end()
+            call = self._begun(name)
+            if (yield from self._balanced(0, call)):
+                self._grow(call, "", ends=True)
+                # Some leave out what closes the object.
+                if (yield from self._met(_MORE)) is not None:
+                    yield from self._balanced(1)
+            return True
+        if not (yield from self._balanced(0)):
+            return False
+        try:
+            value = json.loads(self._text[begun : self._at])
+        except ValueError:
+            return False
+        return self._add([value.get("function", value)])
+
+    def _at_once(self, found: Any, body: _Whole) -> _Reading[bool]:
+        """Read a call that is known once all of it is there."""
+        closed = None
+        while True:
+            closed = body.close.search(self._text, self._at, partial=not self._ended)
+            if closed is not None and not closed.partial:
+                break
+            self._at = len(self._text) if closed is None else closed.start()
+            if self._ended:
+                break
+            yield
+        self._at = len(self._text) if closed is None else closed.end()
+        try:
+            return self._add(body.parse(self._text[found.start() : self._at]))
+        # Whatever a template's patterns and the parsers that it names make of another text than they expect.
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+
+    def _add(self, calls: list[Any]) -> bool:
+        """Take calls that are whole, unless one of them is none of the tools'."""
+        found = [_named(call.get("function", call)) for call in calls if isinstance(call, dict)]
+        known = [call for call in found if call is not None and call.name in self._tools]
+        if not known or len(known) < len(calls):
+            return False
+        for call in known:
+            self._count += 1
+            self._grow(call, "", begins=True, ends=True)
+        return True
+
+    def _begun(self, name: str) -> ToolCall:
+        call = ToolCall(name)
+        self._count += 1
+        self._grow(call, "", begins=True)
+        return call
+
+    def _balanced(self, depth: int, call: ToolCall | None = None) -> _Reading[bool]:
+        """Read JSON, of a call's arguments, until its brackets are closed, of which `depth` are open already.
+
+        Say whether they are.
+        """
+        quoted = escaped = False
+        while True:
+            begun = self._at
+            for at in range(begun, len(self._text)):
+                letter = self._text[at]
+                if quoted:
+                    quoted, escaped = escaped or letter != '"', not escaped and letter == "\\"
+                elif letter == '"':
+                    quoted = True
+                else:
+                    depth += (letter in "[{") - (letter in "]}")
+                    if depth == 0:
+                        self._at = at + 1
+                        self._grow(call, self._text[begun : self._at])
+                        return True
+            self._at = len(self._text)
+            self._grow(call, self._text[begun:])
+            if self._ended:
+                return False
+            yield
+
+    def _tagged(self, call: ToolCall, tags: Tags) -> _Reading[None]:
+        """Read arguments between tags, each sent as JSON once it is whole."""
+        self._grow(call, "{")
+        types = self._tools[call.name].get("properties", {})
+        key = _pattern(rf"\s*{_loose(tags.before)}(?P<key>[^<>\n]*?)\s*{_loose(tags.between.strip())}")
+        after, count = tags.after.strip(), 0
+        while (found := (yield from self._met(key))) is not None:
+            begun = self._at = found.end()
+            while (end := self._text.find(after, self._at)) < 0:
+                if self._ended:
+                    self._at = len(self._text)
+                    return
+                self._at = max(begun, len(self._text) - len(after))
+                yield
+            self._at = end + len(after)
+            value = self._text[begun:end].removeprefix("\n").removesuffix("\n")
+            name = found["key"].strip()
+            written = f"{json.dumps(name)}: {json.dumps(_typed(value, types.get(name, {})), ensure_ascii=False)}"
+            self._grow(call, (", " if count else "") + written)
+            count += 1
+        if (yield from self._met(self._marks.ends[0])) is None and self._ended:
+            # It is cut off: more might have come.
+            self._at = len(self._text)
+        else:
+            self._grow(call, "}", ends=True)
+
+    def _met(self, pattern: Any) -> _Reading[Any]:
+        """The match of a pattern here, once it is certain; None: there is none."""
+        while (found := pattern.match(self._text, self._at, partial=not self._ended)) is not None and found.partial:
+            yield
+        return found
+
+    def _passed(self, pattern: Any) -> _Reading[None]:
+        """Pass over what matches here, if it does."""
+        found = yield from self._met(pattern)
+        self._at = self._at if found is None else found.end()
+
+    def _grow(self, call: ToolCall | None, arguments: str, begins: bool = False, ends: bool = False) -> None:
+        """Send what is new of a call, in one piece with what else is new of it."""
+        if call is None:
+            return
+        call.arguments += arguments
+        new = call.arguments if begins else arguments
+        last = self._deltas[-1] if self._deltas else None
+        if last is not None and last.call is call:
+            self._deltas[-1] = replace(last, arguments=last.arguments + arguments, ends=ends)
+        elif arguments or begins or ends:
+            self._deltas.append(CallDelta(call, self._count - 1, new, begins, ends))
+
+    def _say(self, end: int) -> None:
+        """Take all up to a place as text."""
+        self._said += self._special.sub("", self._text[self._at : end])
+        self._at = max(self._at, end)
+
+
+@dataclass(frozen=True)
+class CallableTools:
+    """Tools that an answer may call.
+
+    Attributes:
+        form: how calls are written.
+        schemas: of the arguments of each.
+        shown: special tokens that calls are written with, and their texts.
+    """
+
+    form: CallFormat | ResponseFormat
+    schemas: Mapping[str, Mapping[str, Any]]
+    shown: Mapping[int, str]
+
+    def reader(self) -> CallReader:
+        """Make what reads one answer."""
+        return CallReader(self.form, self.schemas, [*self.shown.values()])
+
+
+def _named(value: Any) -> ToolCall | None:
+    """A call out of an object that has its name and its arguments, in whatever words; None: it is none."""
+    if not isinstance(value, dict):
+        return None
+    name = next((value[key] for key in ("name", "tool_name") if key in value), None)
+    arguments = next((value[key] for key in _ARGUMENTS if key in value), None)
+    written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    return ToolCall(name, written) if isinstance(name, str) and isinstance(written, str) else None
+
+
+_ARGUMENTS = ("arguments", "parameters", "args")
+_HEAD = _pattern(
+    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"\s*,\s*'
+    rf'"(?:{"|".join(_ARGUMENTS)})"\s*:\s*(?=\{{)'
+)
+_MORE = _pattern(r"\s*[,}]")
+_WORDS = {"True": True, "False": False, "None": None}
+_TYPES: Mapping[type, Collection[str]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A value that was written as text: JSON, or as in Python, of a type that it may have; else a string.
+
+    Blanks may stand around those of an enum.
+    """
+    stripped = text.strip()
+    if stripped in (*schema.get("enum", ()), schema.get("const")):
+        return stripped
+    try:
+        value = _WORDS[stripped] if stripped in _WORDS else json.loads(text)
+    except ValueError:
+        return text
+    types = _types(schema)
+    return value if not types or not types.isdisjoint(_TYPES[type(value)]) else text
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names."""
+    named = schema.get("type", ())
+    inner = [each for union in ("anyOf", "oneOf") for each in schema.get(union, ()) if isinstance(each, Mapping)]
+    return {*([named] if isinstance(named, str) else named)}.union(*map(_types, inner))
