@@ -191,7 +191,7 @@ def test_samples_of_rows_in_lockstep_follow_the_exact_joint(draft: str, rule: st
 @pytest.mark.statistical
 @pytest.mark.parametrize(("draft", "rule"), taking_turns(list(UNIONS), ("token", "block")))
 def test_samples_of_unions_in_lockstep_follow_the_exact_joint(draft: str, rule: str) -> None:
-    control, warp = ModelInLockstep(2, nodes=3), Warp(temperature=0.5)
-    # What one other row accepts says most.
-    rows = 2 if draft == "offers+exit" else 16
+    # What one other row accepts of a model's draft says most.
+    kind, rows = (ModelInLockstep, 2) if draft == "offers+exit" else (InLockstep, 16)
+    control, warp = kind(2, nodes=3), Warp(temperature=0.5)
     assert rejected(UNIONS[draft](), rule, warp, control, rows, 20_480 // rows, EQUALLY_LONG) == []
