@@ -227,7 +227,7 @@ class SelfSpeculative:
         self._memories: dict[Hashable, object] = {}
         self._closed = False
         adapter.check(model)
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._prepare()
         self._vocabulary = vocabulary_size(self.model)
         ranks = ranks_of(model)
@@ -452,7 +452,7 @@ class SelfSpeculative:
                 f"{type(self.model).__name__} has an encoder, and rows that come and go have none; call "
                 "generate, or let a pipeline of transformers run it, as docs/speech.md shows"
             )
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._follow_device()
         self._follow_vocabulary()
         self._check_rows_differ()
@@ -520,7 +520,7 @@ class SelfSpeculative:
         self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
     ) -> Generation:
         self._check_open()
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])

@@ -84,7 +84,7 @@ class Assistant(Drafter):
             object.__setattr__(self, name, value)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         encodes = has_encoder(model)
         if encodes != has_encoder(self.model) or (encodes and self.model.main_input_name != model.main_input_name):
             raise DraftConfigError(
@@ -164,7 +164,7 @@ class Assistant(Drafter):
             UnsupportedModelError: they are several, and the assistant takes one; or it cannot read trees.
             DraftConfigError: they are on another device.
         """
-        check_decodable(self.model)
+        check_decodable(self.model, self.adapter)
         if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
         name, own, device = type(self.model).__name__, self.model.device, rows.last_tokens.device

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from selfspec.model.decodable import check_decodable
+from selfspec.model.registry import find_adapter
 
 
 class _Elsewhere:
@@ -29,4 +30,4 @@ def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypat
 
     monkeypatch.setattr(llama, "parameters", parameters)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
-        check_decodable(llama)
+        check_decodable(llama, find_adapter(llama))
