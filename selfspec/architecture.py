@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.shared_cache import SharedCache, recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
+from selfspec.compat import forward_parameters
 from selfspec.errors import UnsupportedModelError
 
 
@@ -341,4 +341,4 @@ def takes_positions(model: nn.Module) -> bool:
 
 def takes(model: nn.Module, name: str) -> bool:
     """Whether a model's `forward` has a parameter of that name."""
-    return name in inspect.signature(type(model).forward).parameters
+    return name in forward_parameters(model)

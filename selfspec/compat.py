@@ -16,6 +16,8 @@ from torch import nn
 from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from selfspec.errors import UnsupportedModelError
+
 NEWEST_TESTED = {"torch": "2.15", "transformers": "5.24"}
 """The newest minor release of each that the tests have run on; one more is accepted, and `doctor` says so."""
 
@@ -44,15 +46,36 @@ RENAMED_CACHE = OUTPUT_CACHE == "cache"
 """Whether this is 5.24 or newer."""
 
 
+def forward_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names that the `forward` of a model's class takes.
+
+    One that takes any keyword, in a class of the user's own, hands them on to the class that it extends.
+    """
+    names: set[str] = set()
+    for kind in type(model).__mro__:
+        forward = vars(kind).get("forward")
+        if forward is None:
+            continue
+        parameters = inspect.signature(forward).parameters
+        names |= parameters.keys()
+        hands_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        if not hands_on or kind.__module__.startswith("transformers."):
+            break
+    return frozenset(names)
+
+
 def cache_argument(model: nn.Module) -> str:
     """Return the name by which the `forward` of a stock model takes its cache.
 
     Raises:
-        TypeError: it takes none.
+        UnsupportedModelError: it names none.
     """
-    name = cache_name(inspect.signature(type(model).forward).parameters)
+    name = cache_name(forward_parameters(model))
     if name is None:
-        raise TypeError(f"the forward of {type(model).__name__} takes no cache")
+        raise UnsupportedModelError(
+            f"the forward of {type(model).__name__} names no cache among its parameters; name it, or extend a class of "
+            "transformers whose forward does"
+        )
     return name
 
 

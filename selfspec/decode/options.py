@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from inspect import signature
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.generation import GenerationMode
 from selfspec.arguments import check_callables
 from selfspec.cache.masks import smallest_window
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.compat import CACHE_NAMES
+from selfspec.compat import CACHE_NAMES, forward_parameters
 from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
 
@@ -128,9 +127,9 @@ def check_keywords(
         raise unsupported("cache_implementation", cache)
 
 
-def _further_inputs(model: PreTrainedModel) -> set[str]:
+def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
     """Inputs of the model that come beside a prompt, such as images, and what tokenizers and processors hand over."""
-    return set(signature(type(model).forward).parameters) - _NO_INPUTS
+    return forward_parameters(model) - _NO_INPUTS
 
 
 @cache

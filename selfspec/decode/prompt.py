@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from selfspec.cache.transfer import holds_anything, is_callers, past_length, past_of
-from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.vocabulary import weight_of
 
 
@@ -131,6 +131,7 @@ def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
         model_kwargs: what else `generate` has prepared.
 
     Raises:
+        UnsupportedModelError: it adds no soft prompt.
         UnsupportedOptionError: the caller passes a cache as well, or rows are padded and there are no position_ids.
     """
     prepare = vars(model).get("prepare_inputs_for_generation")
@@ -144,6 +145,14 @@ def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
             "prompt takes; pass the whole conversation as input_ids alone"
         )
     inputs: dict[str, Any] = prepare(input_ids, is_first_iteration=True, **model_kwargs)
+    past = past_of(inputs)
+    # The caller's own prompt may be embeddings, too.
+    embedded = inputs.get("inputs_embeds") is not None and model_kwargs.get("inputs_embeds") is None
+    if not embedded and (past is None or not holds_anything(past)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a prepare_inputs_for_generation of its own, which adds no soft prompt and "
+            "would not be called for later tokens; use model.generate, or do the same in forward or in a hook"
+        )
     mask = inputs.get("attention_mask")
     if mask is not None and inputs.get("position_ids") is None and bool((mask == 0).any()):
         raise UnsupportedOptionError(

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, StoppingCriteriaList, StopStringCriteria
 
-from selfspec.architecture import Adapter
+from selfspec.architecture import Adapter, takes
 from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.source import Source
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
@@ -360,6 +360,13 @@ def prepared_request(
         mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
+    # Where its own forward does not name them, `transformers` hands a model none; differences alone stay as they are.
+    counted = takes(model, "position_ids") and inputs.get("position_ids") is None and not has_encoder(model)
+    if counted and not getattr(config, "rope_parameters", None) and not bool(mask.all()):
+        raise UnsupportedOptionError(
+            f"padded rows: the forward of {type(model).__name__} names no position_ids, so that transformers counts "
+            "padding as positions; name them in its signature, or pass rows of one length, or one row at a time"
+        )
     reading = None
     moved = moves_positions(model, inputs, mask)
     if moved or (beside_text(inputs) and not change_nothing(model, adapter, inputs, mask)):

@@ -8,7 +8,10 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import unknown_layer_types
+from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
+from selfspec.model.overrides import check_loop
+from selfspec.model.view import view_with
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
 # Adapters of PEFT whose output for a token depends on more than the model's own inputs up to that token.
@@ -20,12 +23,18 @@ _ADAPTERS = {
 
 
 def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse a model that cannot be decoded as it is now: its layers, attention kernel, modules, or training mode.
+    """Refuse a model that cannot be decoded as it is now: layers, methods, attention kernel, modules, training mode.
 
     Raises:
         UnsupportedModelError: naming what is in the way.
     """
     adapter.check(model)
+    check_loop(model)
+    cache_argument(model)
+    # What runs in place of a `forward` around the layers must run around others.
+    path = adapter.path(model)
+    for length in range(len(path)):
+        view_with(model.get_submodule(".".join(path[:length])), {})
     _check_modules(model)
     _check_one_device(model)
     config = model.config.get_text_config(decoder=True)

@@ -137,6 +137,10 @@ def _rebound(value: Any, module: nn.Module, view: nn.Module) -> Any:
         arguments = (view if bound is module else bound for bound in value.args)
         keywords = {name: view if bound is module else bound for name, bound in value.keywords.items()}
         return partial(value.func, *arguments, **keywords)
+    # Compiled, it would run the old children; what was compiled does the same over others.
+    compiled = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
+    if compiled is not None and (inside := _rebound(compiled, module, view)) is not compiled:
+        return inside
     return value
 
 

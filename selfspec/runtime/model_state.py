@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.generic import GeneralInterface
 
+from selfspec.model.overrides import GLOBAL_HOOKS
 from selfspec.runtime.attention_kernels import attends_by_cudnn
-from selfspec.runtime.recordable import GLOBAL_HOOKS
 
 # Compare these by value.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -15,13 +14,11 @@ from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.low_bits import LowBitsLinear
+from selfspec.model.overrides import GLOBAL_HOOKS, has_hooks
 from selfspec.model.view import copied, has_other_forward, is_streamed
 
 # Modules of these are known to decide alike in every call.
 _KNOWN = ("torch.nn.", "transformers.", "selfspec.")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
-"""Hooks of all modules of the process, by number."""
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -38,7 +35,7 @@ def why_not(model: nn.Module) -> str | None:
             )
         if has_other_forward(module):
             return f"the forward of {name or 'the model'} was replaced"
-        if any(module.__dict__[hooks] for hooks in _HOOKS):
+        if has_hooks(module):
             return f"{name or 'the model'} has hooks"
     known = {
         id(weight)

@@ -25,6 +25,7 @@ from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel, compared_view
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.overrides import base_alone
 from selfspec.model.row_positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size, weight_of
@@ -69,6 +70,7 @@ class PassCall:
         head: reads the last states of a path that leaves early; None: the model's own norm and head.
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
         taps: points whose states are kept, of a path that runs there.
+        reads_logits: whether all its logits are read; else the head, if it runs, reads the last token alone.
     """
 
     path: LayerPath
@@ -78,6 +80,7 @@ class PassCall:
     head: DraftHead | None = None
     base: str | None = None
     taps: tuple[Point, ...] = ()
+    reads_logits: bool = True
 
 
 class ModelRunner:
@@ -180,7 +183,7 @@ class ModelRunner:
 
     def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
         """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
-        call = PassCall(path, tokens, first, base=self._base)
+        call = PassCall(path, tokens, first, base=self._runs_alone, reads_logits=False)
         with self._reading(call):
             return self._run_in_block(call).states
 
@@ -209,7 +212,7 @@ class ModelRunner:
             `[batch, tokens, vocab]` each: of the exit, -inf at tokens that cannot be drafted; and at the end.
         """
         view = compared_view(self._model, self._adapter, exit_layer, head)
-        kept = {"logits_to_keep": min(most, tokens.shape[1])} if self.keeps_last_logits else {}
+        kept = self._kept(min(most, tokens.shape[1]))
         with for_new_lengths(self.device):
             target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
         return (draft if head is None else head.alone(draft)), target
@@ -227,12 +230,12 @@ class ModelRunner:
         """
         with for_new_lengths(self.device):
             if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-                call = PassCall(LayerPath.full(self.depth), tokens, base=self._base, taps=taps)
+                path = LayerPath.full(self.depth)
+                call = PassCall(path, tokens, base=self._runs_alone, taps=taps, reads_logits=False)
                 return self._run_stock(call).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
             tap = FeatureTap(self._model, self._adapter, self._base, taps)
-            base = tap.module.get_submodule(self._base)
-            base(**self._called_with(base, tokens))
+            self._run_for_states(tap.module, tokens)
         self._cache.record(tokens.shape[1])
         return tap.take()
 
@@ -252,9 +255,8 @@ class ModelRunner:
             return
         if self._shares is None:
             self._shares = AttentionShares(self._model)
-        base = self._shares.module.get_submodule(self._base)
         with self._reading(PassCall(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
-            base(**self._called_with(base, tokens))
+            self._run_for_states(self._shares.module, tokens)
         long = [row for row, length in enumerate(lengths) if length > keys]
         top.choose(shares[0], lengths, long if apart is None else due)
 
@@ -297,7 +299,24 @@ class ModelRunner:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         view = self._view(call.path, call.head, call.taps)
         inputs = self._inputs(call.tokens, call.first, call.path.view)
+        if call.base is None and not call.reads_logits:
+            inputs |= self._kept(1)
         return run_view(view, call.base, call.entering, inputs, self._cache.source)
+
+    @property
+    def _runs_alone(self) -> str | None:
+        """The base, where it may run alone for what a pass leaves; None: what is around it acts on a pass, too."""
+        return self._base if base_alone(self._stock_model, self._base) else None
+
+    def _run_for_states(self, module: nn.Module, tokens: Tensor) -> None:
+        """Run a view of the stock model over tokens for what they leave in the cache."""
+        base = self._runs_alone
+        runs, kept = (module, self._kept(1)) if base is None else (module.get_submodule(base), {})
+        runs(**self._called_with(runs, tokens), **kept)
+
+    def _kept(self, last: int) -> dict[str, object]:
+        """What leaves out logits of all but the last tokens, where the model can."""
+        return {"logits_to_keep": last} if self.keeps_last_logits else {}
 
     # What another runner replaces.
     _run_in_block = _run_stock

@@ -118,7 +118,7 @@ def test_rows_in_lockstep_are_cut_exactly(rule: Rule, seed: int) -> None:
     rows: Any = SimpleNamespace(
         running=[0, 1], unfinished={0, 1}, last_tokens=torch.zeros(2, 1, dtype=torch.long), text=lambda *_: [0],
         text_length=lambda _: 1, controller=ModelDrafts(2).begin(Costs(0.3)), rows_apart=False, chains_only=False,
-        in_lockstep=True,
+        in_lockstep=True, runner=SimpleNamespace(vocabulary=3),
     )  # fmt: skip
 
     def proposed(drawn: Draft) -> Draft:

@@ -61,6 +61,7 @@ _ALL_BUT_EQUAL = "test_an_assistant_that_is_all_but_equal_is_accepted_whole"
 _MODULES = "test_several_modules_draft_in_their_order"
 _TRITON = "test_the_interpreter_gives_what_torch_gives"
 _WORDS_APART = "test_timestamps_of_tokens_in_two_threads_leave_the_model_as_it_was"
+_AROUND = "test_what_runs_around_the_layers_counts"
 _EAGLE = "test_an_eagle_3_head_drafts_what_it_was_published_for"
 
 # fmt: off
@@ -611,6 +612,28 @@ CATALOGUE = (
         ("test_a_chat_continues",)),
     Mutation("a prompt is read from empty states though a past was taken up", "ModelRunner.prefill",
         "not self._cache.empty", "any(self._cache.seq_lens)", ("test_a_chat_continues",)),
+    # What a model does around its layers.
+    Mutation("prompts are read past what is around the base", "ModelRunner._runs_alone",
+        "base_alone(self._stock_model, self._base)", "True", (_AROUND,)),
+    Mutation("hooks of the model are taken for nothing where prompts are read", "base_alone", "has_hooks(module)",
+        "False", (_AROUND, "-k", "hook")),
+    Mutation("a forward of the instance is taken for the class's where prompts are read", "base_alone",
+        "has_other_forward(module)", "False", (_AROUND, "-k", "instance")),
+    Mutation("what wraps a stock forward is taken for it", "_is_published",
+        "getattr(each, '__globals__', {}).get('__name__')", "getattr(each, '__module__', None)",
+        ("test_a_forward_that_a_library_put_into_the_class_counts",)),
+    Mutation("a loop of the model's own is never called", "check_loop",
+        "not _is_published(getattr(found, '__func__', found))", "False",
+        ("test_what_would_not_be_called_is_refused_by_name",)),
+    Mutation("a forward that takes any argument is taken to name all", "forward_parameters", "not hands_on or _1",
+        "True", (_AROUND, "-k", "args")),
+    Mutation("padding counts where a forward names no positions", "prepared_request", "not bool(mask.all())", "False",
+        ("test_padding_before_a_forward_that_names_no_positions",)),
+    Mutation("what an instance prepares for a prompt is thought to hold for its further tokens", "first_inputs",
+        "not embedded and _1", "False",
+        ("test_inputs_that_the_instance_prepares_without_a_soft_prompt_are_refused",)),
+    Mutation("a compiled forward runs the layers that it was compiled with", "_rebound", "compiled is not None and _1",
+        "False", (_AROUND, "-k", "compiled")),
     # Programs that outlive what they were recorded of.
     Mutation("programs outlive a change of a module's attributes", "ModelState.__init__",
         "self._follow(vars(module), self._constants)", "pass",
