@@ -20,7 +20,7 @@ MAY_IMPORT = {
     for room, others in {
         "errors": "",
         "version": "",
-        "compat": "",
+        "compat": "errors",
         "values": "errors",
         "arguments": "errors values",
         "files": "errors",
@@ -29,7 +29,7 @@ MAY_IMPORT = {
         "kernels": "device errors process_memory",
         "environment": "device kernels version",
         "cache": "device errors kernels",
-        "architecture": "cache errors",
+        "architecture": "cache compat errors",
         "adapters": "architecture compat",
         "model": "adapters architecture cache compat errors files kernels values",
         "runtime": "architecture cache compat device errors kernels model",
