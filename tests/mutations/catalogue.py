@@ -845,5 +845,22 @@ CATALOGUE = (
         ("test_the_rest_of_the_pass_is_as_ever",)),
     Mutation("a column leaves out more layers than it may", "PathTrial._run",
         "run[..., index:] = -torch.inf", "pass", ("test_a_set_that_is_found_is_worth_what_its_column_says",)),
+    # Chat templates and calls of tools.
+    Mutation("a format of calls begins with what was thought before them", "_answer",
+        'regex.sub(rf".*{thought}\\s*(?:<[^<>]*>)?", "", found, flags=regex.DOTALL) if thought else found', "found",
+        ("test_a_format_that_nobody_knows_is_learned_without_its_thoughts",)),
+    Mutation("the mark of a call is cut amid a tag", "_answer",
+        'len(shared) if opened < 0 or ">" in shared[opened:] else opened', "len(shared)",
+        ("test_a_format_that_nobody_knows_is_learned_without_its_thoughts",)),
+    Mutation("formats are taken without reading what the template writes", "_reads",
+        "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),
+    Mutation("what may become the mark of a call is said", "CallReader._parse",
+        "self._say(len(self._text) if found is None else found.start())",
+        "self._say(len(self._text) if found is None or found.partial else found.start())",
+        ("test_calls_of_published_shapes",)),
+    Mutation("calls are learned from a template that does not write them", "ChatTemplate.calls",
+        "source = self._calling", "source = self._plain", ("test_calls_of_published_shapes",)),
+    Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",
+        '_SAID in (text or "").lower()', "text is not None", ("test_chat_template.py",)),
 )
 # fmt: on
