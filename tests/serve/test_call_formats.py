@@ -217,7 +217,7 @@ OWN = (
 
 
 @pytest.mark.parametrize(
-    "block", ["true", "m.tool_calls", "m.reasoning_content", "enable_thinking is undefined or enable_thinking"]
+    "block", ["true", "m.tool_calls", "not m.tool_calls", "m.reasoning_content", "enable_thinking | default(true)"]
 )
 def test_a_format_that_nobody_knows_is_learned_without_its_thoughts(block: str) -> None:
     template = ChatTemplate(tokenizer_of(Published(OWN.replace("BLOCK", block), str)))
