@@ -222,7 +222,7 @@ FORMATS = (
         " <|constrain|>json<|message|>",
         "",
         separator=None,
-        opening=r"(?:(?:<\|end\|>)?<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? to=functions\.",
+        opening=r"(?:(?:<\|end\|>)?<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
         joint=r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
     ),
 )

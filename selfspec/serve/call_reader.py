@@ -80,7 +80,8 @@ def _loose(literal: str) -> str:
 
 
 def _pattern(text: str) -> Any:
-    return regex.compile(text, regex.DOTALL)
+    """A pattern that is searched again with each token: what an answer has no end of is not held back."""
+    return regex.compile(text.replace(r"\s*", r"\s{0,64}+"), regex.DOTALL)
 
 
 _OBJECT = r'(?=\{\s*")'
@@ -102,7 +103,7 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
         inner = rf"(?P<name>{name})\s*{joint}{open_ends}" + (r"\s*(?=\{)" if body is _JSON else "")
         after = form.after
     opening = form.opening or (rf"(?:{_loose(begin)})?{_loose(lead)}" if lead.strip() else _loose(begin))
-    if not opening.strip("\\s*"):
+    if not opening:
         # Only what an answer begins with may be a call.
         opening = r"(?<=\A\s*|</think>\s*)"
     further = rf"(?:{opening})?" if form.is_object else opening
@@ -110,7 +111,7 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
     ends += [_loose(each.strip()) for each in (after, form.end.strip().removeprefix("]")) if each.strip()]
     return _Marks(
         _pattern(rf"\s*{opening}{inner}"),
-        _pattern(rf"[\s,;]*{further}{inner}"),
+        _pattern(rf"[\s,;]{{0,64}}{further}{inner}"),
         body,
         tuple(_pattern(rf"\s*{each}") for each in ends),
     )
@@ -123,7 +124,8 @@ def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]
     plain = calls.content == "json" and not calls.content_args and calls.close_re is not None
     # What may grow waits for what follows.
     further = r"(?=.|\Z)"
-    close = _pattern(calls.close_re.pattern) if calls.close_re is not None else _pattern(r"(?!)")
+    patterns = (r"(?!)" if each is None else each.pattern for each in (calls.open_re, calls.close_re))
+    opened, closed = (each.replace(r"\s*", r"\s{0,64}") for each in patterns)
     body: _Whole | str | None
     if plain and function == "{content}":
         body, further = None, rf"\s*{_OBJECT}"
@@ -136,9 +138,9 @@ def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]
             found = parse_response(text, dict(form.template), prefix="", tools=given).get("tool_calls") or []
             return [each for item in found for each in (item if isinstance(item, list) else [item])]
 
-        body = _Whole(close, parse)
-    first = _pattern(rf"\s*(?:{calls.open_re.pattern}){further}")
-    return _Marks(first, first, body, (_pattern(rf"\s*(?:{close.pattern})"),))
+        body = _Whole(_pattern(closed), parse)
+    first = _pattern(rf"\s*(?:{opened}){further}")
+    return _Marks(first, first, body, (_pattern(rf"\s*(?:{closed})"),))
 
 
 class CallReader:
@@ -197,11 +199,12 @@ class CallReader:
                 return
             for end in self._marks.ends:
                 yield from self._passed(end)
-            # White space behind calls is none of the text.
-            while not self._text[self._at :].strip() and not self._ended:
-                yield
             found = yield from self._met(self._marks.again)
-        self._at = len(self._text) - len(self._text[self._at :].lstrip())
+        # White space behind calls is none of the text.
+        while not (rest := self._text[self._at :].lstrip()) and not self._ended:
+            self._at = len(self._text)
+            yield
+        self._at = len(self._text) - len(rest)
 
     def _call(self, found: Any) -> _Reading[bool]:
         """Read a call and say whether it is one."""
@@ -305,7 +308,7 @@ class CallReader:
         """Read arguments between tags, each sent as JSON once it is whole."""
         self._grow(call, "{")
         types = self._tools[call.name].get("properties", {})
-        key = _pattern(rf"\s*{_loose(tags.before)}(?P<key>[^<>\n]*?)\s*{_loose(tags.between.strip())}")
+        key = _pattern(rf"\s*{_loose(tags.before)}(?P<key>[^<>\n]{{0,256}}?)\s*{_loose(tags.between.strip())}")
         after, count = tags.after.strip(), 0
         while (found := (yield from self._met(key))) is not None:
             begun = self._at = found.end()
@@ -387,7 +390,7 @@ def _named(value: Any) -> ToolCall | None:
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _HEAD = _pattern(
-    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"\s*,\s*'
+    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]{0,256}"\s*,\s*)*"(?:tool_)?name"\s*:\s*"(?P<name>(?:[^"\\]|\\.){1,256})"\s*,\s*'
     rf'"(?:{"|".join(_ARGUMENTS)})"\s*:\s*(?=\{{)'
 )
 _MORE = _pattern(r"\s*[,}]")

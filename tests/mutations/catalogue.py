@@ -913,5 +913,22 @@ CATALOGUE = (
     Mutation("a training goes on over another text of that size", "identified",
         "hashlib.sha256(_content(file)).hexdigest()", "str(file.stat().st_size)",
         ("test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed",)),
+    # Chat templates and calls of tools.
+    Mutation("a format of calls begins with what was thought before them", "_answer",
+        'regex.sub(rf".*{thought}\\s*(?:<[^<>]*>)?", "", found, flags=regex.DOTALL) if thought else found', "found",
+        ("test_a_format_that_nobody_knows_is_learned_without_its_thoughts",)),
+    Mutation("the mark of a call is cut amid a tag", "_answer",
+        'len(shared) if opened < 0 or ">" in shared[opened:] else opened', "len(shared)",
+        ("test_a_format_that_nobody_knows_is_learned_without_its_thoughts",)),
+    Mutation("formats are taken without reading what the template writes", "_reads",
+        "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),
+    Mutation("what may become the mark of a call is said", "CallReader._parse",
+        "self._say(len(self._text) if found is None else found.start())",
+        "self._say(len(self._text) if found is None or found.partial else found.start())",
+        ("test_calls_of_published_shapes",)),
+    Mutation("calls are learned from a template that does not write them", "ChatTemplate.calls",
+        "source = self._calling", "source = self._plain", ("test_calls_of_published_shapes",)),
+    Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",
+        '_SAID in (text or "").lower()', "text is not None", ("test_chat_template.py",)),
 )
 # fmt: on

@@ -86,6 +86,18 @@ def test_calls_of_published_shapes(name: str, thinks: str, at_once: bool) -> Non
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_blanks_without_an_end_are_not_held_back(name: str) -> None:
+    """What is held back is searched again with each token."""
+    shape = PUBLISHED[name]
+    tools = ChatTemplate(tokenizer_of(shape)).callable(SCHEMAS)
+    assert tools is not None
+    for begun in ("", "So"):
+        reader = tools.reader()
+        said = reader.push(begun).text + "".join(reader.push(blank).text for blank in " \n" * 500)
+        assert len(said) > 500
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_and_results_are_in_what_is_written(name: str) -> None:
     """By the template that is used, with tools and without."""
     template = ChatTemplate(tokenizer_of(PUBLISHED[name]))
@@ -205,7 +217,7 @@ OWN = (
 
 
 @pytest.mark.parametrize(
-    "block", ["true", "m.tool_calls", "m.reasoning_content", "enable_thinking is undefined or enable_thinking"]
+    "block", ["true", "m.tool_calls", "not m.tool_calls", "m.reasoning_content", "enable_thinking | default(true)"]
 )
 def test_a_format_that_nobody_knows_is_learned_without_its_thoughts(block: str) -> None:
     template = ChatTemplate(tokenizer_of(Published(OWN.replace("BLOCK", block), str)))
