@@ -143,7 +143,7 @@ COMMANDS = {
         "--draft exit:9": "choose 1..4",
         "--draft skip:attn=1 --draft skip:attn=1": "named more than once",
         "--draft half": "is not understood",
-        "--accept tokn": "choose one of token, block",
+        "--accept tokn": "choose one of block, token",
         "--accept token --accept token": "name each acceptance rule once",
         "--samples 10": "--samples",
         "--level 2": "between 0 and 1",

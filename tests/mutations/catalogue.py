@@ -285,7 +285,7 @@ CATALOGUE = (
     Mutation("positions after a prompt with its own count on from the number of tokens", "prepared_request",
         "None if reading is None else offsets", "None",
         ("test_holes_in_masks_and_positions_of_ones_own_are_read_as_the_model_reads_them",)),
-    Mutation("narrow heads: drafts out of a text hold ids that the head cannot write", "guesses",
+    Mutation("narrow heads: drafts out of a text hold ids that the head cannot write", "_writable",
         "_1.clamp(max=rows.runner.vocabulary - 1)", "_1", ("test_narrow_heads.py", "-k", "stock_text")),
     Mutation("narrow heads: processors look for scores of a text's ids that the head has not", "widened",
         "more <= 0", "True", ("test_narrow_heads.py", "-k", "options_mean")),
