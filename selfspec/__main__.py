@@ -1,4 +1,4 @@
-"""Lets `python -m selfspec` run the command line."""
+"""Run the command line by `python -m selfspec`."""
 
 from selfspec.cli.app import main
 

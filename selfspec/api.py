@@ -93,16 +93,16 @@ def wrap(
 ) -> SelfSpeculative:
     """Make a model draft for itself.
 
-    The model is not changed: every generation runs it through views that share all its weights.
+    The model is not changed: every generation runs it through views that share its weights.
 
     Args:
         model: any causal LM of a supported architecture. Wrappers of `torch.compile` and PEFT are removed first: see
             `selfspec.model.unwrap`.
         draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" reads the profile
-            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None
-            decodes without drafts, in the same loop.
+            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None:
+            plain decoding, in the same loop.
         draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
-            which drafts as long as it pays.
+            which drafts as many tokens as pay.
         accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
             "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
             "relaxed-top-k"; or a rule object. None: see `default_rule`.
@@ -138,32 +138,32 @@ def load(
 ) -> SelfSpeculative:
     """Load a checkpoint within a byte budget, and wrap it. See docs/memory.md.
 
-    Layers that fit stay in memory. The others are streamed: a target pass gets their weights from the disk, or on a GPU
-    from memory of the host, each when it is needed and the next ones meanwhile. What is generated is the same to the
-    last bit of the arithmetic. Rounded copies of the streamed layers stay in memory and draft, so that a pass verifies
-    many tokens.
+    Layers that fit stay in memory. The other layers are streamed: a target pass gets their weights from the disk, or on
+    a GPU from the host's memory, each when it is needed and the next ones meanwhile. The text is the same to the last
+    bit of the arithmetic. Rounded copies of the streamed layers stay in memory and draft, so that a pass verifies many
+    tokens.
 
     Args:
         path: a folder with safetensors files.
-        memory: the most that the process may take on the CPU, or torch on a GPU: "6GiB", or a number of bytes.
-        device: that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
+        memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number.
+        device: the device that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
         dtype: of the weights: torch.float64, float32, bfloat16 or float16, or its name; None: the checkpoint's own.
-        draft: what drafts: a drafter or its name, as in `wrap`. In fewer bits, copies are made of the layers that are
-            streamed; those that stay draft as they are. True: look-ups and such copies, in the bits that promise most,
-            if anything is streamed; False: plain decoding, without copies.
-        context: the most tokens that the cache holds, of all rows of a batch together. Longer ones are refused. None:
-            4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
+        draft: a drafter or its name, as in `wrap`. In fewer bits, copies are made of streamed layers; resident layers
+            draft as they are. True: look-ups and such copies, in the bits with the best predicted speed, if anything is
+            streamed; False: plain decoding, without copies.
+        context: the most tokens that the cache holds, of all rows of a batch together. Longer contexts are refused.
+            None: 4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
         cache: how keys and values are kept. "exact": on the device, as they are. "host": as they are, in memory of the
-            host, for a GPU. "int8": in 8 bits, which is not lossless, as `out.lossless` then says. None: "exact", and
-            "host" where the budget has no room otherwise.
+            host, for a GPU. "int8": in 8 bits, which is not lossless, as `out.lossless` then says. None: "exact", or
+            "host" where the budget has no room for "exact".
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
         UnsupportedModelError: there is no adapter for the architecture.
-        UnsupportedOptionError: the budget cannot be read, is too small (the message says what would do), or more than
-            there is.
+        UnsupportedOptionError: the budget cannot be read, is too small (the message says how much is needed), or is
+            more than the memory there is.
         DraftConfigError: the draft does not fit the model or a budget.
-        StorageError: the disk does not give what it should.
+        StorageError: the disk does not give the weights.
     """
     named = _named(draft)
     source = source_for(find_device("auto" if device is None else device))
@@ -177,22 +177,22 @@ def load(
 class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
-    It holds the model, the draft's configuration and recorded passes, and nothing of any generation, so several threads
+    It holds the model, the draft's configuration and recorded passes, and no state of a generation, so several threads
     may generate with it at once; give each its own seed. Copies, deep ones too, wrap the same model. A pickle contains
     the model, and no recorded passes.
 
-    It has the attributes that a pipeline of `transformers` reads of its model: `config`, `generation_config`, `device`,
-    `dtype`, `can_generate()` and the like.
+    It has the attributes that a pipeline of `transformers` reads from its model: `config`, `generation_config`,
+    `device`, `dtype`, `can_generate()` and the like.
 
     Attributes:
         model: the stock model, unchanged.
-        draft: what drafts, or a plan that chooses it for each call; None for plain decoding.
-        control: how long drafts are, unless a call says otherwise.
-        rule: judges drafts, unless a call says otherwise; None: see `default_rule`.
+        draft: the drafter, or a policy that chooses it for each call; None: plain decoding.
+        control: sets the draft length, unless a call sets its own.
+        rule: judges drafts, unless a call names its own; None: see `default_rule`.
         adapter: where the model keeps its layers.
         programs: the passes recorded so far.
         substitutes: the low-precision weights made so far.
-        limits: of each call, where memory has a budget.
+        limits: limits of each call, where memory has a budget.
     """
 
     config: PreTrainedConfig
@@ -256,7 +256,7 @@ class SelfSpeculative:
         )
 
     def to(self, device: torch.device | str | int) -> SelfSpeculative:
-        """Move the model itself to a device, and return this wrapper.
+        """Move the model to a device, and return this wrapper.
 
         Raises:
             UnsupportedOptionError: there is no such device, or the runtime cannot run passes there.
@@ -280,27 +280,27 @@ class SelfSpeculative:
         accept: str | Rule | None = None,
         **options: Any,
     ) -> GenerateOutput:
-        """Generate. Every argument of `model.generate` means what it means there.
+        """Generate text. Every argument of `model.generate` means what it means there.
 
         Args:
-            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ; or what an encoder reads,
-                padded on either side, or by a name of its own among the options, such as `input_features`.
+            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ; or the input of an encoder,
+                padded on either side; inputs with names of their own, such as `input_features`, go in the options.
             attention_mask: 1 for tokens, 0 for padding, of the same shape; None: padding is where `transformers` finds
                 the padding token, if that is not an end token as well.
             generation_config: as in `model.generate`.
-            seed: makes sampling repeatable on the same machine, dtype and settings; None draws one from torch's default
-                generator, so `torch.manual_seed` works as it does in `transformers`.
+            seed: makes sampling repeatable on the same machine, dtype and settings; None draws a seed from torch's
+                default generator, so `torch.manual_seed` works as it does in `transformers`.
             draft_length: tokens drafted each round of this call, or a control.
             accept: the rule that judges drafts in this call.
-            **options: any other keyword of `model.generate`; one that cannot be honoured is refused by name.
+            **options: any other keyword of `model.generate`; unsupported ones are refused by name.
 
         Returns:
-            Sequences, their lengths, and statistics. A `Transcript` where the model has a `generate` of its own, which
-            may read its input in pieces: what that returns, with the same.
+            Sequences, their lengths, and statistics. Where the model has a `generate` of its own, which may read its
+            input in pieces: a `Transcript`, with what that `generate` returns and the same lengths and statistics.
 
         Raises:
-            PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass, but for an encoder's.
-            NonFiniteLogitsError: the target's logits became NaN or infinite; carries what was generated.
+            PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass except an encoder's.
+            NonFiniteLogitsError: the target's logits became NaN or infinite; it carries what was generated.
         """
         if has_own_generate(self.model) and options.get("decoder_input_ids") is None:
             self._check_open()
@@ -328,10 +328,10 @@ class SelfSpeculative:
         accept: str | Rule | None = None,
         **options: Any,
     ) -> Generation:
-        """Generate step by step: iterate over the result for what each round commits. Arguments as in `generate`.
+        """Generate round by round: the result yields what each round commits. Arguments as in `generate`.
 
-        Errors in the arguments are raised by the call itself, not by the first step of the iteration. Do not change the
-        model during the iteration: how much of the change the remaining rounds see is undefined.
+        The call itself raises errors in the arguments, not the first step of the iteration. Do not change the model
+        during the iteration: how much of the change the remaining rounds see is undefined.
 
         A model with a `generate` of its own streams one piece of its input, whose text begins with
         `decoder_input_ids`.
@@ -384,13 +384,13 @@ class SelfSpeculative:
         """Save the model so that it drafts for itself in the `generate` of `transformers`: see `selfspec.saved`.
 
         Args:
-            folder: where to.
-            tokenizer: the model's, or its processor, to save beside it.
+            folder: the folder to save to.
+            tokenizer: the model's tokenizer or processor, to save with it.
 
         Raises:
             UnsupportedModelError: adapters of PEFT are part of the model, or weights are streamed.
             DraftConfigError: the drafter has no name to save it by.
-            UnsupportedOptionError: the rule has none, or an argument has the wrong type.
+            UnsupportedOptionError: the rule has no name, or an argument has the wrong type.
             StorageError: the folder cannot be written to, or the disk is full.
         """
         self._check_open()
@@ -408,24 +408,21 @@ class SelfSpeculative:
         recipe.save(place)
 
     def forget(self) -> None:
-        """Forget what drafters kept of earlier texts, so that the next call starts as a new wrapper's does.
-
-        Recorded passes and substitutes stay.
-        """
+        """Forget what drafters learnt from earlier texts, as in a new wrapper; recorded passes and substitutes stay."""
         for drafter in [key for key, memory in self._memories.items() if isinstance(memory, DraftMemory)]:
             del self._memories[drafter]
 
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
-        """Return a wrapper of the same model with another draft, as in `wrap`. Both share recordings and substitutes.
+        """Return a wrapper of the same model with another draft. Both wrappers share recordings and substitutes.
 
         Raises:
             DraftConfigError, ProfileError: as `wrap`.
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
-        # Programs are shared, so they must be of the place where the other is made.
+        # The wrappers share programs, so these must be of the device where the new one is made.
         self._follow_device()
         found = _drafting(self.model, draft)
         other = SelfSpeculative(
@@ -436,7 +433,7 @@ class SelfSpeculative:
         return other
 
     def row_decoder(self) -> RowDecoder:
-        """Return what runs rows that join and leave a batch; `selfspec.serve.engine.Engine` schedules them.
+        """Return a decoder of rows that join and leave a batch; `selfspec.serve.engine.Engine` schedules them.
 
         Raises:
             UnsupportedModelError: rows of different lengths cannot run side by side.
@@ -553,7 +550,7 @@ class SelfSpeculative:
         return device
 
     def _follow_device(self) -> None:
-        """Prepare anew where the model has moved, by the runtime that is the default there if none was chosen."""
+        """Prepare again where the model has moved, with the default runtime there if none was chosen."""
         if self._prepared_on == self._device():
             return
         if self._wanted_runtime is None and self.runtime != (runtime := _default_runtime(self.model)):
@@ -573,10 +570,10 @@ class SelfSpeculative:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
 
     def _follow_vocabulary(self) -> None:
-        """Where the model has another number of tokens by now, drop what is known of texts and check the draft anew.
+        """Forget earlier texts and check the draft again if the model's vocabulary size has changed.
 
         Raises:
-            SelfSpecError: the draft does not fit the model any more.
+            SelfSpecError: the draft no longer fits the model.
         """
         found = vocabulary_size(self.model)
         if found == self._vocabulary:
@@ -607,7 +604,7 @@ class SelfSpeculative:
         return controller
 
     def _checked(self, choice: DraftChoice) -> DraftChoice:
-        """Return the choice with estimated costs where none were measured, if it fits the model and its memory."""
+        """Check that the choice fits the model and its memory; return it, with estimated costs if there are none."""
         if choice.draft is not None:
             self._check_depth(choice.draft)
         placement = placement_of(self.model)
@@ -625,7 +622,7 @@ class SelfSpeculative:
         return replace(choice, costs=CostsOfReading(costs, bytes_read(self.model, self.adapter)))
 
     def _behind(self, choice: DraftChoice, lengths: Sequence[int]) -> DraftChoice:
-        """Return the choice with the costs of rounds behind texts of these lengths, where they are estimates."""
+        """Return the choice; estimated costs become those of rounds that follow texts of these lengths."""
         if choice.draft is None or not isinstance(choice.costs, CostsOfReading) or has_encoder(self.model):
             return choice
         config = self.model.config.get_text_config(decoder=True)
@@ -643,9 +640,9 @@ class SelfSpeculative:
 def _default_runtime(model: PreTrainedModel) -> Runtime:
     placement = placement_of(model)
     if placement is not None:
-        # A recording takes memory, which a budget of reads from the disk has better uses for.
+        # A recording takes memory, which a budget with reads from the disk has better uses for.
         return Eager() if placement.streams_from_disk else Native()
-    # There most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
+    # On a GPU most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
     devices = {parameter.device for parameter in model.parameters()}
     return CudaGraphs() if len(devices) == 1 and has_graphs(devices.pop()) else Native()
 

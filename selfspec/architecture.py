@@ -1,4 +1,4 @@
-"""What an architecture has to declare so that its stock `transformers` model can be gated."""
+"""Declare where an architecture keeps its layers, so that its stock `transformers` model can be gated."""
 
 from __future__ import annotations
 
@@ -37,29 +37,28 @@ class Adapter:
         model_types: the `config.model_type` values it serves.
         layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it means the
             model's own `base_model_prefix`.
-        attention: attribute, or attributes, of a decoder layer that hold its attention, or whatever else lets tokens
-            see those before them, or what an encoder has read. A layer may lack some of several. An attribute here and
-            in `mlp` may be a path of several, as in "layer.0.SelfAttention".
-        recurrent: those of `attention` that keep a state in place of keys and values.
+        attention: attribute, or attributes, of a decoder layer that hold its attention, or any other module that lets
+            tokens see earlier tokens or the output of an encoder. A layer may lack some of several. An attribute here
+            and in `mlp` may be a path, as in "layer.0.SelfAttention".
+        recurrent: attributes of `attention` that keep a state in place of keys and values.
         mlp: attribute, or attributes, of a decoder layer that hold its MLP. A layer may lack some of several.
         layer_returns: number of values a decoder layer returns, the hidden states first; 1: the bare tensor.
-        attention_returns: the same of an attention; what is recurrent returns a bare tensor.
-        mlp_returns: the same of an MLP.
-        without_attention: what an attention left out gives. "zeros", if its layer adds the output to the residual
-            stream; "input" or "residual", if the attention adds the stream itself, and finds it in its first or in its
-            last positional argument.
-        without_mlp: the same of an MLP.
+        attention_returns: number of values an attention returns; recurrent ones return a bare tensor.
+        mlp_returns: number of values an MLP returns.
+        without_attention: what a skipped attention gives. "zeros", if its layer adds the output to the residual stream;
+            "input" or "residual", if the attention adds the stream itself, and gets it as its first or its last
+            positional argument.
+        without_mlp: what a skipped MLP gives, as in `without_attention`.
         publishes: attribute of an attention that is true where later layers read its keys and values. Such an
-            attention runs though it is left out, and only its output is dropped. None: layers share nothing.
-        lends: attributes of the first layer's first attention that later layers have the use of, since it hands on what
-            it makes of them. Views of their attentions have them too, so that each can make it where no layer before
-            it runs.
-        positions: attribute path, from what holds the layers, to a module that embeds positions and is told nothing of
-            them but the length of the cache. Views of it are told where each row is. None: the model takes position
+            attention runs even if it is skipped, and only its output is dropped. None: layers share nothing.
+        lends: attributes of the first layer's first attention whose results it passes to later layers. Views of the
+            later layers' attentions have them too, so that each can compute these results if no earlier layer runs.
+        positions: attribute path, from the module that holds the layers, to a module that embeds positions and knows
+            only the length of the cache. Views of it know the position of each row. None: the model takes position
             ids, or needs none.
         ragged: how rows of different lengths are kept apart. "mask": the model takes a 4-D mask and position ids.
-            "padding": it makes both of a padding mask, and reads keys and values aligned on the right. "none": it
-            cannot, so that only one row at a time is exact.
+            "padding": it makes both from a padding mask, and reads keys and values aligned on the right. "none": it
+            cannot keep them apart, so that only one row at a time is exact.
         requires: fields that the config must have, with their values.
     """
 
@@ -107,7 +106,7 @@ class Adapter:
         bucket: int = 1,
         kept: CacheKind = "exact",
     ) -> SharedCache:
-        """Make the cache that a model's passes need. `device` is the model's by default; the rest as in the class."""
+        """Make the cache for a model's passes. `device` is the model's by default; other arguments as in the class."""
         return SharedCache(
             len(self.decoder_layers(model)),
             batch,
@@ -121,36 +120,36 @@ class Adapter:
         )
 
     def modules(self, part: Part) -> tuple[str, ...]:
-        """Every attribute of a decoder layer that may hold one of its sublayers, or a part of it."""
+        """Return all attributes of a decoder layer that may hold a sublayer, or a part of it."""
         names = self.attention if part is Part.ATTENTION else self.mlp
         return (names,) if isinstance(names, str) else names
 
     def modules_of(self, layer: nn.Module, part: Part) -> tuple[str, ...]:
-        """Those of `modules` that a layer has."""
+        """Return the attributes in `modules` that a layer has."""
         return tuple(name for name in self.modules(part) if _holds(layer, name))
 
     def returns(self, attention: str) -> int:
-        """Number of values that one of the attentions returns."""
+        """Return the number of values that an attention returns."""
         return 1 if attention in self.recurrent else self.attention_returns
 
     def path(self, model: nn.Module) -> list[str]:
-        """The attributes that lead from the causal LM to its decoder layers."""
+        """Return the attribute path, as a list, from the causal LM to its decoder layers."""
         return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
 
     def base(self, model: PreTrainedModel) -> str:
-        """The attribute path to the part of a causal LM that holds its layers and all else but the head."""
+        """Return the attribute path to the part of a causal LM that holds its layers and all else except the head."""
         head, path = model.get_output_embeddings(), self.path(model)
         places = (".".join(path[:length]) for length in range(1, len(path)))
-        # A language model may be inside with its head.
+        # The model may hold a whole language model, with its head.
         return next(
             place for place in places if all(module is not head for module in model.get_submodule(place).modules())
         )
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that does not have what this adapter names.
+        """Refuse a model that lacks a module or config value that this adapter names.
 
         Raises:
-            UnsupportedModelError: naming what is missing.
+            UnsupportedModelError: it says what is missing.
         """
         for name, value in self.requires:
             if getattr(model.config, name, None) != value:
@@ -174,10 +173,10 @@ class Adapter:
         self._check_numbers(model, list(layers))
 
     def _check_numbers(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Refuse layers that were taken out, put twice or numbered in another way: each needs a place in the cache.
+        """Refuse layers that were removed, repeated or renumbered: each needs a place of its own in the cache.
 
         Raises:
-            UnsupportedModelError: naming the layer and its number.
+            UnsupportedModelError: it names the layer and its number.
         """
         taken: dict[int, int] = {}
         for place, layer in enumerate(layers):
@@ -206,7 +205,7 @@ class Adapter:
             UnsupportedModelError: it takes no position ids, or no mask for each token.
         """
         placed = self.ragged == "mask" and (self.positions is not None or takes_positions(model))
-        # States know neither positions nor masks.
+        # Recurrent states have neither positions nor masks.
         if not placed and set(self.modules(Part.ATTENTION)) != set(self.recurrent):
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot read a tree of drafts: it takes no position ids, or no mask for each "
@@ -214,7 +213,7 @@ class Adapter:
             )
 
     def decoder_layers(self, model: nn.Module) -> list[nn.Module]:
-        """The decoder layers of `model`, first to last."""
+        """Return the decoder layers of `model`, first to last."""
         layers = model.get_submodule(".".join(self.path(model)))
         assert isinstance(layers, nn.ModuleList)
         return list(layers)
@@ -222,10 +221,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class OfModule:
-    """A value that a list in the model's config has for each module for multi-token prediction.
+    """A config value of an MTP module, read from a list in the model's config that has one value per module.
 
     Attributes:
-        name: of the list.
+        name: name of the list.
     """
 
     name: str
@@ -235,24 +234,24 @@ class OfModule:
 class MtpLayout:
     """Where the parts of an MTP module lie in an architecture's checkpoints.
 
-    Module i makes h' = block(projection [embedding norm (e) ; hidden norm (h)]) of a state h and the embedding e of the
-    token after it; norm (h') goes through the model's head. In names `{i}` is the number of a module, and `{n}` the
-    same counted on from the model's layers; what a checkpoint has before a name is left out.
+    Module i computes h' = block(projection [embedding norm (e) ; hidden norm (h)]) from a state h and the embedding e
+    of the token after it; norm (h') goes through the model's head. In names `{i}` is the number of a module, and `{n}`
+    is this number plus the number of the model's layers; prefixes of a checkpoint's names are left out.
 
     Attributes:
         embedding: its norm over embeddings.
         hidden: its norm over states.
-        projection: a linear layer.
+        projection: its linear layer.
         norm: its final norm; None: it has none.
-        head: its language-model head; None: it is the model's.
-        block: what the names of its decoder layer begin with.
-        counts: fields of the config that say how many modules there are; the first that is there counts.
+        head: its language-model head; None: it uses the model's.
+        block: prefix of the names in its decoder layer.
+        counts: fields of the config for the number of modules; the first one present is used.
         hidden_first: whether the projection reads [h ; e].
         reads: which state of the model it reads: before or after the final norm.
-        recycles: which state of its own it goes on from.
-        passes_on: which states the module behind it reads: those that it made, or those that it read.
-        renames: parts of names in the checkpoint, and what stands for them here or in the model's own layers.
-        config: what the config of its layer has other than the model's: lists for one layer, or `OfModule`.
+        recycles: which state of its own it continues from.
+        passes_on: which states the next module reads: the states that this one made, or that it read.
+        renames: parts of names in the checkpoint, each with its name here or in the model's own layers.
+        config: config values of its layer that differ from the model's: lists for one layer, or `OfModule`.
     """
 
     embedding: str = "layers.{n}.enorm"
@@ -270,29 +269,29 @@ class MtpLayout:
     config: tuple[tuple[str, Any], ...] = ()
 
     def promised(self, config: object) -> int:
-        """How many modules a config says there are; 0 where it says nothing."""
+        """Return the number of modules in a config; 0 if it does not say."""
         found = (getattr(config, name, None) for name in self.counts)
         return next((count for count in found if type(count) is int), 0)
 
     def held(self, names: Iterable[str], depth: int) -> int:
-        """Count the modules that some names are of, in a checkpoint of a model of `depth` layers."""
+        """Count the modules with weights among these names, in a checkpoint of a model of `depth` layers."""
         listed = list(names)
-        # Of some, all modules share the norms and the projection.
+        # In some checkpoints all modules share the norms and the projection.
         modules = (self.renamed(listed, depth, module).values() for module in count())
         return next(
             number for number, parts in enumerate(modules) if not any(part.startswith("block.") for part in parts)
         )
 
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
-        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm`, `head`, `block.`, and ends.
+        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm`, `head` or `block.`, and ends.
 
         Args:
-            names: of a checkpoint.
-            depth: layers of the model.
-            module: its number.
+            names: names in a checkpoint.
+            depth: number of the model's layers.
+            module: number of the module.
 
         Returns:
-            By the checkpoint's names; empty where it has no such module.
+            New names by the checkpoint's names; empty if it has no such module.
         """
         listed = {self._renamed(name): name for name in names}
         places = {part: self._at(getattr(self, part), depth, module) for part in ("embedding", "hidden", "projection")}
@@ -307,7 +306,7 @@ class MtpLayout:
         found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in ends}
         block = before + self._at(self.block, depth, module)
         inside = {name: "block." + name.removeprefix(block) for name in listed if name.startswith(block)}
-        # The embeddings and the head are the model's, of which some checkpoints have a copy here.
+        # The embeddings and the head are the model's; some checkpoints have a copy of them here.
         rest = {
             name: other
             for name, other in inside.items()
@@ -335,10 +334,10 @@ def _holds(layer: nn.Module, path: str) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a model's `forward` takes position ids of its text, which is its decoder's where it has an encoder."""
+    """Return whether a model's `forward` takes position ids of its text: the decoder's where there is an encoder."""
     return takes(model, "position_ids") or takes(model, "decoder_position_ids")
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's `forward` has a parameter of that name."""
+    """Return whether a model's `forward` has a parameter of that name."""
     return name in forward_parameters(model)

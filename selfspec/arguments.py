@@ -1,4 +1,4 @@
-"""What callers hand in, by its kind: refused by name where it is of another, before it is used."""
+"""Check the types of arguments before they are used, and refuse wrong ones by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?
 
 @dataclass(frozen=True)
 class ClassPath:
-    """Names a class of any package: `module:Class`, or `module:Class:argument`."""
+    """A name of a class of any package: `module:Class`, or `module:Class:argument`."""
 
     module: str
     name: str
@@ -26,12 +26,12 @@ class ClassPath:
 
     @classmethod
     def read(cls, text: str) -> ClassPath | None:
-        """Read a name; None: it is written in another way."""
+        """Read a name; return None if it has another form."""
         found = _CLASS.fullmatch(text)
         return None if found is None else cls(*found.groups())
 
     def load(self) -> object:
-        """Import what it names.
+        """Import the class.
 
         Raises:
             ModuleNotFoundError, AttributeError: there is no such module, or it has no such class.
@@ -40,20 +40,20 @@ class ClassPath:
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
-    """Refuse an argument that is given and no object of a class."""
-    # A class itself may have all that a protocol asks for.
+    """Refuse an argument that is given and is not an object of a class."""
+    # A class itself may have all methods of a protocol.
     if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
         raise UnsupportedOptionError(f"{name} must be an object of {kind.__name__}, got {shown(value)}; {remedy}")
 
 
 def check_module(model: object) -> None:
-    """Refuse what is handed in as a model and is none."""
+    """Refuse a model that is not a torch module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"a model is a torch module, as from_pretrained loads it; got {shown(model)}")
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], remedy: str) -> None:
-    """Refuse an argument that is given and lacks methods which are going to be called."""
+    """Refuse an argument that is given and lacks methods that will be called."""
     lacking = [f"{method}()" for method in methods if not callable(getattr(value, method, None))]
     if value is not None and (lacking or isinstance(value, type)):
         has_not = f"has no {' and no '.join(lacking)}" if lacking else "is a class, not an object"
@@ -61,7 +61,7 @@ def check_methods(name: str, value: object, methods: Sequence[str], remedy: str)
 
 
 def check_callables(name: str, value: object) -> None:
-    """Refuse an argument that is given and no list of callables."""
+    """Refuse an argument that is given and is not a list of callables."""
     if value is None:
         return
     if not isinstance(value, list | tuple):
@@ -72,11 +72,7 @@ def check_callables(name: str, value: object) -> None:
 
 
 def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
-    """What a logits processor found for the scores it was given, `[rows, vocab]`, if it can be taken for scores.
-
-    Returns:
-        `found`, `[rows, vocab]`, of any floating dtype.
-    """
+    """Return what a logits processor made of scores, `[rows, vocab]`, in any floating dtype; refuse other results."""
     name = f"the logits processor {type(processor).__name__}"
     if not isinstance(found, Tensor):
         raise UnsupportedOptionError(f"{name} returned {shown(found)}; it must return the scores, changed or not")
@@ -91,7 +87,7 @@ def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
 def check_weights(model: PreTrainedModel) -> None:
     """Refuse a model whose weights were never loaded.
 
-    Weights that `accelerate` or `selfspec.load` keeps elsewhere and brings in when needed are on the meta device too.
+    Weights that `accelerate` or `selfspec.load` brings in when they are needed are on the meta device too.
     """
     name = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
     brought_in = any(hasattr(module, "_hf_hook") or module.__dict__.get("streams") for module in model.modules())

@@ -1,7 +1,7 @@
-"""What differs between the supported versions of `transformers`, each difference in one place.
+"""Handle the differences between the supported versions of `transformers`, each in one place.
 
-Since 5.24 every `forward` calls its cache `cache`; before, it was `past_key_values`, and `cache_params` in models of
-states alone.
+Since 5.24 every `forward` calls its cache `cache`; before, it was `past_key_values`, or `cache_params` in models that
+have only recurrent states.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from selfspec.errors import UnsupportedModelError
 
 NEWEST_TESTED = {"torch": "2.15", "transformers": "5.24"}
-"""The newest minor release of each that the tests have run on; one more is accepted, and `doctor` says so."""
+"""Newest minor releases that the tests have run on; the next one is accepted too, and `doctor` says so."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names that arguments of stock models have for the cache."""
+"""Names of the cache among the arguments of stock models."""
 
 CACHE_LENGTH_NAMES = ("cache_length", "past_key_values_length")
-"""Names that arguments of modules which embed positions have for the length of the cache."""
+"""Names of the cache's length among the arguments of modules that embed positions."""
 
 
 def cache_name(names: Iterable[str]) -> str | None:
-    """Return the name of the cache among names of arguments; None: there is none."""
+    """Return the name of the cache among names of arguments, or None if there is none."""
     given = frozenset(names)
     return next((name for name in CACHE_NAMES if name in given), None)
 
 
 OUTPUT_CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
-"""What `model.generate` calls the cache that it returns."""
+"""Name of the cache in the output of `model.generate`."""
 
 
 OLDER_THAN_5_21 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
-"""Whether there are types that are built or run wrongly; `adapters/refused.py` names them."""
+"""True if this version builds or runs some model types wrongly; `adapters/refused.py` names them."""
 
 
 RENAMED_CACHE = OUTPUT_CACHE == "cache"
-"""Whether this is 5.24 or newer."""
+"""True in 5.24 and newer."""
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:
     """Return the names that the `forward` of a model's class takes.
 
-    One that takes any keyword, in a class of the user's own, hands them on to the class that it extends.
+    In a class of the user's own, a `forward` with `**kwargs` passes them on to the class that it extends.
     """
     names: set[str] = set()
     for kind in type(model).__mro__:
@@ -68,7 +68,7 @@ def cache_argument(model: nn.Module) -> str:
     """Return the name by which the `forward` of a stock model takes its cache.
 
     Raises:
-        UnsupportedModelError: it names none.
+        UnsupportedModelError: it has no parameter for a cache.
     """
     name = cache_name(forward_parameters(model))
     if name is None:

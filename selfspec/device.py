@@ -1,4 +1,4 @@
-"""What differs between a CPU and other devices, asked of torch: no device is known here by its name, but the CPU."""
+"""Ask torch how a device differs from the CPU; no other device is known here by its name."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether a device is the CPU: reading a value of a tensor there needs no copy and no wait."""
+    """Return whether a device is the CPU, where reading a tensor's value needs no copy and no wait."""
     return device.type == "cpu"
 
 
 def backend(device: torch.device) -> Any:
-    """Return torch's module of a device: `torch.cuda`, `torch.xpu`, ... Not all of them have streams, or graphs."""
+    """Return torch's module of a device: `torch.cuda`, `torch.xpu`, ... Not all have streams or graphs."""
     return getattr(torch, device.type, None)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device goes in streams that the caller may choose, and copies of locked memory beside it."""
+    """Return whether a device has streams that the caller can choose, so that copies of locked memory overlap work."""
     return not on_host(device) and hasattr(backend(device), "Stream")
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether launches on a device can be captured, as in a CUDA graph."""
+    """Return whether launches on a device can be captured, as in a CUDA graph."""
     return not on_host(device) and hasattr(backend(device), "CUDAGraph")
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for what was asked of a device on this thread's stream."""
+    """Wait until a device has done the work on this thread's stream."""
     if has_streams(device):
         # Not for the whole device: that fails while another thread captures a graph.
         backend(device).current_stream(device).synchronize()
@@ -40,7 +40,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def random_state_kept() -> AbstractContextManager[None]:
-    """Make a context after which torch's generators are as before it, the host's and those of all devices."""
+    """Return a context that restores the states of torch's generators, on the host and on all devices."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or not has_streams(found):
         return torch.random.fork_rng(devices=[])
@@ -48,22 +48,22 @@ def random_state_kept() -> AbstractContextManager[None]:
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
-    """Copy what the host knows to a device. Where it has streams nobody waits for that, on either side.
+    """Copy values from the host to a device. Where it has streams, neither side waits for the copy.
 
     Args:
-        values: tensor of the host, which nobody changes any more, or numbers; of none int64 is made.
-        device: where they are needed.
+        values: a tensor on the host that does not change any more, or numbers; an empty sequence becomes int64.
+        device: the device that needs them.
     """
     known = values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.long)
-    # From pageable memory a copy would cost the round a synchronisation.
+    # A copy from pageable memory would cost the round a synchronisation.
     return known.pin_memory().to(device, non_blocking=True) if has_streams(device) else known.to(device)
 
 
 class HostCopy:
-    """Values on their way to the host, asked for before somebody waits for later work: then they are there.
+    """A copy of values to the host. Where the device has streams it starts at once, ahead of later work there.
 
     Args:
-        values: a tensor of some device, of which nothing is changed in place.
+        values: a tensor on any device that is not changed in place.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -75,7 +75,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> Tensor:
-        """Return them as a tensor of the host. Waits where they are not there yet."""
+        """Wait for the copy if needed, and return the values as a tensor on the host."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

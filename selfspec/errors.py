@@ -1,4 +1,4 @@
-"""The typed errors of selfspec; every message names what is wrong and what to do about it."""
+"""Define the typed errors of selfspec; every message says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UnsupportedModelError(SelfSpecError, ValueError):
 
 
 class DraftConfigError(SelfSpecError, ValueError):
-    """The draft path does not fit the model: an exit layer, a skip set or a draft length out of range."""
+    """The draft does not fit the model: an exit layer, a skip set or a draft length out of range."""
 
 
 class PromptError(SelfSpecError, ValueError):
@@ -22,7 +22,7 @@ class PromptError(SelfSpecError, ValueError):
 
 
 class UnsupportedOptionError(SelfSpecError, ValueError):
-    """A generation option was asked for that selfspec cannot honour."""
+    """A generation option is not supported."""
 
 
 class CheckpointError(SelfSpecError, OSError):
@@ -34,7 +34,7 @@ class CorpusError(SelfSpecError, OSError):
 
 
 class TrainingError(SelfSpecError, RuntimeError):
-    """Training cannot begin as asked, cannot go on from what lies there, or its loss became NaN or infinite."""
+    """Training cannot begin as asked, cannot resume from the files there, or its loss became NaN or infinite."""
 
 
 class StudyError(SelfSpecError, ValueError):
@@ -42,7 +42,7 @@ class StudyError(SelfSpecError, ValueError):
 
 
 class StorageError(SelfSpecError, RuntimeError):
-    """What results go to cannot be written, went away, is full or is damaged; what was finished before stays there."""
+    """The place for results cannot be written, is gone, full or damaged; results finished before stay there."""
 
 
 class ExitHeadError(SelfSpecError, OSError):
@@ -66,28 +66,28 @@ class ClosedError(SelfSpecError, RuntimeError):
 
 
 class QueueFullError(SelfSpecError, RuntimeError):
-    """As many requests wait as may; this one was not taken."""
+    """The queue of requests is full; this one was not taken."""
 
 
 class CannotFitError(PromptError):
-    """A request can never run: it needs more memory for keys and values than there may be."""
+    """A request can never run: it needs more memory for keys and values than the cache may take."""
 
 
 class EngineStoppedError(SelfSpecError, RuntimeError):
-    """The engine takes no requests: it was not started, or is stopped, or stopped before the row had ended."""
+    """The engine takes no requests: it was not started, is stopped, or stopped before the row had ended."""
 
 
 class RowError(SelfSpecError, RuntimeError):
-    """A row of the running batch ended early, and no other did.
+    """One row of the running batch ended early; the other rows run on.
 
-    Its cause (`__cause__`) says more, where a logits processor or stopping criterion of the row raised it.
+    If a logits processor or stopping criterion of the row raised an error, that is the cause (`__cause__`).
     """
 
 
 class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
     """The target's logits of one or more rows became NaN or infinite.
 
-    The rows concerned ended at the last token committed before that; the other rows ran to their end.
+    These rows ended at the last token committed before that; the other rows ran to their end.
 
     Attributes:
         output: what was generated, a `GenerateOutput` as `generate` would have returned it.

@@ -1,4 +1,4 @@
-"""The memory that the process has, and what it may take."""
+"""Measure the memory that the process has, and what it may take."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _GROUP = Path("/sys/fs/cgroup")
-# glibc's number of the option, and bytes: below it are a draft step's states and logits.
+# glibc's number of the option, and a size in bytes: a draft step's states and logits are smaller.
 _MMAP_THRESHOLD, _LARGE = -3, 256 * 2**10
 
 
 def resident_bytes() -> int | None:
-    """The resident set of the process, in bytes; None where the system does not tell."""
+    """Return the resident set of the process, in bytes; None if the system does not tell."""
     give_back_free_memory()
     return status_bytes("VmRSS") if _STATUS.exists() else None
 
 
 def give_back_free_memory() -> None:
-    """Return what the allocator holds free, which would otherwise hide what the work needs."""
+    """Return the allocator's free memory to the system, so that it does not hide what the work needs."""
     gc.collect()
-    # Without glibc the level before is higher and the peak above it lower.
+    # Without glibc the level measured before is higher, and the peak above that level is lower.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_large_blocks_back() -> None:
-    """Let large blocks go back to the system as soon as they are freed, from now on.
+    """Return large blocks to the system as soon as they are freed, from now on.
 
-    glibc keeps more and more of them otherwise: as large as the largest freed so far, between smaller ones that stay.
+    Otherwise glibc keeps freed blocks up to the size of the largest one freed so far, between smaller ones in use.
     """
     # Without glibc there is no such switch.
     with suppress(AttributeError, OSError, TypeError):
@@ -39,18 +39,18 @@ def give_large_blocks_back() -> None:
 
 
 def status_bytes(field: str) -> int:
-    """Return a size that Linux keeps of the process, in bytes: `VmRSS`, or `VmHWM`, its peak."""
+    """Return a size of the process that Linux reports, in bytes: `VmRSS`, or `VmHWM`, its peak."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 
 def machine_bytes() -> int | None:
-    """The memory of the machine, or of the process's control group, in bytes; None where the system does not tell."""
+    """Return the memory of the machine, or of the process's control group, in bytes; None if it is not known."""
     return min((*_system("SC_PHYS_PAGES"), *_group("memory.max")), default=None)
 
 
 def free_bytes() -> int:
-    """Bytes that are free, here and in the process's control group; what caches hold does not count as free."""
+    """Return the bytes free in the machine and the process's control group; caches do not count as free."""
     taken = sum(_group("memory.current"))
     return min((*_system("SC_AVPHYS_PAGES"), *(most - taken for most in _group("memory.max"))), default=0)
 

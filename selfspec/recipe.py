@@ -1,7 +1,7 @@
-"""How a saved model drafts: a few words of JSON, and the file that makes `transformers` follow them.
+"""Save with a model how it drafts: as JSON, in a file that makes `transformers` follow it.
 
-`transformers` runs `custom_generate/generate.py` of a folder in place of its own `generate` where it may trust the
-folder's code. It copies that one file elsewhere, so the file holds all it needs.
+If it may trust a folder's code, `transformers` runs `custom_generate/generate.py` there in place of its own `generate`.
+It copies that one file elsewhere, so the file holds all it needs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def generate(inputs=None, generation_config=None, *, model, **options):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What drafts, how long, and who judges.
+    """Names of a wrapper's drafter, draft length and acceptance rule.
 
     Attributes:
         draft: name of the drafter, as on the command line.
         draft_length: tokens drafted each round; None: as many as pay.
-        accept: name of the rule; None: the default one.
+        accept: name of the rule; None: the default rule.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -52,7 +52,7 @@ class Recipe:
 
     @classmethod
     def of(cls, draft: Drafter | DraftPolicy | None, control: Control, rule: Rule | None) -> Recipe:
-        """The recipe of a wrapper.
+        """Return the recipe of a wrapper.
 
         Raises:
             DraftConfigError: the drafter has no name, or the control is neither a length nor the default.
@@ -83,7 +83,7 @@ class Recipe:
 
     @classmethod
     def read(cls, text: str) -> Recipe:
-        """A recipe from its JSON."""
+        """Read a recipe from its JSON."""
         try:
             written = parsed(text, _Written)
         except ValueError as error:
@@ -95,7 +95,7 @@ class Recipe:
 
     @property
     def drafter(self) -> Drafter | None:
-        """What drafts; None for plain decoding."""
+        """The drafter; None for plain decoding."""
         return parse_draft(self.draft)
 
     def save(self, folder: Path) -> None:
@@ -109,6 +109,6 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Written(Recipe):
-    """A recipe as it is written, with the checksum that `parsed` looks at."""
+    """A recipe as written, with the checksum that `parsed` checks."""
 
     checksum: str | None = None

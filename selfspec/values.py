@@ -1,4 +1,4 @@
-"""Numbers and paths that callers hand in. Commands read them too, so neither torch nor transformers is imported."""
+"""Check numbers and paths from callers. Commands use this too, so neither torch nor transformers is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfspec.errors import SelfSpecError, UnsupportedOptionError
 
 
 def shown(value: object) -> str:
-    """How a value is written in a message: as Python writes it, but not at any length."""
+    """Return a value as a message shows it: as Python writes it, shortened where it is long."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<integer of {value.bit_length()} bits>"
     writer = Repr()
@@ -22,26 +22,26 @@ def shown(value: object) -> str:
 
 
 def checked_path(name: str, value: object, error: type[SelfSpecError] = UnsupportedOptionError) -> Path:
-    """Return the path of a file or folder, if the argument is one."""
+    """Return an argument as a path; refuse what is neither a string nor a path."""
     if not isinstance(value, str | Path):
         raise error(f"{name} must be a path, as a string or a pathlib.Path; got {shown(value)}")
     return Path(value)
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an integer, and no truth value."""
+    """Return whether a value is an integer, but not a bool."""
     return type(value) is int
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a finite number, and no truth value."""
+    """Return whether a value is a finite number, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
-    """Refuse a dataclass whose fields of type `int` or `float` hold no such numbers, or less than options may.
+    """Refuse a dataclass with a field of type `int` or `float` that holds another type or is below its minimum.
 
-    The least is the `min` of what annotates the field. None is right where the type has it.
+    The minimum is the `min` in the field's annotation. None passes where the type allows it.
     """
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         kind, least = getattr(hint, "__origin__", hint), None

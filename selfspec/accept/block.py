@@ -1,4 +1,4 @@
-"""Block verification: the draft is judged as a whole, and no less of it is accepted than token by token."""
+"""Block verification: judge the draft as a whole, and accept at least as much of a chain as token by token."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Block:
 
     Each place has a weight P: 1 at the last committed token, min(1, P(parent) p(x) / q(x)) at a node. Nodes are judged
     from the leaves up, each after its children: the first whose draw falls within its weight is accepted with its whole
-    path, and the token after it is drawn from what its children have left of p. A rejected child leaves its parent
-    max(P p - q, 0), normalised; where that sums to s, the weight becomes s / (s + 1 - P).
+    path, and the token after it is drawn from the residual that its children leave of p. A rejected child leaves its
+    parent the residual max(P p - q, 0), normalised; if that sums to s, the weight becomes s / (s + 1 - P).
 
     The committed tokens are distributed exactly as draws from p. No lossless rule commits more of a chain in
-    expectation. Of trees it commits no less than the token-level rule where siblings are drawn with or without
-    replacement and none is followed by one with a deeper subtree; else a short path may be accepted before a long one
-    is judged.
+    expectation. On trees it commits no less than the token-level rule if siblings are drawn with or without replacement
+    and no sibling is followed by one with a deeper subtree; else a short path may be accepted before a long one is
+    judged.
     """
 
     lossless = True
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Chance of each node, given that no node judged before it is accepted, `[rows, nodes]`."""
+        """Return the chance of each node, given that no node judged before it is accepted, `[rows, nodes]`."""
         weights, left = _before_last_children(draft, p)
         if draft.tree.depth > 1:
             inner: slice | Tensor = slice(1, len(draft.tree))
@@ -49,11 +49,11 @@ class Block:
         return weights[:, 1:]
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the first node, from the leaves up, whose draw fell within its chance, `[rows]`."""
+        """Return the place of the first node, from the leaves up, whose draw fell within its chance, `[rows]`."""
         return from_leaves(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """What the children of the place, all rejected, leave of p; p itself at a leaf; `[rows, vocab]`."""
+        """Return the residual of p at a place whose children are all rejected; p itself at a leaf; `[rows, vocab]`."""
         rows = torch.arange(place.shape[0], device=place.device)
         if not len(draft.tree):
             return p[rows, place]
@@ -65,10 +65,10 @@ class Block:
 
 
 def _before_last_children(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of each place and what is left of p there, once all its children but the last are rejected.
+    """Return the weight of each place and the residual of p there, after all its children but the last are rejected.
 
     Returns:
-        `[rows, nodes + 1]` and `[rows, nodes + 1, vocab]`, which is p itself where no place has two children.
+        `[rows, nodes + 1]` and `[rows, nodes + 1, vocab]`; the residual is p itself if no place has two children.
     """
     tree, left = draft.tree, p
     ratios = _ratios(at_parents(p, tree), draft, slice(None))
@@ -88,25 +88,25 @@ def _before_last_children(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ratios(p: Tensor, draft: Draft, nodes: slice | int) -> Tensor:
-    """p(x) / q(x) of some nodes."""
+    """Return p(x) / q(x) of some nodes."""
     index = draft.tokens[:, nodes, None]
     p_token = p.gather(-1, index)[..., 0]
     if draft.probs is None:
         return p_token
     ratios = p_token / draft.probs[:, nodes].gather(-1, index)[..., 0]
-    # Infinite where q is close to 0, and 0, the weight of a parent, times that would be NaN.
+    # A ratio is infinite where q is close to 0; times 0, the weight of a parent, it would be NaN.
     return ratios.clamp(max=torch.finfo(ratios.dtype).max)
 
 
 def _residual(weight: Tensor, p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:
-    """max(P p - q, 0)."""
+    """Return max(P p - q, 0)."""
     return less_q(weight[..., None] * p, draft, nodes)
 
 
 def _weight_after(weight: Tensor, p: Tensor, residual: Tensor) -> Tensor:
-    """The weight of a place once a child is rejected, s / (s + 1 - P)."""
+    """Return the weight of a place after a child is rejected, s / (s + 1 - P)."""
     total = residual.sum(-1)
-    # 0 / 0 where P is 1 and p equals q: the child is accepted for sure, and so is what it leaves.
+    # Avoid 0 / 0 where P is 1 and p equals q: the child is certainly accepted, and the weight stays 1.
     after = torch.where(total > 0, total / (total + (1 - weight)), (weight == 1).to(weight.dtype))
     # Where the target gives no distribution (its logits were not finite) the draft ends.
     return torch.where(p.sum(-1) > 0, after, weight)

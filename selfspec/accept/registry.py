@@ -1,6 +1,6 @@
-"""Rules by name: those of this package, those that other packages declare, and `module:Class`.
+"""Find rules by name: rules of this package, rules that other packages declare, and `module:Class`.
 
-A `:` behind the name sets fields of the rule: `relaxed-top-k:top_k=5,tolerance=2`.
+A `:` after the name sets fields of the rule: `relaxed-top-k:top_k=5,tolerance=2`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GROUP = "selfspec.rules"
 
 @cache
 def rules() -> Mapping[str, Rule]:
-    """Return every rule by name, lossless ones first. The names of ours that are not lossless begin with `relaxed-`.
+    """Return every rule by name, lossless rules first. Names of our rules that are not lossless begin with `relaxed-`.
 
     Raises:
-        UnsupportedOptionError: a package declares a name that is taken, or what it names is no rule.
+        UnsupportedOptionError: a package declares a name that is taken, or names something that is no rule.
     """
     found: dict[str, Rule] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.accept."):
@@ -46,7 +46,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def default_rule(greedy: bool) -> Rule:
-    """Return the rule of callers who name none: block verification where tokens are sampled.
+    """Return the rule for callers who name none: block verification where tokens are sampled.
 
     Under greedy decoding all lossless rules accept alike, and the token-level one has the least to compute.
     """
@@ -54,10 +54,10 @@ def default_rule(greedy: bool) -> Rule:
 
 
 def find_rule(accept: str | Rule) -> Rule:
-    """Return the rule of that name, or that `module:Class` names, or the rule itself.
+    """Return the rule with a name or a `module:Class`; a rule is returned as it is.
 
     Raises:
-        UnsupportedOptionError: there is none of that name, it is no rule, or it takes no such fields.
+        UnsupportedOptionError: no rule has that name, the class is no rule, or it has no such fields.
     """
     listed = ", ".join(rules())
     if not isinstance(accept, str):
@@ -77,7 +77,7 @@ def find_rule(accept: str | Rule) -> Rule:
 
 
 def rule_name(rule: Rule) -> str | None:
-    """Return the name that `find_rule` reads; None: it has none."""
+    """Return the name by which `find_rule` finds a rule; None: it has none."""
     kind: Any = type(rule)
     if kind.__module__ == "__main__":
         return None

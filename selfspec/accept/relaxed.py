@@ -1,4 +1,4 @@
-"""Rules that are not lossless: faster, and the output is no longer the target's own. Only for those who ask by name."""
+"""Rules that are not lossless: faster, but the output no longer follows the target's p. Used only if named."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from selfspec.values import is_finite, is_whole, shown
 class _Relaxed:
     """Accept by a threshold; where a draft token falls below it, take the target's own token in its place.
 
-    Of a tree the longest path above the threshold is accepted.
+    In a tree the longest path above the threshold is accepted.
     """
 
     lossless = False
     couples = False
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the deepest node that is accepted with all its ancestors, `[rows]`."""
+        """Return the place of the deepest node that is accepted with all its ancestors, `[rows]`."""
         return longest_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """The target's p after the accepted tokens, `[rows, vocab]`."""
+        """Return the target's p after the accepted tokens, `[rows, vocab]`."""
         return p[torch.arange(p.shape[0], device=p.device), place]
 
 
@@ -40,8 +40,8 @@ class _Relaxed:
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
 
-    A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost
-    anything goes where the target is unsure. Greedy decoding has a p without entropy and stays exact.
+    A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost any
+    token is accepted where the target is unsure. Greedy decoding has a p without entropy and stays exact.
     """
 
     epsilon: float = 0.3
@@ -54,7 +54,7 @@ class Typical(_Relaxed):
             raise UnsupportedOptionError(f"delta must be at least 0 and finite, got {shown(self.delta)}")
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """1 where a draft token is typical, else 0, `[rows, nodes]`."""
+        """Return 1 where a draft token is typical, else 0, `[rows, nodes]`."""
         judged = at_parents(p, draft.tree)
         entropy: Tensor = torch.special.entr(judged).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
@@ -67,8 +67,8 @@ class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.
 
     A draft token is accepted if it is among the target's `top_k` likeliest and its log-likelihood is at most
-    `tolerance` below the likeliest token's. Judged on the target's own logits, before temperature and filters, so it
-    relaxes greedy decoding too.
+    `tolerance` below the likeliest token's. The rule judges the target's own logits, before temperature and filters, so
+    it relaxes greedy decoding too.
 
     Attributes:
         top_k: how many tokens are good enough (the paper's beta).
@@ -85,7 +85,7 @@ class TopKTolerance(_Relaxed):
             raise UnsupportedOptionError(f"tolerance must be a number of at least 0, got {shown(self.tolerance)}")
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """1 where a draft token is tolerable, else 0, `[rows, nodes]`."""
+        """Return 1 where a draft token is tolerable, else 0, `[rows, nodes]`."""
         judged = at_parents(logits, draft.tree)
         score = judged.gather(-1, draft.tokens[..., None])
         rank = (judged > score).sum(-1)

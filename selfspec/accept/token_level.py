@@ -1,6 +1,6 @@
-"""Token-level rejection sampling: each draft token is accepted with probability min(1, p/q), until one is rejected.
+"""Token-level rejection sampling: accept each draft token with probability min(1, p/q), until one is rejected.
 
-A rule gives probabilities; `selfspec.decode.accept_draws` draws by them.
+Rules give probabilities; `selfspec.decode.accept_draws` draws by them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.
 
     Over a tree it is recursive rejection sampling (Miao et al., 2024, arXiv 2305.09781; Jeon et al., 2024, arXiv
-    2402.14160): siblings are judged in turn, each against what its rejected siblings left of p.
+    2402.14160): siblings are judged in turn, each against the residual that its rejected siblings left of p.
 
     The committed tokens are distributed exactly as draws from p. Greedy decoding is the case of a one-hot p: a draft
     token is accepted if it is the target's choice, and the residual is that choice.
@@ -33,7 +33,7 @@ class TokenLevel:
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """min(1, p/q) of each node, with p less what its earlier siblings took, `[rows, nodes]`."""
+        """Return min(1, p/q) of each node, with the residual of its earlier siblings as p, `[rows, nodes]`."""
         tokens, probs = draft.tokens, draft.probs
         if draft.tree.is_chain:
             return _chances(p[:, :-1], tokens, probs)
@@ -49,13 +49,13 @@ class TokenLevel:
         return chances
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Place of the last node on the path of first accepted children, `[rows]`."""
+        """Return the place of the last node on the path of first accepted children, `[rows]`."""
         return first_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """max(p - q, 0) with q of each rejected child in turn, p at a leaf; `[rows, vocab]`.
+        """Return max(p - q, 0) with q of each rejected child in turn, p at a leaf; `[rows, vocab]`.
 
-        Where rounding leaves nothing of a residual (p and q equal but for the last bits), what it was taken from.
+        If rounding leaves nothing of a residual (p and q differ in the last bits alone), q is not subtracted.
         """
         rows = torch.arange(place.shape[0], device=place.device)
         left = p[rows, place]
@@ -84,7 +84,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The children of a place of each row, in order, and whether a row has none of that number; each `[rows]`."""
+    """Yield the n-th child of each row's place, and whether the row has no n-th child, for each n; each `[rows]`."""
     if not tree.is_chain:
         for child in tree_tables(tree, place.device).children[place].unbind(-1):
             yield child.clamp(min=0), child < 0
@@ -93,7 +93,7 @@ def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:
-    """max(p - q, 0), with q of the nodes at an index of rows and nodes: one-hot where the draft was not drawn."""
+    """Return max(p - q, 0), with q at an index of rows and nodes; q is one-hot if the draft was not drawn."""
     if draft.probs is None:
         q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
     else:
@@ -104,13 +104,13 @@ def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice 
 @rule("coupled", by_kernel=True)
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
-    """Draft and target choose the token of a place with the same noise; the draft is accepted where they choose alike.
+    """Choose the tokens of draft and target at a place with the same noise; accept the draft where they are equal.
 
-    So the output does not depend on the draft at all: with equal seeds it equals plain decoding's, also under
-    `accept="coupled"`, token for token where the arithmetic allows (float32, float64). The noise has decided when the
-    rule comes to judge: p and q are one-hot, and the rule is the greedy case of token-level rejection sampling. It
-    accepts less than the optimum, 1 - TV(p, q), but at least (1 - TV) / (1 + TV) (Daliri et al., 2024). Of a tree the
-    child that is the noise's choice is accepted.
+    So the output does not depend on the draft: with equal seeds it equals that of plain decoding under
+    `accept="coupled"`, token for token where the arithmetic allows (float32, float64). The noise is applied before the
+    rule judges: p and q are one-hot, and the rule is the greedy case of token-level rejection sampling. It accepts
+    less than the optimum, 1 - TV(p, q), but at least (1 - TV) / (1 + TV) (Daliri et al., 2024). In a tree the child
+    that the noise chooses is accepted.
     """
 
     couples = True

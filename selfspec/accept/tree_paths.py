@@ -1,4 +1,4 @@
-"""Paths of a tree on the device: which nodes a mask accepts, and what lies along the way to them."""
+"""Find on the device the nodes of a tree that a mask accepts, and the paths to them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def first_path(mask: Tensor, tree: Tree) -> Tensor:
     """Find the deepest node on the path that takes, at each place, the first child that a mask accepts.
 
     Returns:
-        Its place, `[rows]`; 0: no node. In a chain that is the number of nodes before the first that is rejected.
+        Its place, `[rows]`; 0: no node. In a chain it is the number of nodes before the first rejected one.
     """
     if tree.is_chain:
         return mask.long().cumprod(-1).sum(-1)
     tables = tree_tables(tree, mask.device)
     taken = mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)
-    # A node comes after its ancestors, so of the nodes of one path the last is the deepest.
+    # A node comes after its ancestors, so the last node of a path is the deepest.
     return (_reached(taken, tables) * tables.places[1:]).amax(-1)
 
 
 def longest_path(mask: Tensor, tree: Tree) -> Tensor:
-    """Place of the deepest node whose path lies within its chances, the first of several; shapes as `first_path`."""
+    """Return the place of the deepest node whose whole path a mask accepts, the first of several; see `first_path`."""
     if tree.is_chain:
         return mask.long().cumprod(-1).sum(-1)
     tables = tree_tables(tree, mask.device)
@@ -39,13 +39,13 @@ def longest_path(mask: Tensor, tree: Tree) -> Tensor:
 
 
 def from_leaves(mask: Tensor, tree: Tree) -> Tensor:
-    """Place of the first node that a mask accepts, where each node comes after its children; shapes as `first_path`."""
+    """Return the place of the first accepted node if each node is judged after its children; see `first_path`."""
     tables = tree_tables(tree, mask.device)
     return tables.by_turn[(mask * tables.turns).amax(-1)] if len(tree) else mask.sum(-1)
 
 
 def at_parents(values: Tensor, tree: Tree) -> Tensor:
-    """Of values at each place, `[rows, nodes + 1, ...]`, those at the parent of each node, `[rows, nodes, ...]`."""
+    """Select from values at each place, `[rows, nodes + 1, ...]`, those at each node's parent, `[rows, nodes, ...]`."""
     return values[:, :-1] if tree.is_chain else values[:, tree_tables(tree, values.device).parents]
 
 
@@ -55,9 +55,9 @@ class Rank:
 
     Attributes:
         nodes: their numbers, `[of this rank]`.
-        before: of first siblings, the place of the parent; of others, the index in the rank before of the sibling that
-            comes before, `[of this rank]`.
-        siblings: these siblings' numbers; None of first siblings.
+        before: for first siblings, the place of the parent; for later siblings, the index of the sibling before in the
+            rank before, `[of this rank]`.
+        siblings: numbers of the siblings before; None for first siblings.
     """
 
     nodes: Tensor
@@ -73,12 +73,13 @@ class TreeTables:
         places: 0 to the number of nodes.
         depths: of each place.
         parents: place of each node's parent, `[nodes]`.
-        children: of each place, as nodes in order, -1 after the last, `[places, most children of any]`.
-        last_children: of each place, -1 of leaves.
-        inner: the places that have children, but for the last committed token.
-        turns: of each node, `[nodes]`: 1 for the last where children come before their parent, the more the earlier.
+        children: nodes that are children of each place, in order, -1 after the last, `[places, most children]`.
+        last_children: last child of each place, -1 at leaves.
+        inner: the places that have children, without the last committed token.
+        turns: rank of each node in the order that judges children before their parent, `[nodes]`; the node judged last
+            has 1, and earlier nodes have more.
         by_turn: the place with each turn, 0 for turn 0.
-        paths: the places from the root to each place, its own again after it, `[places, depth + 1]`.
+        paths: the places from the root to each place, which is repeated to fill up, `[places, depth + 1]`.
         ancestors: whether a node (first axis) has another (second axis) on its path, itself included.
         earlier_siblings: whether a node (first axis) comes after a sibling (second axis).
         ranks: first siblings, second siblings, and so on.
@@ -100,7 +101,7 @@ class TreeTables:
 
 @lru_cache(maxsize=64)
 def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
-    """The tables of a tree, made once for each device."""
+    """Return the tables of a tree, made once for each device."""
     nodes = range(len(tree))
     widest = max(map(len, tree.children))
     paths = [(0,), *(tuple(node + 1 for node in (-1, *path)) for path in tree.paths)]
@@ -124,7 +125,7 @@ def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
 
 
 def _from_leaves(tree: Tree, node: int) -> Iterator[int]:
-    """The nodes below a node and the node itself, each after its children."""
+    """Yield the nodes below a node and the node itself, each after its children."""
     for child in tree.children[node + 1]:
         yield from _from_leaves(tree, child)
     yield node
@@ -146,5 +147,5 @@ def _ranks(tree: Tree, device: torch.device) -> Iterator[Rank]:
 
 
 def _reached(mask: Tensor, tables: TreeTables) -> Tensor:
-    """Whether the mask holds for a node and all its ancestors, `[rows, nodes]`."""
+    """Return whether the mask holds for a node and all its ancestors, `[rows, nodes]`."""
     return ~(~mask[:, None] & tables.ancestors).any(-1)

@@ -1,4 +1,4 @@
-"""Where each row of the cache ends, and so which slots a pass writes and sees."""
+"""Cursors: where each row of the cache ends, and so which slots a pass writes and sees."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from selfspec.device import to_device
 
 @dataclass(frozen=True)
 class OpenBlock:
-    """The last committed token and the nodes of a tree, in the slots from each row's cursor on.
+    """Describes an open block: the last committed token and the nodes of a tree, in the slots from the cursor on.
 
-    Everything about the tree is in tensors whose shapes depend on its size alone, so that one recording of a pass
-    serves for all trees of that size.
+    The tree is given by tensors whose shapes depend only on its size, so one recording of a pass serves all trees of
+    that size.
 
     Attributes:
         start: slot of the last committed token, `[batch, 1]`, or `[1, 1]` where all cursors are equal.
         depths: 0 for the last committed token, then the depth of each node, `[nodes + 1]`.
-        sees: which of these (columns) each of them (rows) sees, itself and its ancestors, `[nodes + 1, nodes + 1]`.
+        sees: for each of these tokens (rows), those that it sees (columns): itself and its ancestors,
+            `[nodes + 1, nodes + 1]`.
     """
 
     start: Tensor
@@ -33,7 +34,7 @@ class OpenBlock:
 
     @staticmethod
     def tables(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`depths` and `sees` of a tree."""
+        """Return `depths` and `sees` of a tree."""
         sees = torch.zeros(len(tree) + 1, len(tree) + 1, dtype=torch.bool)
         sees[:, 0] = True
         for node, path in enumerate(tree.paths):
@@ -47,17 +48,17 @@ class OpenBlock:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of them, in the order of the attributes."""
+        """The three tensors, in the order of the attributes."""
         return self.start, self.depths, self.sees
 
     def positions(self, slots: Tensor) -> Tensor:
-        """Positions of what lies in some slots of each row, `[batch or 1, slots]`: before the block, the slot's own."""
+        """Return the position of each slot, `[batch or 1, slots]`: before the block, slot i has position i."""
         place = slots - self.start
         inside = self.start + self.depths[self._clamped(place)]
         return torch.where(place < 0, slots, inside)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Whether tokens of the block see what lies in other slots, `[batch or 1, queries, keys]`.
+        """Return whether tokens of the block see other slots, `[batch or 1, queries, keys]`.
 
         Args:
             queries: slots of the tokens, `[batch or 1, queries]`.
@@ -72,29 +73,29 @@ class OpenBlock:
 
 
 WIDEST_ROUND = 16
-"""Tokens of each row that a pass of a round may look at whatever the slack is: programs read more than they need."""
+"""Tokens of each row that a pass of a round may read, even with less slack: programs read more than they need."""
 
 _SMALLEST_ROOM = 64
 
 
 class Cursors:
-    """Where the committed tokens of each row end, and what a pass reads behind them.
+    """Keeps where the committed tokens of each row end, and what a pass reads after them.
 
     A pass reads nodes of the round's block: `width` of them from node `first` on. Node -1 is the last committed token,
     which lies in the slot at the cursor; node i lies `i + 1` slots further.
 
     Attributes:
         seq_lens: cursor of each row, in slots: how many of its tokens have their keys and values.
-        offsets: of each row, how much larger position ids are than the number of a token in the text.
+        offsets: for each row, position id minus the number of a token in the text.
         tree: the parents of the open block's nodes; None: each is the child of the one before it.
         first: first node of the pass that runs.
         read: how many tokens of the block some pass has read.
         limit: the most tokens a row may come to hold, prompt included.
-        held: number of rows that there is storage for, or will be with the next pass; those of `seq_lens` come first.
+        held: number of rows with storage, now or from the next pass on; those of `seq_lens` come first.
         capacity: slots a row has, or will have with the next pass.
         device: where slot numbers are made.
-        aligned: on which side passes find the rows of a ragged batch aligned.
-        bucket: passes of a round look at a multiple of this number of slots, or at all there are.
+        aligned: the side on which passes find the rows of a ragged batch aligned.
+        bucket: passes of a round look at a multiple of this number of slots, or at all slots.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Cursors:
         self.slack = slack
         self._room = self._whole(min(_SMALLEST_ROOM, limit))
         self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
-        # Where rows ended when slots were last asked for, and what was said by the width and first node of a pass.
+        # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
 
     @property
@@ -123,34 +124,34 @@ class Cursors:
 
     @property
     def uniform(self) -> bool:
-        """Whether all cursors are equal."""
+        """True if all cursors are equal."""
         return len(set(self.seq_lens)) == 1
 
     def parent(self, node: int) -> int:
-        """The node of the block that another one, from 0 on, is a child of."""
+        """Return the parent of a node; nodes count from 0."""
         return node - 1 if self.tree is None else self.tree.parents[node]
 
     def is_path(self, nodes: Sequence[int]) -> bool:
-        """Whether these are nodes of the block, each the child of the one before it and the first of them -1."""
+        """Return whether these nodes are a path of the block from node -1; an empty path counts."""
         branch = pairwise(nodes)
         return list(nodes[:1]) in ([], [-1]) and all(self.parent(node) == parent for parent, node in branch)
 
     def move(self, counts: Sequence[int]) -> None:
-        """Move each cursor over its own number of tokens, and close the block."""
+        """Advance each cursor by its number of tokens, and close the block."""
         self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
         self.tree, self.read = None, 0
 
     def make_room(self, committed: int) -> None:
-        """Double the room until it holds `committed` tokens, never beyond the limit but for the rest of a bucket."""
+        """Double the room until it holds `committed` tokens; at most to the limit, rounded up to whole buckets."""
         while self._room < min(committed, self.limit):
             self._room = self._whole(min(2 * self._room, self.limit))
 
     def _whole(self, room: int) -> int:
-        """At least this room, with slots in whole buckets: caches of many lengths then have passes of one shape."""
+        """Round room up to whole buckets of slots: caches of many lengths then have passes of one shape."""
         return -(-(room + self.slack) // self.bucket) * self.bucket - self.slack
 
     def hold(self, rows: int, committed: int) -> None:
-        """Let there be storage for `rows` rows of `committed` tokens each."""
+        """Set the storage to `rows` rows of `committed` tokens each."""
         self.held, self._room = rows, min(committed, self.limit)
 
     @property
@@ -159,21 +160,21 @@ class Cursors:
         return self._room
 
     def visible(self, width: int, first: int) -> int:
-        """Number of slots, from the first, that a pass looks at."""
+        """Return the number of slots, from the first, that a pass looks at."""
         needed = max(self.seq_lens) + first + 1 + width
         if not self.padded(width):
             return needed
         return min(-(-needed // self.bucket) * self.bucket, self.capacity)
 
     def padded(self, width: int) -> bool:
-        """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
+        """Return whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self.bucket > 1 and width <= max(self.slack + 1, WIDEST_ROUND)
 
     def slots(self, width: int, first: int) -> Tensor:
-        """Slots that a pass writes: `[1, width]` for equal cursors, else `[batch, width]`."""
+        """Return the slots that a pass writes: `[1, width]` for equal cursors, else `[batch, width]`."""
         if self._asked[0] != self.seq_lens:
             self._asked = (list(self.seq_lens), {})
-        # Every layer asks, and what it is told changes between rounds alone.
+        # Every layer asks, and the answer changes only between rounds.
         known = self._asked[1]
         if (width, first) not in known:
             known[width, first] = self._numbers(width, first + 1)
@@ -186,7 +187,7 @@ class Cursors:
         return self._starts() + ahead + torch.arange(width, device=self.device)
 
     def position_ids(self, positions: Tensor) -> Tensor:
-        """Position ids of tokens at some places of the text, `[batch or 1, width]`."""
+        """Return the position ids of tokens at these places of the text, `[batch or 1, width]`."""
         if not any(self.offsets):
             return positions
         offsets = self.offsets[:1] if self.shifted_alike else self.offsets
@@ -194,12 +195,12 @@ class Cursors:
 
     @property
     def shifted_alike(self) -> bool:
-        """Whether all rows have the same offset."""
+        """True if all rows have the same offset."""
         return len(set(self.offsets)) == 1
 
     def block(self, width: int, first: int) -> OpenBlock | None:
-        """The open block, where a pass sees other slots of it than all before its own; else None."""
-        # A tree begins as a chain, and a pass that sees no more of it is one over a chain.
+        """Return the open block; None if a token of the pass sees all slots before its own."""
+        # A tree begins as a chain; a pass that reads no further runs as over a chain.
         if self.tree is None or self.tree.is_chain or first + width <= self.tree.trunk:
             return None
         if self.tree not in self._tables:
@@ -208,10 +209,10 @@ class Cursors:
         return OpenBlock(start, *self._tables[self.tree])
 
     def right_aligned(self, width: int, first: int) -> Tensor:
-        """Which slot lies where once rows are aligned on the right, `[batch, visible]`; negative: padding."""
+        """Return the slot at each place once rows are aligned on the right, `[batch, visible]`; negative: padding."""
         last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
         return last + 1 - visible + torch.arange(visible, device=self.device)
 
     def _starts(self) -> Tensor:
-        """The slot at each cursor, `[batch, 1]`."""
+        """Return the slot at each cursor, `[batch, 1]`."""
         return to_device(self.seq_lens, self.device)[:, None]

@@ -1,4 +1,4 @@
-"""Which slots each token of a pass attends to, in the form of the model's attention kernel."""
+"""Masks: the slots that each token of a pass attends to, in the form of the model's attention kernel."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from selfspec.cache.top_slots import sees as sees_top
 from selfspec.cache.view import Window
 
 Pattern = Callable[..., Tensor]
-"""Whether a query sees a key, by their row, head, and positions; tensors that broadcast against each other."""
+"""Says whether a query sees a key, from row, head and positions: tensors that broadcast against each other."""
 
 
 _WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
-# Their layers read no keys: they have states, or are nothing but an MLP.
+# These layers read no keys: they have states, or only an MLP.
 _WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "sparse", "dense"})
 # Models with recurrent layers ask for these, whatever their layer types are called.
 _ALWAYS_ASKED = ("full_attention", "linear_attention", "conv")
 
 
 def smallest_window(config: PreTrainedConfig) -> int | None:
-    """How many slots a token of some layer may at most look back over, itself included; None: over all of them."""
+    """Return the smallest window of a layer in slots, the token itself included; None: no layer has a window."""
     spans = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return min((span for span in spans if span is not None), default=None)
 
 
 def all_layers_slide(config: PreTrainedConfig) -> bool:
-    """Whether no layer may look back over all slots."""
+    """Return whether every layer that has keys has a window or chunks."""
     types = set(getattr(config, "layer_types", None) or ("sliding_attention",)) & _WITH_KEYS
     return smallest_window(config) is not None and not types & {"full_attention", "hybrid"}
 
 
 def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Types of layers for which no mask can be made, so that it is not known what their tokens see."""
+    """Return the types of layers for which no mask can be made, since it is not known what their tokens see."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
 
 
 def needs_mask(config: PreTrainedConfig, slots: Tensor, block: OpenBlock | None, padded: bool) -> bool:
-    """Whether full attention over these slots is given a mask; arguments as in `attention_mask`.
+    """Return whether full attention over these slots gets a mask; arguments as in `attention_mask`.
 
-    Not for the one last token of every row, which sees all: models on the sdpa kernel give it none either.
+    On the sdpa kernel a single token per row, all in the same slot, sees all and gets none, as in stock models.
     """
     kernel: str = config._attn_implementation
     return block is not None or padded or slots.shape != (1, 1) or kernel != "sdpa"
@@ -69,7 +69,7 @@ def attention_mask(
     window: Window | None = None,
     top: Tensor | None = None,
 ) -> Any:
-    """What a stock model takes as `attention_mask` for tokens in slots of their rows.
+    """Make the `attention_mask` of a stock model for tokens in slots of their rows.
 
     Windows and chunks are those of positions, not of slots.
 
@@ -79,15 +79,15 @@ def attention_mask(
         rows: number of rows.
         visible: number of slots, from the first, that the pass looks at.
         dtype: of additive masks.
-        block: what the tokens belong to; None: slot i holds position i, and a token sees all slots before its own.
+        block: the open block of the tokens; None: slot i holds position i, and a token sees all slots before its own.
         recurrent: whether some layers have states in place of keys and values.
         padded: whether slots past the last token may be visible even where all rows have the same.
-        window: what tokens attend to of what they see; None: to all of it.
-        top: slots that tokens attend to where they would attend to all, as `TopSlots.seen` gives them; None: all.
+        window: limits what tokens attend to; None: no limit.
+        top: slots to which full attention is limited, as from `TopSlots.seen`; None: all.
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
-        where nothing is masked: for the one last token of every row, in full attention.
+        for full attention without window or top where `needs_mask` is False.
     """
     tokens = slots.shape[1]
     masks_full = needs_mask(config, slots, block, padded)
@@ -123,13 +123,13 @@ def attention_mask(
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None and not recurrent:
         return mask(patterns.get("sliding_attention", causal_mask_function))
-    # Types that are missing here read no keys, and so no mask: recurrent layers, or none but an MLP.
+    # Types that are missing here read no keys, so they need no mask: recurrent layers, or layers with only an MLP.
     kinds = dict.fromkeys([*(layer_types or ()), *(_ALWAYS_ASKED if recurrent else ())])
     return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
 
 
 def _within(window: Window, pattern: Pattern) -> Pattern:
-    """A pattern within a window."""
+    """Limit a pattern to a window."""
 
     def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
@@ -138,7 +138,7 @@ def _within(window: Window, pattern: Pattern) -> Pattern:
 
 
 def _among(top: Tensor, pattern: Pattern) -> Pattern:
-    """A pattern among some of the slots."""
+    """Limit a pattern to the top slots."""
 
     def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return pattern(row, head, query, key) & sees_top(top, row, key)
@@ -147,12 +147,12 @@ def _among(top: Tensor, pattern: Pattern) -> Pattern:
 
 
 def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:
-    """Patterns over the tokens of a pass and all slots, where slot i holds position i."""
+    """Apply patterns to tokens of a pass and all slots, where slot i holds position i."""
     return lambda pattern: lambda row, head, query, key: pattern(row, head, slots[row, query], key)
 
 
 def _by_positions(block: OpenBlock, slots: Tensor, visible: int) -> Callable[[Pattern], Pattern]:
-    """Patterns over the tokens of a pass and all slots, where the tokens are nodes of a tree."""
+    """Apply patterns to tokens of a pass and all slots, where the tokens are nodes of a tree."""
     keys = torch.arange(visible, device=slots.device)[None]
     sees = block.visible(slots, keys)
     query_positions, key_positions = block.positions(slots), block.positions(keys).expand(slots.shape[0], -1)

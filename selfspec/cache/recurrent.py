@@ -1,9 +1,8 @@
 """Layers that no cursor can roll back: recurrent and convolutional state, kept after each node of a round's block.
 
-The state of such a layer holds all it has read, so going back means going back to a copy. Copies are small, and there
-are only as many as a round has nodes. A pass over a block runs these layers one token at a time: each begins with the
-state of its parent and leaves a copy, and several architectures start a longer pass from an empty state whatever came
-before.
+The state of such a layer sums up all that it has read, so rolling back means restoring a copy. Copies are small, one
+per node of a round. A pass over a block runs these layers one token at a time: each starts from its parent's state and
+leaves a copy. Besides, several architectures start a pass over several tokens from an empty state.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from selfspec.device import to_device
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of one layer after some token.
+    """Holds the state of one layer after some token.
 
     Attributes:
         conv: the last inputs of each convolution, `[batch, channels, kernel]`.
-        recurrent: what each recurrence carries, `[batch, ...]`.
+        recurrent: the state of each recurrence, `[batch, ...]`.
     """
 
     conv: dict[int, Tensor]
@@ -33,7 +32,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, layer: LinearAttentionCacheLayerMixin) -> Snapshot:
-        """The current states of a layer, not copied."""
+        """Return the current states of a layer, not copied."""
         held = (layer.conv_states, layer.recurrent_states)
         return cls(*({index: state for index, state in each.items() if state is not None} for each in held))
 
@@ -43,7 +42,7 @@ class Snapshot:
         return sum(state.nbytes for state in [*self.conv.values(), *self.recurrent.values()])
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Snapshot:
-        """With every state changed."""
+        """Return a snapshot with `change` applied to every state."""
         return Snapshot(
             {index: change(state) for index, state in self.conv.items()},
             {index: change(state) for index, state in self.recurrent.items()},
@@ -51,11 +50,11 @@ class Snapshot:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of one layer: the working state, as `transformers` knows it, and one snapshot for each node.
+    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node.
 
     Args:
         cursors: where each row ends, and the block that is open there.
-        number_of_states: how many convolutions or recurrences the layer has.
+        number_of_states: number of convolutions or recurrences of the layer.
     """
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
@@ -78,7 +77,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return self._settled or Snapshot({}, {})
 
     def enter(self, node: int) -> None:
-        """Make the state that a node starts from, its parent's, the working state. The pass may write into it."""
+        """Make a copy of the parent's state the working state, which the pass may overwrite."""
         snapshot = self._settled if node < 0 else self._after[self._cursors.parent(node)]
         copied = Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)
         for index in range(self.number_of_states):
@@ -89,12 +88,12 @@ class RecurrentLayer(LinearAttentionLayer):
             self.has_previous_state[index] = snapshot is not None
 
     def record(self, node: int) -> None:
-        """Keep the working state as that after a node."""
+        """Keep the working state as the state after a node."""
         self._after[node] = Snapshot.of(self)
         self._most = max(self._most, sum(each.nbytes for each in (self.settled, *self._after.values())))
 
     def nodes(self, width: int) -> range:
-        """The nodes of the pass that runs."""
+        """Return the nodes of the current pass."""
         return range(self._cursors.first, self._cursors.first + width)
 
     def begin_with(self, snapshot: Snapshot) -> None:
@@ -102,22 +101,22 @@ class RecurrentLayer(LinearAttentionLayer):
         self._settled = snapshot
 
     def take_states(self, other: RecurrentLayer, row: int) -> None:
-        """Copy the states of a row of another cache's layer, as those of the only row here."""
+        """Copy the states of one row of another cache's layer into the only row here."""
         if other._settled is not None:
             self._settled = other._settled.mapped(lambda state: state[row : row + 1].clone())
 
     def settle(self, nodes: Sequence[int | None]) -> None:
-        """Take each row's state after its own node as committed, and drop all others.
+        """Commit each row's state after its node, and drop all other states.
 
         Args:
-            nodes: of each row, the last that it commits; None: it commits nothing.
+            nodes: for each row, the last node that it commits; None: it commits nothing.
 
         Raises:
             KeyError: no pass has read the node.
         """
-        # A layer may have read nothing yet, where a past brings its keys and values first.
+        # A layer may have read nothing yet: keys and values of a past are loaded before states.
         if (self._settled or self._after) and any(node is not None for node in nodes):
-            # A row may settle at nothing read, which is a state of zeros.
+            # A row that has read nothing has a state of zeros.
             before = self._settled or next(iter(self._after.values())).mapped(torch.zeros_like)
             self._settled = _rows_of([before if node is None else self._after[node] for node in nodes])
         self._after = {}
@@ -128,7 +127,7 @@ class RecurrentLayer(LinearAttentionLayer):
             self._settled = self._settled.mapped(lambda state: state[to_device(rows, state.device)])
 
     def join_states(self, other: RecurrentLayer, own: int, others: int) -> None:
-        """Add the states of another cache's rows behind these. Rows that have read nothing have states of zeros.
+        """Append the states of another cache's rows. Rows that have read nothing have states of zeros.
 
         Args:
             other: the same layer of the other cache.
@@ -156,7 +155,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Row by row, the state of the snapshot given for that row."""
+    """Take each row's state from the snapshot given for it."""
     first = snapshots[0]
     if all(snapshot is first for snapshot in snapshots):
         return first

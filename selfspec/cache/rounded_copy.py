@@ -1,4 +1,4 @@
-"""Keys and values of committed tokens in fewer bits, beside the exact ones: what drafts read in place of them."""
+"""Copies of committed keys and values in fewer bits, which drafts read in place of the exact ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from selfspec.device import to_device
 CacheBits = Literal[8, 4]
 
 GROUP_SIZE = 64
-"""Numbers of a key or a value that share a scale, where its size is a multiple of it; else all of them do."""
+"""Numbers of a key or a value that share a scale; all of them do if its size is no multiple of this."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class RoundedCopy:
-    """A copy of a cache's keys and values in 8 or 4 bits, as QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts.
+    """Keeps a copy of a cache's keys and values in 8 or 4 bits (QuantSpec; Tiwari et al., 2025, arXiv 2502.10424).
 
-    Each group of a key or value has levels, a scale and the number that level 0 is. The copy holds the committed tokens
-    of each row; those of the open block are read exactly. Nothing of it ever goes to the target.
+    Each group of a key or value has levels, a scale and the value of level 0. The copy holds the committed tokens of
+    each row; tokens of the open block are read exactly. The target never reads the copy.
 
     Args:
-        layers: of the cache, as many as have slots.
+        layers: those layers of the cache that have slots.
         bits: of a level.
     """
 
@@ -49,11 +49,11 @@ class RoundedCopy:
         return sum(part.nbytes for part in self._parts)
 
     def forget(self) -> None:
-        """Hold nothing any more: rows have changed their places, or their texts."""
+        """Drop the contents: rows have changed their places or their texts."""
         self._lengths = []
 
     def follow(self, seq_lens: Sequence[int], capacity: int) -> None:
-        """Copy what rows have committed since the last call, and make room as the cache has.
+        """Copy tokens committed since the last call, and allocate as many slots as the cache has.
 
         Args:
             seq_lens: where rows end.
@@ -62,11 +62,11 @@ class RoundedCopy:
         if self._lengths == list(seq_lens) and self._capacity == capacity:
             return
         self._capacity = capacity
-        # Layers that read the keys of others have none.
+        # Layers that read the keys of other layers have no slots.
         self._layers = [layer for layer in self._all_layers if layer.parts]
         exact = list(chain.from_iterable(layer.grown() for layer in self._layers))
         if [part.shape for part in self._parts[::2]] != [_shape_of(slots, self._bits) for slots in exact]:
-            # The old one goes before the new one comes.
+            # Free the old copy before the new one is made.
             self._lengths, self._parts = [], []
             self._parts = [part for slots in exact for part in _empty_like(slots, self._bits)]
         begins, ends = self._lengths or [0] * len(seq_lens), list(seq_lens)
@@ -77,7 +77,7 @@ class RoundedCopy:
 
     @property
     def tensors(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """How many of each row's first tokens it holds, and of each layer levels and factors of keys and of values."""
+        """Number of first tokens held for each row, and levels and factors of each layer's keys and values."""
         return self._held, tuple(self._parts)
 
     @contextmanager
@@ -96,19 +96,19 @@ class RoundedCopy:
 def seen_by_copies(
     keys: Tensor, values: Tensor, parts: Sequence[Tensor], lengths: Tensor, bits: CacheBits
 ) -> tuple[Tensor, Tensor]:
-    """What a pass sees of a layer; `parts` are levels and factors of its keys and of its values."""
+    """Return what a pass sees of a layer; `parts` are levels and factors of its keys, then of its values."""
     of_keys, of_values = parts[:2], parts[2:]
     return through_copy(keys, *of_keys, lengths, bits), through_copy(values, *of_values, lengths, bits)
 
 
 @torch.library.custom_op("selfspec::through_copy", mutates_args=())
 def through_copy(exact: Tensor, levels: Tensor, factors: Tensor, lengths: Tensor, bits: int) -> Tensor:
-    """Return slots as a draft sees them: the first `lengths` of each row by their copy, the others as they are.
+    """Return slots as a draft sees them: the first `lengths` of each row from the copy, all later ones exact.
 
     Args:
         exact: keys or values, `[rows, heads, visible, size]`.
         levels: of the copy, `[rows, heads, slots, bytes]`.
-        factors: of the copy, `[rows, heads, 2 * groups, slots]`: of each group its scale, and what level 0 is.
+        factors: of the copy, `[rows, heads, 2 * groups, slots]`: each group's scale and value of level 0.
         lengths: `[rows]`.
         bits: of a level.
     """
@@ -124,19 +124,19 @@ def _(exact: Tensor, *_: object) -> Tensor:
 
 
 def copied_bytes(numbers: int, size: int, bits: int) -> int:
-    """How many bytes a copy takes of so many numbers of keys and values, of `size` numbers each."""
+    """Return the bytes of a copy of `numbers` numbers in all, in keys and values of `size` numbers each."""
     return numbers * bits // 8 + 2 * torch.float32.itemsize * numbers // group_size(size)
 
 
 def group_size(size: int) -> int:
-    """How many numbers of a key or value of so many share a scale."""
+    """Return how many numbers share a scale in a key or value of `size` numbers."""
     return GROUP_SIZE if size % GROUP_SIZE == 0 else size
 
 
 def rounded(exact: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round `[..., slots, size]` to levels, `[..., slots, bytes]`, and factors, `[..., 2 * groups, slots]`.
 
-    In 4 bits a byte holds a number of the first half of a group, and in its upper bits the one of the second half.
+    In 4 bits the lower half of a byte holds a number of a group's first half, the upper half one of its second half.
     """
     groups = exact.float().unflatten(-1, (-1, group_size(exact.shape[-1])))
     lowest, highest = groups.aminmax(dim=-1, keepdim=True)
@@ -172,7 +172,7 @@ def _empty_like(slots: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def _round_slots(
     exact: Sequence[Tensor], parts: Sequence[Tensor], begins: Sequence[int], ends: Sequence[int], bits: int
 ) -> None:
-    """Round the slots of each row from `begins` on and before `ends`."""
+    """Round each row's slots from `begins` up to, but not including, `ends`."""
     if exact[0].device.type == "cpu" and exact[0].dtype in _DTYPES and hasattr(torch.ops.selfspec, "round_slots"):
         torch.ops.selfspec.round_slots(list(exact), list(parts), list(begins), list(ends), bits)
         return

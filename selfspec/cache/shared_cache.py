@@ -1,8 +1,8 @@
-"""The one KV cache that draft and verification share: preallocated, a cursor per row, and behind it one open block.
+"""The KV cache that draft and verification share: preallocated, with a cursor and one open block per row.
 
-Every row is stored without padding: up to its cursor, slot i holds position i. From there on lie the tokens of the
-round's block: the last committed token, then the nodes of the draft. Passes read and write them and move nothing.
-`commit` moves the cursors over what is accepted; what lies behind them is scrap.
+Every row is stored without padding: up to its cursor, slot i holds position i. Then come the tokens of the round's
+block: the last committed token and the nodes of the draft. Passes read and write them and move nothing. `commit`
+moves the cursors over accepted tokens; everything after the cursors is scrap.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": Hos
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a pass finds and leaves keys and values, as tensors.
+    """Holds, as tensors, where a pass reads and writes keys and values.
 
     Attributes:
         slot_mapping: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
-        positions: ids of their positions, the same shape.
-        visible: numbers of the slots that the pass looks at, `[visible]`, counted from 0.
+        positions: their position ids, same shape.
+        visible: numbers of the slots that the pass looks at, `[visible]`, from 0.
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
-        block: what the tokens belong to; None: each sees all slots before its own.
-        copied: how many of the first slots of each row are seen by their copies, `[batch]`; None: there are none.
-        top: what rows see of their slots, as `TopSlots.seen` gives it; None: all.
-        copies: of each layer levels and factors of keys and of values, see `through_copy`.
+        block: the open block of the tokens; None: each sees all slots before its own.
+        copied: number of first slots of each row that are read from copies, `[batch]`; None: no copies.
+        top: slots that rows see, as from `TopSlots.seen`; None: all.
+        copies: levels and factors of each layer's keys and values, see `through_copy`.
     """
 
     slot_mapping: Tensor
@@ -62,33 +62,33 @@ class Slots:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """All that passes find at its place: copies and buffers."""
+        """The tensors that stay at their places in memory: copies and buffers."""
         return self.copies + self.buffers
 
 
 class SharedCache(Cache):
-    """Keys and values of every layer in preallocated slots, with one cursor per row.
+    """Holds keys and values of every layer in preallocated slots, with one cursor per row.
 
     A round reads one block: node -1, the last committed token, in the slot at the cursor, and the nodes of a tree
     after it, node i in slot `cursor + i + 1` and at position `cursor + depth`. A node sees all slots before the cursor,
-    its ancestors and itself. The block is a chain where `open` was not called. Several passes may read it, each a run
-    of nodes; `commit` or `commit_paths` ends it.
+    its ancestors and itself. Unless `open` is called, the block is a chain. Several passes may read it, each a run of
+    nodes; `commit` or `commit_paths` ends it.
 
     Args:
         depth: number of layers.
         batch: number of rows.
         limit: the most tokens a row may come to hold, prompt included.
-        slack: the most nodes of a draft; slots for them are kept past the committed tokens.
+        slack: the most nodes of a draft, for which slots are kept after the committed tokens.
         device: where positions are made.
         aligned: "left": passes find the slots of a ragged batch unmoved, and need a 4-D mask. "right": they find a
-            copy that is padded on the left, for models that read nothing but a padding mask.
-        recurrent: which layers have states, and `transformers`' own layer for each: see `recurrent_layers`.
-        bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of so
-            many slots, so that many passes have one shape. What lies past a row's end there is masked.
+            copy that is padded on the left, for models that take only a padding mask.
+        recurrent: layers with states, by number, as `recurrent_layers` returns them.
+        bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of
+            this number of slots, so that many passes have one shape. Slots past a row's end are masked.
         kept: how keys and values are kept; those of layers that have states as well are exact.
 
     Attributes:
-        source: what cross-attention reads of the rows' inputs; None: the model has no encoder.
+        source: the rows' inputs, which cross-attention reads; None: the model has no encoder.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SharedCache(Cache):
     ) -> None:
         bucket = bucket if aligned == "left" and not recurrent else 1
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
-        # memory is free at once rather than when the garbage collector comes round.
+        # memory is freed at once, without the garbage collector.
         self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
         self._kept = kept
@@ -118,7 +118,7 @@ class SharedCache(Cache):
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Cursor of each row: how many of its tokens have their keys and values here."""
+        """Cursor of each row: number of its tokens whose keys and values are here."""
         return tuple(self._cursors.seq_lens)
 
     @property
@@ -133,48 +133,48 @@ class SharedCache(Cache):
 
     @property
     def device(self) -> torch.device:
-        """Where positions are made."""
+        """Device on which positions are made."""
         return self._cursors.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, their copies, an encoder's output, and the most that states have taken."""
+        """Bytes of keys, values, their copies and the encoder's output, and the most that states have taken."""
         source = 0 if self.source is None else self.source.nbytes
         copies = sum(copy.nbytes for copy in list(self._copies.values()))
         return sum(layer.nbytes for layer in self._slotted) + copies + self.state_bytes + source
 
     @property
     def state_bytes(self) -> int:
-        """The most bytes that states of recurrent layers have taken, the copies of a round included."""
+        """The most bytes that states of recurrent layers have taken, copies of a round included."""
         return sum(layer.state_bytes for layer in self._recurrent)
 
     @property
     def lossless(self) -> bool:
-        """Whether passes read the very keys and values that passes have written."""
+        """True if passes read keys and values exactly as they were written."""
         return self._kept != "int8"
 
     @property
     def rolls_back_by_cursor(self) -> bool:
-        """Whether there is nothing but keys and values, so that what lies past a cursor is scrap and no more."""
+        """True if no layer has states, so that moving a cursor back is a full rollback."""
         return not self._recurrent
 
     @property
     def empty(self) -> bool:
-        """Whether no token has been read."""
+        """True if no token has been read."""
         return not any(self.seq_lens) and not any(layer.settled.nbytes for layer in self._recurrent)
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that were allocated for keys and values at any time."""
+        """The largest `nbytes` so far."""
         return max(self._most_bytes, self.nbytes)
 
     def reserve(self, committed: int) -> None:
-        """Make room for `committed` tokens a row and a draft behind them. Room grows by doubling, up to `limit`."""
+        """Make room for `committed` tokens per row and a draft after them. Room doubles, up to `limit`."""
         self._cursors.make_room(committed)
 
     @property
     def held(self) -> int:
-        """Rows that there is storage for."""
+        """Number of rows with storage."""
         return self._cursors.held
 
     @property
@@ -183,10 +183,10 @@ class SharedCache(Cache):
         return self._cursors.room
 
     def hold(self, rows: int, committed: int) -> None:
-        """Make storage for `rows` rows of `committed` tokens each and a draft behind them, no more and no less.
+        """Allocate storage for exactly `rows` rows of `committed` tokens each and a draft after them.
 
         Raises:
-            ValueError: it would not hold the rows that are there.
+            ValueError: the rows there are would not fit.
         """
         if rows < len(self.seq_lens) or min(committed, self._cursors.limit) < max(self.seq_lens):
             raise ValueError(f"{rows} rows of {committed} tokens do not hold rows of {list(self.seq_lens)}")
@@ -200,11 +200,11 @@ class SharedCache(Cache):
         return self._cursors.limit
 
     def lengthen(self, limit: int) -> None:
-        """Let rows come to hold `limit` tokens, if they may not yet."""
+        """Raise the limit to `limit` tokens per row, if it is lower."""
         self._cursors.limit = max(self.limit, limit)
 
     def join(self, other: SharedCache) -> None:
-        """Add the rows of another cache of the same model behind these. The other is of no use afterwards.
+        """Append the rows of another cache of the same model, which must not be used afterwards.
 
         Raises:
             ValueError: there is no storage for them; see `hold`.
@@ -224,17 +224,17 @@ class SharedCache(Cache):
             states.join_states(others, first, rows)
 
     def take(self, other: SharedCache, row: int, length: int) -> None:
-        """Copy what another cache of the same model holds of the first tokens of a row into the only row of this one.
+        """Copy the first tokens of a row of another cache of the same model into the only row of this one.
 
-        Layers with states have those after all the row's tokens, so there it is all of them.
+        Layers with states have only those after all tokens of the row, so there all tokens must be taken.
 
         Args:
-            other: is left as it is.
-            row: of the other.
+            other: not changed.
+            row: of the other cache.
             length: tokens, for which there is room.
 
         Raises:
-            ValueError: states are not those after so many tokens.
+            ValueError: the states are those after another number of tokens.
         """
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
@@ -248,7 +248,7 @@ class SharedCache(Cache):
             states.take_states(others, row)
 
     def cursors_of(self, rows: Sequence[int]) -> SharedCache:
-        """Return a cache without layers that has the cursors and the open block of some rows, to ask for positions."""
+        """Return a cache without layers, with the cursors and the open block of some rows, to compute positions."""
         part = SharedCache(
             0, len(rows), self._cursors.limit, self.slack, self.device, self._cursors.aligned, bucket=self.bucket
         )
@@ -257,10 +257,10 @@ class SharedCache(Cache):
         return part
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, at least one, in the order given. Their storage stays for others.
+        """Keep only some rows, at least one, in the order given. The storage of dropped rows stays allocated.
 
         Args:
-            rows: none of them before its own number: a row may move to the front alone.
+            rows: a row may only move towards the front.
         """
         self._forget_copies()
         for top in self._top.values():
@@ -281,15 +281,15 @@ class SharedCache(Cache):
         return self._cursors.tree
 
     def open(self, tree: Tree) -> None:
-        """Make the nodes of this round's block those of a tree, until the next commit.
+        """Give this round's block the nodes of a tree, until the next commit.
 
-        Another call may take nodes away, and add nodes that no pass has read yet.
+        A later call may remove nodes, and add nodes that no pass has read yet.
 
         Args:
             tree: of at most `slack` nodes.
 
         Raises:
-            ValueError: it has more nodes, or a pass has already read a node whose parent is another one in it.
+            ValueError: it has more nodes, or gives another parent to a node that a pass has already read.
         """
         if len(tree) > self._cursors.slack:
             raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
@@ -304,7 +304,7 @@ class SharedCache(Cache):
     def reading(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Iterator[None]:
         """Run a pass within this context over `width` nodes of the block, from node `first` on.
 
-        Where `view` has bits it sees committed tokens by their copy in so many.
+        If `view` has bits, the pass reads committed tokens from their copy in that many bits.
 
         Raises:
             ValueError: the open tree has fewer nodes.
@@ -320,7 +320,7 @@ class SharedCache(Cache):
             self._cursors.first = -1
 
     def check_copies(self) -> None:
-        """Refuse to be read by copies in fewer bits.
+        """Refuse a draft that reads copies in fewer bits, if they cannot be made.
 
         Raises:
             DraftConfigError: keys and values are not kept exactly, on the device.
@@ -332,14 +332,14 @@ class SharedCache(Cache):
             )
 
     def _copy(self, bits: CacheBits) -> RoundedCopy:
-        """The copy in so many bits, up to the cursors."""
+        """Return the copy in `bits` bits, up to the cursors."""
         if bits not in self._copies:
             self._copies[bits] = RoundedCopy(self._slotted, bits)
         self._copies[bits].follow(self.seq_lens, self.capacity)
         return self._copies[bits]
 
     def top(self, keys: int) -> TopSlots:
-        """The slots that a draft attends to which attends to so many keys."""
+        """Return the slots of drafts that attend to `keys` keys."""
         if keys not in self._top:
             self._top[keys] = TopSlots(len(self.seq_lens), keys, self.device)
         return self._top[keys]
@@ -348,7 +348,7 @@ class SharedCache(Cache):
         return None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
 
     def _forget_copies(self) -> None:
-        """Copy anew before the next draft: rows have changed."""
+        """Drop the copies, since rows have changed; the next draft makes new ones."""
         for copy in self._copies.values():
             copy.forget()
 
@@ -363,13 +363,13 @@ class SharedCache(Cache):
         self._settle(counts, [count - 2 if count else None for count in counts])
 
     def commit_paths(self, paths: Sequence[Sequence[int]]) -> None:
-        """Make the nodes of a path final in each row: its cursor moves over them, and they lie side by side.
+        """Make one path final in each row: gather its nodes and move the cursor over them.
 
         Args:
-            paths: each row's nodes in order, the last committed token, -1, first; empty: the row commits nothing.
+            paths: each row's nodes in order, starting with -1, the last committed token; empty: it commits nothing.
 
         Raises:
-            ValueError: one is no path of the block.
+            ValueError: one of them is no path of the block.
         """
         for path in paths:
             if not self._cursors.is_path(path):
@@ -378,14 +378,14 @@ class SharedCache(Cache):
         self._settle([len(path) for path in paths], [path[-1] if path else None for path in paths])
 
     def _gather(self, paths: Sequence[Sequence[int]]) -> None:
-        """Copy the slots of each row's nodes to where they belong once they are committed, from the cursor on."""
+        """Copy the slots of each path side by side, from the cursor on."""
         longest = max(map(len, paths))
         moved = [place for path in paths for place, node in enumerate(path) if node + 1 != place]
         if not moved:
             return
         start = min(moved)
         places = range(start, longest)
-        # What does not move, or belongs to no path, is copied onto itself.
+        # Slots that do not move, or belong to no path, are copied onto themselves.
         sources = [
             [length + (path[place] + 1 if place < len(path) else place) for place in places]
             for length, path in zip(self.seq_lens, paths, strict=True)
@@ -408,12 +408,12 @@ class SharedCache(Cache):
             layer.settle(nodes)
 
     def record(self, width: int) -> None:
-        """Keep what a pass of the stock model over the first `width` tokens left in recurrent layers."""
+        """Keep the states that a stock pass over the first `width` tokens of the block left in recurrent layers."""
         for layer in self._recurrent:
             layer.record(width - 2)
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, in the order given. What the others hold is freed."""
+        """Keep only some rows, in the order given, and free the memory of all dropped rows."""
         self._most_bytes = self.most_bytes
         self._forget_copies()
         for top in self._top.values():
@@ -429,19 +429,19 @@ class SharedCache(Cache):
             stateful.narrow_states(rows)
 
     def scrub(self, rows: Sequence[int]) -> None:
-        """Zero the scrap of some rows. Masked or not, NaN among it would spoil every attention that looks there."""
+        """Zero the scrap of some rows: even masked, NaN there would spoil attention over these slots."""
         for layer in self._slotted:
             for row in rows:
                 layer.scrub(row)
 
     def prefill_widths(self, lengths: Sequence[int], most: int | None = None) -> list[int]:
-        """How many tokens of the prompts to read at a time, where rows have that many each.
+        """Return how many tokens each pass of the prefill reads.
 
-        All at once, if what lies past a row's end is scrap. Recurrent layers would take it into their state: there
-        it is first what all rows have, and then few at a time, since each leaves a copy of the state.
+        All at once if no layer has states. Recurrent layers would take tokens past a row's end into their states: they
+        read first the tokens that all rows have, then a few at a time, since each leaves a copy of the state.
 
         Args:
-            lengths: of the rows.
+            lengths: tokens to read in each row.
             most: tokens at a time; None: any number.
         """
         longest, shortest = max(lengths), min(lengths)
@@ -450,24 +450,24 @@ class SharedCache(Cache):
         return [*_widths(shortest, most or shortest), *_widths(longest - shortest, min(_STEPS, most or _STEPS))]
 
     def shift(self, offsets: Sequence[int]) -> None:
-        """Make position ids of each row so much larger than the number of a token in the text."""
+        """Set, for each row, position id minus the number of a token in the text."""
         self._cursors.offsets = list(offsets)
 
     def position_ids(self, width: int, first: int = -1) -> Tensor:
-        """Position ids of the nodes that a pass reads, `[batch or 1, width]`, as the model takes them."""
+        """Return the position ids that the model takes for a pass, `[batch or 1, width]`."""
         return self._cursors.position_ids(self.positions(width, first))
 
     def positions(self, width: int, first: int = -1) -> Tensor:
-        """Which token of the text each node is that a pass reads, `[batch or 1, width]`.
+        """Return the place in the text of each node that a pass reads, `[batch or 1, width]`.
 
-        Tokens past the limit are scrap of rows near their end; they are given the last position, since a table of
-        learned positions has no more.
+        Tokens past the limit are scrap of rows near their end. They get the last position, since a table of learned
+        positions has no more.
         """
         return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
 
     @property
     def for_model(self) -> Cache:
-        """What a stock model takes as its cache."""
+        """Cache argument of a stock model."""
         return self if self.source is None else self.source.beside(self)
 
     def _positions(self, slots: Tensor, block: OpenBlock | None) -> Tensor:
@@ -475,23 +475,24 @@ class SharedCache(Cache):
 
     @property
     def uniform(self) -> bool:
-        """Whether all cursors are equal."""
+        """True if all cursors are equal."""
         return self._cursors.uniform
 
     @property
     def bucket(self) -> int:
-        """Passes of a round look at a multiple of this number of slots, or at all there are."""
+        """Passes of a round look at a multiple of this number of slots, or at all slots."""
         return self._cursors.bucket
 
     def padded(self, width: int) -> bool:
-        """Whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
+        """Return whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
         return self._cursors.padded(width)
 
     def slots(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Slots | None:
-        """Return all that a pass needs to know of this cache to read it by a view, ready to be written to.
+        """Return the tensors that a pass needs to read this cache through a view and to write to it.
 
-        None where slots are not all there is to know: where layers have states, where rows are aligned on the right,
-        where keys and values are kept otherwise than passes read them, and before every layer has seen tokens.
+        None if these tensors are not enough: where layers have states, ragged rows are aligned on the right, rows
+        have different offsets or keys and values are not kept as passes read them, and before every layer has read
+        tokens.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
         laid_out = laid_out and self._kept == "exact" and self._cursors.shifted_alike
@@ -518,13 +519,12 @@ class SharedCache(Cache):
         first: int = -1,
         view: CacheView = WHOLE,
     ) -> Any:
-        """What a stock model takes as `attention_mask` for a pass over some nodes of the block.
+        """Make the `attention_mask` of a stock model for a pass over some nodes of the block.
 
-        None where all cursors are equal, nothing past the last token is seen, and all before each token is: the stock
-        model then derives the mask from the cursor by itself, through `get_query_offset` and `get_mask_sizes`.
-        Otherwise a 4-D mask `[batch, 1, width, slots]` in the form of the model's attention kernel, or a dict of one
-        per layer type where the config has layer types; or a padding mask `[batch, slots]` where rows are aligned on
-        the right.
+        None if all cursors are equal and each token sees exactly the slots up to its own: the stock model then derives
+        the mask from the cursor by `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask
+        `[batch, 1, width, slots]` in the form of the attention kernel, or a dict of one per layer type where the config
+        has layer types; or a padding mask `[batch, slots]` where rows are aligned on the right.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
         plain = self._cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
@@ -546,15 +546,15 @@ class SharedCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of slots before the tokens of the pass, in the row with the furthest cursor."""
+        """Return the number of slots before the tokens of the pass, in the row with the furthest cursor."""
         return max(self.seq_lens) + self._cursors.first + 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Slot of a pass's first token, where all cursors are equal."""
+        """Return the slot of a pass's first token, if all cursors are equal."""
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Number of slots a pass over `query_length` tokens looks at, and the first of them."""
+        """Return how many slots a pass over `query_length` tokens looks at, and the first of them."""
         return self._cursors.visible(query_length, self._cursors.first), 0
 
 
@@ -564,7 +564,7 @@ def _widths(tokens: int, most: int) -> list[int]:
 
 
 def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:
-    """The layers that have recurrent or convolutional state, by number, as `transformers` would keep them."""
+    """Return the layers with recurrent or convolutional state, by number, as `transformers` would keep them."""
     layers = DynamicCache(config=config).layers
     return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
@@ -580,14 +580,14 @@ def _layer_like(
 
 
 class _RecurrentSharedLayer(RecurrentLayer, SharedLayer):
-    """A layer that has both: slots of keys and values, and states."""
+    """Holds both slots of keys and values, and states."""
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         SharedLayer.__init__(self, cursors)
         RecurrentLayer.__init__(self, cursors, number_of_states)
 
     def lazy_initialization(self, *slots: Tensor, **states: Any) -> None:
-        """Called with keys and values by attention, by keyword with states by the rest."""
+        """Initialise slots from attention's positional keys and values, or states from keyword arguments."""
         if slots:
             SharedLayer.lazy_initialization(self, *slots)
         else:
@@ -595,7 +595,7 @@ class _RecurrentSharedLayer(RecurrentLayer, SharedLayer):
 
 
 class CacheReader:
-    """Replaces a cache where an attention must find keys and values but not write its own."""
+    """Stands in for a cache from which an attention reads keys and values without writing its own."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -603,6 +603,6 @@ class CacheReader:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All that the pass may look at in a layer, its own tokens' slots as an earlier pass left them."""
+        """Return all slots that the pass may look at in a layer; those of its tokens are from an earlier pass."""
         seen: tuple[Tensor, Tensor] = self._cache.layers[layer].seen(key_states.shape[2])
         return seen

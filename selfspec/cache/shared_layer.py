@@ -1,4 +1,4 @@
-"""Keys and values of one layer of the shared cache, in slots that are allocated when its first tokens come."""
+"""Keys and values of one layer of the shared cache, in slots that are allocated with its first tokens."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from selfspec.cache.cursors import Cursors
 from selfspec.device import has_streams, to_device
 
 CacheKind = Literal["exact", "host", "int8"]
-"""How keys and values are kept.
+"""Storage of keys and values.
 
-`exact`: in the model's dtype, on its device. `host`: the same numbers, in memory of the host. `int8`: in 8 bits.
+`exact`: in the model's dtype, on its device. `host`: the same numbers, in host memory. `int8`: in 8 bits.
 """
 
 CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 
 
 class SharedLayer(CacheLayerMixin):
-    """One layer's slots, `[batch, heads, capacity, head_dim]`, as passes read them.
-
-    They are the first rows of what is stored.
+    """Holds one layer's slots, `[batch, heads, capacity, head_dim]`: the first rows of what is stored.
 
     Args:
         cursors: where each row ends.
 
     Attributes:
-        seen_through: what passes see in place of keys and values; None: these.
+        seen_through: maps keys and values to what passes see in place of them; None: passes see them as they are.
     """
 
     is_sliding = False
@@ -47,17 +45,17 @@ class SharedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes that the slots take."""
-        # Read once: other threads may ask while it is exchanged.
+        # Read once: other threads may ask while it is replaced.
         stored = self._stored
         return 0 if stored is None else sum(slots.nbytes for slots in stored)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that lies in slots, `[batch, heads, capacity, ...]` each; nothing before the first tokens."""
+        """All tensors of slots, `[batch, heads, capacity, ...]` each; none before the first tokens."""
         return self._shown
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate slots like keys and values of a pass."""
+        """Allocate slots by the heads, size and dtype of a pass's keys and values."""
         self._store([self._slots_like(key_states), self._slots_like(value_states)])
         self.is_initialized = True
 
@@ -66,7 +64,7 @@ class SharedLayer(CacheLayerMixin):
         self.show()
 
     def show(self) -> None:
-        """Let passes see the rows there are."""
+        """Make the rows of `cursors.seq_lens` visible to passes."""
         if self._stored is not None:
             rows = len(self._cursors.seq_lens)
             self._shown = tuple(slots[:rows] for slots in self._stored)
@@ -74,7 +72,7 @@ class SharedLayer(CacheLayerMixin):
                 setattr(self, name, slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all the pass may look at."""
+        """Write a pass's keys and values, `[batch, heads, tokens, head_dim]`; return all that the pass may read."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         self.grown()
@@ -86,30 +84,30 @@ class SharedLayer(CacheLayerMixin):
         self._write(self.values, value_states)
 
     def grown(self) -> tuple[Tensor, ...]:
-        """All slots, of keys and of values, as many as there are to be."""
+        """Return all slots, after allocating as many as the cursors ask for."""
         if self._capacity < self._cursors.capacity:
             self.hold()
         return self._shown
 
     def hold(self) -> None:
-        """Store as many rows and slots as there are to be, with what lies in them."""
+        """Reallocate to as many rows and slots as the cursors ask for, and keep the contents."""
         if self._stored is not None:
             parts = list(self._stored)
             self._stored, self._shown = None, ()
             for name in self._names:
                 delattr(self, name)
-            # One after the other, so that the old one is free before the next new one is made.
+            # One after the other, so that each old tensor is freed before the next new one is made.
             for number in range(len(parts)):
                 parts[number] = self._resized(parts[number])
             self._store(parts)
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a pass over `width` tokens may look at."""
+        """Return the keys and values that a pass over `width` tokens may read."""
         seen = self._seen(self.keys, width), self._seen(self.values, width)
         return seen if self.seen_through is None else self.seen_through(*seen)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots, as passes read them."""
+        """Return the keys and values of all slots, as passes read them."""
         return self.keys, self.values
 
     def narrow_slots(self, rows: Sequence[int]) -> None:
@@ -118,7 +116,7 @@ class SharedLayer(CacheLayerMixin):
             self._store([slots[to_device(rows, slots.device)] for slots in self.parts])
 
     def join_slots(self, other: SharedLayer, first: int) -> None:
-        """Take over the rows of another cache's layer; the first of them becomes row `first`."""
+        """Copy the rows of another cache's layer; the first of them becomes row `first`."""
         if self._stored is None and other._stored is not None:
             self._begin_like(other)
             self._store([self._slots_like(slots) for slots in other._stored])
@@ -131,7 +129,7 @@ class SharedLayer(CacheLayerMixin):
                 _fill(slots[first + index], source, length)
 
     def take_slots(self, other: SharedLayer, row: int, length: int) -> None:
-        """Copy the first slots of a row of another cache's layer into the only row here, and zero the others."""
+        """Copy the first slots of a row of another cache's layer into the only row here, and zero the rest."""
         if other._stored is not None:
             self._begin_like(other)
             self._store([self._slots_like(slots) for slots in other._stored])
@@ -139,22 +137,22 @@ class SharedLayer(CacheLayerMixin):
                 _fill(own[0], theirs[row], length)
 
     def _begin_like(self, other: SharedLayer) -> None:
-        """Take over what another cache's layer knows of the model."""
+        """Copy what another cache's layer knows of the model."""
 
     def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Move some rows to the front, in the order given; none lies before its new place."""
+        """Move some rows to the front, in the order given; no row moves to a later place."""
         for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if row != target and self._stored is not None:
                 for slots in self._stored:
                     _fill(slots[target], slots[row], length)
 
     def scrub(self, row: int) -> None:
-        """Zero what lies past a row's end."""
+        """Zero the slots past a row's end."""
         for slots in self.parts:
             slots[row, :, self._cursors.seq_lens[row] :] = 0
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy what lies in some slots of each row, `[batch, slots]`, to others, all of them at once."""
+        """Copy each row's `sources` slots to its `targets` slots, `[batch, slots]` both, all at once."""
         for slots in self.parts:
             rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
             slots[rows, :, targets.to(slots.device)] = slots[rows, :, sources.to(slots.device)]
@@ -198,14 +196,14 @@ class SharedLayer(CacheLayerMixin):
 
 
 def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
-    """Copy the first slots of a row, `[heads, slots, head_dim]`, and zero the others: NaN may have been left there."""
+    """Copy the first slots of a row, `[heads, slots, head_dim]`, and zero the rest, where NaN may be left."""
     if source is not None:
         row[:, :length] = source[:, :length]
     row[:, 0 if source is None else length :] = 0
 
 
 class HostLayer(SharedLayer):
-    """One layer's slots on the host, the very numbers; those that a pass sees are copied to the device."""
+    """Keeps one layer's slots exactly, on the host; slots that a pass sees are copied to the device."""
 
     def __init__(self, cursors: Cursors) -> None:
         super().__init__(cursors)
@@ -243,10 +241,10 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class RoundedLayer(SharedLayer):
-    """One layer's slots: levels of -127..127, int8, and scales in bfloat16.
+    """Keeps one layer's slots as int8 levels of -127..127 with bfloat16 scales.
 
-    Passes read keys and values as they were rounded, their own tokens' too. So text does not depend on how it was
-    drafted, but it is not what exact keys and values give.
+    Passes read rounded keys and values, also of their own tokens. So the text does not depend on how it was drafted,
+    but it may differ from that of exact keys and values.
     """
 
     _names = ("keys", "values", "_key_scales", "_value_scales")
@@ -262,7 +260,7 @@ class RoundedLayer(SharedLayer):
         levels, scales = self.parts[:2], self.parts[2:]
         for to_levels, to_scales, states in zip(levels, scales, (key_states, value_states), strict=True):
             wide = states.float()
-            # Scales are rounded first, and the numbers to multiples of what will be read.
+            # Scales are rounded first, then the numbers to multiples of the rounded scales.
             scale = (wide.abs().amax(-1, keepdim=True) / _MOST).clamp(min=_SMALLEST).to(_SCALES)
             self._write(to_levels, (wide / scale.float()).round_().clamp_(-_MOST, _MOST).to(torch.int8))
             self._write(to_scales, scale)

@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads of each row's input: the encoder's output, and keys and values of it.
+"""Source of an encoder-decoder: the encoder's output for each row, and cross-attention's keys and values of it.
 
 Cross-attention makes its keys and values once, in the first pass of the whole network. They belong to their row, do not
 depend on its text, and are never rolled back; draft and target read the same.
@@ -20,18 +20,18 @@ from selfspec.device import to_device
 
 
 class Source:
-    """The inputs of some rows, as the encoder has read them.
+    """Holds the encoder's output for some rows, and cross-attention's keys and values.
 
     Args:
-        outputs: of the encoder, in one pass over all rows.
-        mask: which places hold input, as the model's `forward` takes it; None: all.
+        outputs: of the encoder, from one pass over all rows.
+        mask: marks places that hold input, as the model's `forward` takes it; None: all.
 
     Attributes:
-        outputs: of the encoder, its tensors alone, `[rows, places, ...]` each.
+        outputs: tensors of the encoder's output, `[rows, places, ...]` each.
         mask: as given.
-        inputs: what the encoder has read, before rows were repeated; None: it is not known.
-        text: the tokens that the encoder has read of each row, where they are those that the decoder writes, too.
-        cross: keys and values of cross-attention, of the layers that have made them.
+        inputs: input of the encoder before rows were repeated; None: unknown.
+        text: input tokens of each row, if encoder and decoder share a vocabulary; else None.
+        cross: keys and values of cross-attention, for the layers that have made them.
     """
 
     def __init__(self, outputs: ModelOutput, mask: Tensor | None) -> None:
@@ -50,24 +50,24 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the encoder's output and of keys and values."""
         kept = [tensor for layer in self.cross.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.nbytes for tensor in [*kept, *_tensors(self.outputs).values()])
 
     @property
     def read(self) -> bool:
-        """Whether cross-attention has made its keys and values."""
+        """True if cross-attention has made its keys and values."""
         return bool(self.cross.layers)
 
     def beside(self, cache: Cache) -> EncoderDecoderCache:
-        """Return what a stock model takes as its cache: keys and values of the text, and these."""
+        """Return the cache argument of a stock model: the cache of the text, and this source's keys and values."""
         return EncoderDecoderCache(cache, self.cross)
 
     def as_tensors(self, depth: int) -> ReadSource | None:
-        """Return all that passes of `depth` layers find of it, as tensors.
+        """Return all that passes of `depth` layers read of it, as tensors.
 
-        None before each layer has made its keys and values, and where tensors of one length a row are not all there is
-        to know: where the encoder gives more than states, or a row is nothing but padding.
+        None before each layer has made its keys and values, and where tensors of one length are not enough: the
+        encoder gives more than states, or a row is all padding.
         """
         if self._as_tensors is None:
             kept = [each for layer in self.cross.layers for each in (layer.keys, layer.values) if each is not None]
@@ -93,11 +93,11 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadSource:
-    """A source of which cross-attention has made all its keys and values.
+    """Holds the tensors of a source whose layers have all made their keys and values.
 
     Attributes:
         states: the encoder's last states, `[rows, places, hidden]`.
-        mask: which places hold input, `[rows, 1, 1, places]`, or as the model takes it; None: all.
+        mask: marks places that hold input, `[rows, 1, 1, places]`, or as the model takes it; None: all.
         cross: keys and values of each layer in turn, `[rows, heads, places, head_dim]`.
     """
 
@@ -106,11 +106,11 @@ class ReadSource:
     cross: tuple[Tensor, ...]
 
     def flat(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """Return all tensors: states, mask, then keys and values."""
         return (self.states, *(() if self.mask is None else (self.mask,)), *self.cross)
 
     def source(self) -> Source:
-        """What a pass reads of these tensors, which it does not change."""
+        """Return a source of these tensors, which a pass only reads."""
         source = Source(BaseModelOutput(last_hidden_state=self.states), self.mask)
         for keys, values in zip(self.cross[::2], self.cross[1::2], strict=True):
             layer = DynamicLayer()
@@ -124,7 +124,7 @@ def _tensors(outputs: ModelOutput) -> dict[str, Any]:
 
 
 def source_of(outputs: Any, mask: Tensor | None) -> Source:
-    """Make a source of an encoder's output as `generate` of `transformers` hands it on, which may be a tuple."""
+    """Make a source from the encoder's output, possibly a tuple, that `generate` of `transformers` passes on."""
     if not isinstance(outputs, ModelOutput):
         outputs = BaseModelOutput(last_hidden_state=outputs[0])
     return Source(type(outputs)(**_tensors(outputs)), mask)

@@ -1,4 +1,4 @@
-"""The slots that a draft attends to where it attends to those that the target attended to most."""
+"""Top slots: drafts attend to the slots that the target attended to most."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from selfspec.device import to_device
 
 CHUNK = 32
-"""Slots that are chosen together, from the first on: neighbours are one passage of the text."""
+"""Number of neighbouring slots that are chosen together: they are one passage of the text."""
 
 EVERY = 64
 """Tokens that a row may grow by before its slots are chosen anew."""
 
 
 class TopSlots:
-    """Chunks of each row's slots, by what the target's attention to them was, and all of the row's latest slots.
+    """Chooses the chunks of each row's slots that got most of the target's attention; its latest slots are always seen.
 
-    A row sees all of its slots until it has more than `keys`. Then a quarter of them are its latest, and the others are
-    whole chunks; tokens that come later are seen, too. Rows never depend on each other.
+    A row sees all of its slots until it has more than `keys`. Then a quarter of `keys` are its latest slots, the rest
+    whole chunks; tokens added later are seen, too. Rows do not depend on each other.
 
     Args:
         rows: of the cache.
@@ -32,12 +32,12 @@ class TopSlots:
         self.keys = keys
         self._latest = keys // 4
         self._chunks = (keys - self._latest) // CHUNK
-        # How many tokens each row had when it chose.
+        # Number of tokens of each row when it last chose.
         self._chosen_at: list[int | None] = [None] * rows
         self._seen = torch.zeros(rows, 2, dtype=torch.long, device=device)
 
     def due(self, seq_lens: Sequence[int]) -> list[int]:
-        """Return the rows that are to choose, where rows have so many tokens."""
+        """Return the rows that must choose, given the number of tokens of each row."""
         return [
             row
             for row, (length, before) in enumerate(zip(seq_lens, self._chosen_at, strict=True))
@@ -48,9 +48,9 @@ class TopSlots:
         """Choose the slots of some rows.
 
         Args:
-            shares: what the target attended to each slot by, `[rows of the cache, slots]`.
+            shares: the target's attention to each slot, `[rows of the cache, slots]`.
             seq_lens: tokens of each row of the cache.
-            rows: that choose, all of which have more than `keys` tokens.
+            rows: that choose; each has more than `keys` tokens.
         """
         since = [(seq_lens[row] - self._latest) // CHUNK * CHUNK for row in rows]
         device, chosen = self._seen.device, to_device(list(rows), self._seen.device)
@@ -75,15 +75,15 @@ class TopSlots:
         self._seen = self._seen[to_device(list(rows), self._seen.device)]
 
     def join(self, rows: int) -> None:
-        """Add rows behind these, which have chosen nothing."""
+        """Append rows that have chosen nothing yet."""
         self._chosen_at += [None] * rows
         self._seen = torch.cat([self._seen, self._seen.new_zeros(rows, self._seen.shape[1])])
 
     def seen(self, capacity: int) -> Tensor:
-        """What rows see of their slots, `[rows, 2 + chunks]`, int64, where each has room for `capacity`.
+        """Return what rows with `capacity` slots see, `[rows, 2 + chunks]`, int64.
 
-        Of each row it is from which slot on it sees all, how many chunks it sees before that, and of each chunk the
-        number among these, or -1 where it does not see it.
+        The columns are: the slot from which on all is seen; the number of chunks seen before it; and, for each chunk,
+        its rank among the seen ones, or -1 if it is not seen.
         """
         self._widen(-(-capacity // CHUNK))
         return self._seen
@@ -95,6 +95,6 @@ class TopSlots:
 
 
 def sees(seen: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    """Whether rows see slots; `seen` as `TopSlots` gives it, and numbers that broadcast against each other."""
+    """Return whether rows see slots; `seen` is from `TopSlots.seen`, numbers of rows and slots broadcast."""
     chunk = key.div(CHUNK, rounding_mode="floor")
     return (key >= seen[row, 0]) | (seen[row, 2 + chunk] >= 0)

@@ -1,4 +1,4 @@
-"""What a caller hands in and gets back: caches of `transformers`, for the next turn of a chat."""
+"""Transfer to and from caches of `transformers`, which callers pass in and get back for the next turn of a chat."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.shared_layer import SharedLayer
 from selfspec.errors import UnsupportedOptionError
 
-# Their exact classes: windows, quantised and static layers hold something else.
+# Exact classes only: sliding-window, quantised and static layers hold something else.
 _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def past_of(inputs: Mapping[str, Any]) -> Cache | None:
-    """The cache among inputs of a model that counts: the caller's own, or one that holds something."""
+    """Return the cache among a model's inputs that is the caller's own or holds something; None: there is none."""
     caches = [value for value in inputs.values() if isinstance(value, Cache)]
-    # transformers puts in an empty one where the caller gives none.
+    # transformers adds an empty cache if the caller gives none.
     return next((cache for cache in caches if is_callers(cache) or holds_anything(cache)), None)
 
 
 def is_callers(past: Cache) -> bool:
-    """Whether `generate` was given this cache, as `transformers` notes it down."""
+    """Return whether `transformers` has marked this cache as given to `generate` by the caller."""
     return bool(getattr(past, "_is_user_defined", False))
 
 
 def holds_anything(past: Cache) -> bool:
-    """Whether a cache has keys and values, or states, of any token."""
+    """Return whether a cache has keys and values, or states, of any token."""
     return past_length(past) > 0 or any(any(_has_states(layer)) for layer in past.layers)
 
 
 def past_length(past: Cache) -> int:
-    """Columns of keys and values; 0 where a cache holds states alone, which do not tell how many they have read."""
+    """Return the number of columns of keys and values; 0 if there are only states, which do not say their length."""
     counts = any(isinstance(layer, CacheLayerMixin) for layer in past.layers)
     return int(past.get_seq_length()) if counts else 0
 
 
 def check_past(past: Cache) -> None:
-    """Refuse a cache whose contents cannot be taken over.
+    """Refuse a cache whose contents cannot be copied.
 
     Raises:
-        UnsupportedOptionError: it is no dynamic cache of whole keys and values and of states.
+        UnsupportedOptionError: it is no dynamic cache of full keys and values, or of states.
     """
     if type(past) is not DynamicCache or any(type(layer) not in _KINDS for layer in past.layers):
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in getattr(past, "layers", ())))
@@ -63,7 +63,7 @@ def check_past(past: Cache) -> None:
 
 
 def check_rows(past: Cache, rows: int) -> None:
-    """Refuse a cache of a batch with another number of rows."""
+    """Refuse a cache with another number of rows than the batch."""
     held = next((tensor.shape[0] for layer in past.layers for tensor in _tensors(layer)), rows)
     if held != rows:
         raise UnsupportedOptionError(
@@ -72,7 +72,7 @@ def check_rows(past: Cache, rows: int) -> None:
 
 
 def check_kinds(past: Cache, cache: SharedCache) -> None:
-    """Refuse a cache that was filled by a model of other layers."""
+    """Refuse a cache that a model with other kinds of layers has filled."""
     wanted, found = [_stock_kind(layer) for layer in cache.layers], [type(layer) for layer in past.layers]
     if holds_anything(past) and found != wanted:
         raise UnsupportedOptionError(
@@ -82,12 +82,12 @@ def check_kinds(past: Cache, cache: SharedCache) -> None:
 
 
 def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
-    """Copy keys, values and states into an empty shared cache, and move its cursors behind them.
+    """Copy keys, values and states into an empty shared cache, and advance its cursors.
 
     Args:
-        past: checked; its slot i belongs to column i of the mask. It is left as it is.
+        past: already checked, not changed; its slot i belongs to column i of the mask.
         cache: of the same model.
-        mask: which columns hold tokens, `[rows, columns]`; the first ones are those of the past.
+        mask: marks columns that hold tokens, `[rows, columns]`; the first columns are those of the past.
     """
     slots = [row.nonzero().flatten() for row in mask[:, : past_length(past)]]
     known = [len(row) for row in slots]
@@ -103,15 +103,14 @@ def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
 
 
 def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
-    """Copy what a shared cache holds behind its cursors into a dynamic cache, in place of what that held.
+    """Replace the contents of a dynamic cache by the committed tokens of a shared cache.
 
-    Columns are those of `transformers`. There are no more of them than every row has filled, so that none holds
-    anything but what a pass computed.
+    Columns are those of `transformers`, only as many as every row has filled: all hold what a pass computed.
 
     Args:
         cache: of a generation that has ended.
         past: a dynamic cache.
-        mask: which columns of the prompts hold tokens, `[rows, columns]`.
+        mask: marks columns of the prompts that hold tokens, `[rows, columns]`.
     """
     after = torch.arange(max(cache.seq_lens), device=mask.device) + mask.shape[1]
     places = [
@@ -135,12 +134,12 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
 
 
 def can_store(cache: SharedCache) -> bool:
-    """Whether one cache can hold all rows: states have no columns, so they must be those of equally many tokens."""
+    """Return whether one cache can hold all rows: states have no columns, so rows with states must be equally long."""
     return cache.rolls_back_by_cursor or cache.uniform
 
 
 def _stock_kind(layer: object) -> type[Any]:
-    """What `transformers` keeps a layer of a shared cache in."""
+    """Return the class in which `transformers` keeps such a layer."""
     with_states = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer
     kind: type[Any] = with_states if isinstance(layer, RecurrentLayer) else DynamicLayer
     return kind
@@ -151,7 +150,7 @@ def _has_states(layer: object) -> list[bool]:
 
 
 def _tensors(layer: Any) -> list[Tensor]:
-    """Those of a layer that hold a token."""
+    """Return the tensors of a layer that hold a token."""
     states = list(layer.conv_states.values()) if any(_has_states(layer)) else []
     keys = [layer.keys] if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() else []
     return [tensor for tensor in [*keys, *states] if tensor is not None]
@@ -162,7 +161,7 @@ def _names(kinds: Sequence[type[Any]]) -> str:
 
 
 def _picked(states: Tensor, slots: Sequence[Tensor]) -> Tensor:
-    """Each row's own slots, side by side from the first on."""
+    """Gather each row's chosen slots side by side, from the first on."""
     picked = states.new_zeros(*states.shape[:2], max(map(len, slots)), states.shape[3])
     for row, chosen in enumerate(slots):
         picked[row, :, : len(chosen)] = states[row][:, chosen.to(states.device)]
@@ -170,7 +169,7 @@ def _picked(states: Tensor, slots: Sequence[Tensor]) -> Tensor:
 
 
 def _placed(states: Tensor, places: Sequence[Tensor], length: int) -> Tensor:
-    """Each row's first slots, each at its own place among `length`."""
+    """Scatter each row's first slots to their places among `length`."""
     placed = states.new_zeros(*states.shape[:2], length, states.shape[3])
     for row, chosen in enumerate(places):
         placed[row][:, chosen.to(states.device)] = states[row, :, : len(chosen)]

@@ -1,4 +1,4 @@
-"""The shape of a draft: a tree of nodes over the last committed token. A chain is a tree with one branch."""
+"""Shape of a draft: a tree of nodes over the last committed token. A chain is a tree with one branch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes of a draft, in topological order: a node comes after its parent, and siblings are in the order of judging.
+    """Lists nodes of a draft in topological order: parents come first, siblings in the order of judging.
 
     Attributes:
-        parents: of each node, the number of its parent; -1: the last committed token, which is no node itself.
+        parents: parent of each node; -1: the last committed token, which is no node itself.
 
     Raises:
         ValueError: a node comes before its parent.
@@ -28,21 +28,21 @@ class Tree:
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(length: int) -> Tree:
-        """The tree with one branch of `length` nodes."""
+        """Return the tree with one branch of `length` nodes."""
         return Tree(tuple(range(-1, length - 1)))
 
     def __len__(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self.parents)
 
     @cached_property
     def trunk(self) -> int:
-        """Number of nodes, from the first, of which each is the child of the one before it."""
+        """Number of first nodes that form a chain."""
         return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node is the child of the one before it."""
+        """True if every node is the child of the one before it."""
         return self.trunk == len(self.parents)
 
     @cached_property
@@ -60,7 +60,7 @@ class Tree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes from the root to each node, that node included."""
+        """Nodes on the path to each node, that node included."""
         paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             paths.append((*(paths[parent] if parent >= 0 else ()), node))
@@ -68,7 +68,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The children of the last committed token, then those of each node: `children[node + 1]`, in order."""
+        """Children of the last committed token, then of each node: `children[node + 1]`, in order."""
         children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
@@ -84,5 +84,5 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The number of earlier siblings of each node."""
+        """Number of earlier siblings of each node."""
         return tuple(self.children[parent + 1].index(node) for node, parent in enumerate(self.parents))

@@ -1,4 +1,4 @@
-"""What a pass attends to of the cache: all of it, or a part, or copies in fewer bits."""
+"""Views of the cache: a pass attends to all of it, to a part, or to copies in fewer bits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from selfspec.cache.rounded_copy import CacheBits
 
 @dataclass(frozen=True)
 class Window:
-    """The latest positions of a text, and the first ones.
+    """Limits attention to the latest positions of a text and the first ones.
 
-    A window of the latest tokens loses the text; with the first few it does not (StreamingLLM; Xiao et al., 2024, arXiv
-    2309.17453).
+    With the latest tokens alone a model fails; with the first few added it does not (StreamingLLM; Xiao et al., 2024,
+    arXiv 2309.17453).
 
     Attributes:
-        recent: the latest positions, the token's own included.
-        sinks: the first positions.
+        recent: number of latest positions, the token's own included.
+        sinks: number of first positions.
     """
 
     recent: int
@@ -25,12 +25,12 @@ class Window:
 
 @dataclass(frozen=True)
 class CacheView:
-    """What the tokens of a pass attend to. The target always attends to all of the exact cache.
+    """Says what the tokens of a pass attend to. The target always attends to all of the exact cache.
 
     Attributes:
         window: the part of the text; None: all.
-        top_keys: how many tokens, those that the target attended to most; None: all.
-        bits: of the copies of committed keys and values that are read; None: the exact ones are.
+        top_keys: number of tokens, those that the target attended to most; None: all.
+        bits: of the copies of committed keys and values that are read; None: the exact ones are read.
     """
 
     window: Window | None = None
@@ -39,7 +39,7 @@ class CacheView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the exact cache."""
+        """True if it is all of the exact cache."""
         return self == WHOLE
 
 

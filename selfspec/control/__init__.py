@@ -1,4 +1,4 @@
-"""How long to draft, and whether to draft at all: controls, what they are made of, costs, and calibrated profiles."""
+"""Controls decide how long to draft, and whether to draft at all, by costs and calibrated profiles."""
 
 from selfspec.control.controller import Control, Controller, Evidence
 from selfspec.control.cost_aware import CostAware

@@ -16,9 +16,9 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import widening
 
 UNCALIBRATED = Cascade(PromptLookup(), LowPrecision(8))
-"""What drafts where nothing was measured: look-ups before a draft in 8 bits."""
+"""Default draft where nothing was measured: look-ups before a draft in 8 bits."""
 
-# Of a draft in 8 bits: what it accepts at least on the checkpoints that were looked at, and the gain that is clear.
+# Lowest acceptance rate of a draft in 8 bits on the checkpoints measured, and the speed-up that counts as clear.
 _ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
 
 
@@ -28,7 +28,7 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
     Without a profile `auto` is `uncalibrated_draft`.
 
     Raises:
-        DraftConfigError: the name is not of the grammar.
+        DraftConfigError: the name does not follow the grammar.
         ProfileError: no profile fits.
         ExitHeadError: a file that the name points to cannot be used.
     """
@@ -41,7 +41,7 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
 
 
 def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
-    """What needs no calibration: `UNCALIBRATED` where the estimated gain of its draft is clear; else no draft.
+    """Return `UNCALIBRATED` if the estimated gain of its draft is clear; else None: plain decoding.
 
     The control ends drafts that do not pay.
     """
@@ -57,12 +57,12 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
 def clear_gain(cost: float, device: torch.device, widening: float) -> float | None:
     """Estimate the speed-up of a draft in 8 bits; None: it is not clear.
 
-    Estimates rest on CPUs alone, so on other devices none is.
+    Estimates were made on CPUs only, so on other devices no gain is clear.
 
     Args:
         cost: c, of a draft step.
         device: that passes run on.
-        widening: what a further token of a pass reads for itself, in steps.
+        widening: cost of what a further token of a pass reads for itself, in steps.
     """
     gain = forecast(_ACCEPTED, Costs.assumed(cost, device, widening)).speedup
     return gain if device.type == "cpu" and gain >= _CLEAR_GAIN else None

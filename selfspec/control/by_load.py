@@ -1,8 +1,8 @@
-"""Whether to draft in a batch whose rows come and go: by what rounds have lately gained at this load, on the clock.
+"""Decide whether to draft in a batch whose rows come and go, by the measured speed of recent rounds at this load.
 
-In one generation no clock decides, so that a seed gives the same tokens again. Of rows that come and go, those with a
-seed are coupled, and have the tokens of plain decoding whatever is drafted. For all others the output stays exact: what
-a clock says of earlier rounds knows nothing of the verdict on the next draft.
+In one generation no clock decides, so that a seed gives the same tokens again. Where rows come and go, rows with a
+seed are coupled: they get the tokens of plain decoding whatever is drafted. For rows without a seed the output stays
+exact, too: times of earlier rounds do not depend on the verdict on the next draft.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.tree_shape import Shape
 from selfspec.draft.verdict import RowOutcome
 
-# At first: plain rounds and rounds with drafts in a pair of turns, and pairs. Passes get faster once they are recorded,
-# which takes some thirty of a kind, so it takes many plain rounds to know what drafts have to beat.
+# In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
+# they are recorded, after some thirty of a kind, so many plain rounds are needed to know what drafts must beat.
 _FIRST_TURNS, _FIRST_PAIRS = (12, 4), 6
-# The latest rounds of a kind, which count.
+# Number of latest rounds of a kind that count.
 _WINDOW = 16
-# Drafts that are slower by more than this share, the less of it the more pairs there were, are given up at once.
+# Drafts that are slower by more than this share, divided by the root of the pairs so far, are given up at once.
 _CLEAR = 0.25
 # A round this many times longer than usual says something about the machine, not about drafts.
 _OUTLIER = 2.0
-# Rounds after which the slower kind is tried again: at first, and at most. A trial of plain rounds risks little, and
-# without drafts nothing else shows what they would gain.
+# Rounds after which the slower kind is tried again: at first, and at most (by whether drafts run). A trial of plain
+# rounds risks little, and nothing but a trial shows what drafts would gain.
 _FIRST_PAUSE = 512
 _LONGEST_PAUSE = {True: 512, False: 4096}
-# The same of a trial. What it finds for drafts is looked at as thoroughly as at first.
+# The same for a trial. If it favours drafts, a full comparison follows.
 _TRIAL_TURNS, _TRIAL_PAIRS = (2, 2), 2
-# By how much rounds that may draft must be faster to begin, and to go on: times scatter, and not all of the cost is in
-# them. Passes of drafts come in many kinds, each of which is recorded at some cost, and rows get out of step, so that
-# plain passes come in more kinds, too.
+# Speed-ups that rounds with drafts need to begin and to continue: times scatter and do not hold all of the cost. Passes
+# of drafts come in many kinds, each recorded at some cost, and rows get out of step, so plain passes vary more, too.
 _GAIN, _STILL = 1.25, 1.15
 
 
 class _Rounds:
-    """What rounds of one kind have committed, and how long they took."""
+    """Counts tokens and seconds of recent rounds of one kind."""
 
     def __init__(self) -> None:
         self._tokens: deque[float] = deque(maxlen=_WINDOW)
@@ -51,17 +50,17 @@ class _Rounds:
 
     @property
     def rate(self) -> float:
-        """Tokens of a row per second."""
+        """Tokens per row and second."""
         most = _OUTLIER * median(self._seconds)
         return max(sum(self._tokens), 1e-9) / max(sum(min(each, most) for each in self._seconds), 1e-9)
 
 
 class _Comparison:
-    """Rounds of both kinds in turns. What is compared was timed at one time: within a load rows come and go, too.
+    """Compares both kinds of rounds in turns, timed side by side since rows come and go within a load, too.
 
     Args:
-        turns: plain rounds, and then rounds that may draft, of a pair of turns.
-        pairs: the most of them.
+        turns: plain rounds, then rounds that may draft, in a pair of turns.
+        pairs: the most pairs.
     """
 
     def __init__(self, turns: tuple[int, int], pairs: int) -> None:
@@ -71,7 +70,7 @@ class _Comparison:
         self._counted = 0
 
     def drafts(self) -> bool:
-        """Whether the next round may draft."""
+        """Return whether the next round may draft."""
         return self._counted % self._pair >= self._plain
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
@@ -86,7 +85,7 @@ class _Comparison:
 
 
 class _Load:
-    """One range of row counts: drafts and plain rounds in comparison; `better` is None where it is to be found out."""
+    """Decides for one range of row counts; `better` is whether drafts are faster, None until that is known."""
 
     def __init__(self, better: bool | None) -> None:
         self.better = better
@@ -94,11 +93,11 @@ class _Load:
         self._pause = self._until_trial = _FIRST_PAUSE
 
     def drafts(self) -> bool:
-        """Whether the next round may draft."""
+        """Return whether the next round may draft."""
         return bool(self.better) if self._comparison is None else self._comparison.drafts()
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> None:
-        """Count a round; arguments as in `LoadGate.count`, but the tokens of one row."""
+        """Count a round; arguments as in `LoadGate.count`, but tokens per row."""
         if self._comparison is not None:
             found = self._comparison.count(drafted, tokens, seconds)
             if found is not None:
@@ -123,23 +122,23 @@ class _Load:
 
 
 class LoadGate:
-    """Compares rounds that draft with plain ones, at each load apart; drafts run where they clearly gain.
+    """Compares rounds that draft with plain rounds, separately for each load; drafts run where they clearly gain.
 
-    Loads are numbers of rows, from one power of two to the next. The other kind is tried again now and then, drafts
-    less and less often while they do not gain: two to four rounds of four thousand in the end. Drafts gain less the
-    more rows there are, so a load begins without them where a smaller one runs without. A single row is left to the
-    control, which is made for it.
+    A load is a range of row counts, from one power of two to the next. The slower kind is tried again now and then,
+    drafts ever more rarely while they do not gain: in the end two to four rounds in four thousand. Drafts gain less
+    with more rows, so a load begins without drafts if a smaller load runs without. A single row is left to the control,
+    which is made for it.
     """
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
 
     def opens(self, rows: int) -> bool:
-        """Whether the next round, of `rows` rows, may draft. Ask once a round."""
+        """Return whether the next round, of `rows` rows, may draft. Call once per round."""
         return rows == 1 or self._load(rows).drafts()
 
     def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """Count a round that might draft or not: tokens that all its rows committed, and seconds that it took."""
+        """Count a round, with or without drafts: tokens that all its rows committed, and its seconds."""
         if rows > 1:
             self._load(rows).count(drafted, tokens / rows, seconds)
 
@@ -157,7 +156,7 @@ class ControllerByLoad(Controller):
     Args:
         inner: decides how long drafts are.
         gate: decides whether a round drafts; None: `inner` does.
-        most_rows: the most rows of a batch that drafts; None: any.
+        most_rows: the most rows of a batch that drafts; None: any number.
     """
 
     def __init__(self, inner: Controller, gate: LoadGate | None = None, most_rows: int | None = None) -> None:
@@ -174,7 +173,7 @@ class ControllerByLoad(Controller):
         return self._inner.budget(remaining, unfinished) if self._opened else Budget.chain(0)
 
     def timed(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learn how long the round took for which a budget was last asked, and what all its rows committed."""
+        """Learn the seconds of the round whose budget was last asked for, and the tokens that its rows committed."""
         if self._gate is not None and (self.most_rows is None or rows <= self.most_rows):
             self._gate.count(rows, self._opened, tokens, seconds)
 

@@ -1,4 +1,4 @@
-"""What a control is: it decides how long drafts are, and whether to draft at all.
+"""Base of controls, which decide how long drafts are, and whether to draft at all.
 
 A control is configuration; its controller decides for one generation. It decides from the draft's own scores up to the
 last token drafted and from earlier rounds, never from the verdict on the current draft and never from a clock. So the
@@ -21,20 +21,20 @@ from selfspec.draft.verdict import RowOutcome
 from selfspec.errors import DraftConfigError
 
 MOST_NODES = 1024
-"""Of a tree: far more than pay anywhere."""
+"""The most nodes of a tree: far more than ever pay."""
 
 LONG_MATCH = 12
-"""Matches of a look-up this long or longer are one source of drafts."""
+"""Look-up matches of this length or longer count as one source of drafts."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the draft is worth on the prompt, where both it and the target were run.
+    """Says how good the draft is on the prompt, where both draft and target were run.
 
     Attributes:
-        confidences: the largest probability of q at each token of the prompt that was compared.
-        chances: the chance that a draft token there is accepted, 1 - TV(p, q); for greedy decoding the mean of that and
-            of whether p and q have the same best token.
+        confidences: the largest probability of q at each compared token of the prompt.
+        chances: acceptance rate of a draft token there, 1 - TV(p, q); for greedy decoding the mean of that and of
+            whether p and q have the same best token (1 or 0).
     """
 
     confidences: tuple[float, ...]
@@ -42,16 +42,14 @@ class Evidence:
 
 
 class Controller(DraftController):
-    """Decides for one generation: here, that every draft takes all it may. Others override what they decide otherwise.
+    """Decides for one generation. This base class lets every draft take all it may; subclasses override decisions.
 
-    Costs of a round are estimated; None: those of a draft are not known.
+    Costs of a round are estimates; None: the costs of a draft are not known.
 
     Attributes:
-        most: the largest budget that it gives; the cache keeps slots for its nodes. A depth of 0: decoding is
-            plain.
+        most: the largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
         judges_prompt: whether it learns from the draft's acceptance on the prompt.
-        rows_apart: whether nothing that it decides depends on the rows beside a row, so that drafts need not
-            either.
+        rows_apart: whether decisions for a row never depend on other rows, so that drafts need not either.
     """
 
     judges_prompt = False
@@ -64,10 +62,10 @@ class Controller(DraftController):
         self._gains: dict[int, LossBudget] = {}
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        """Choose what the draft of the next round may take, by the tokens still wanted, at least 1.
+        """Choose the budget of the next round's draft, given the tokens still wanted, at least 1.
 
-        One token of every round is the target's own, so a depth of more than `remaining` - 1 is never of use.
-        `unfinished` says which running rows are.
+        One token of every round is the target's own, so a depth of more than `remaining` - 1 is never useful.
+        `unfinished` says which of the running rows are unfinished.
         """
         return self.most.within(remaining - 1)
 
@@ -90,7 +88,7 @@ class Controller(DraftController):
         return True
 
     def keeps_lockstep(self) -> bool:
-        """Whether rows at one place stay in lockstep in this round: all then commit as many tokens as the slowest.
+        """Return whether rows stay in lockstep in this round: all then commit as many tokens as the slowest.
 
         The answer must not depend on the current draft or on its verdict.
         """
@@ -101,7 +99,7 @@ class Controller(DraftController):
         return
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
-        """Learn from a round's draft, and the outcome for each running row; None for a row that was finished."""
+        """Learn from a round's draft and the outcome of each running row; None for a finished row."""
         outcomes = [row for row in rows if row is not None]
         if draft.length and outcomes:
             tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
@@ -115,18 +113,17 @@ class Controller(DraftController):
 
 
 class Control(ABC):
-    """How draft lengths are chosen.
+    """Chooses draft lengths; it is configuration.
 
     Attributes:
-        yields_to_load: whether it leaves it to the clock to stop drafts where rows come and go: see
-            `selfspec.control.by_load`.
+        yields_to_load: whether measured times may stop drafts where rows come and go: see `selfspec.control.by_load`.
     """
 
     yields_to_load = False
 
     @abstractmethod
     def begin(self, costs: CostsByRows) -> Controller:
-        """Make the controller of one generation, by costs measured or estimated for model and draft."""
+        """Make the controller of one generation, given costs measured or estimated for model and draft."""
 
     def begin_by_load(self, costs: CostsByRows) -> Controller:
         """Make the controller of a batch whose rows come and go, and are never kept in lockstep."""
@@ -144,7 +141,7 @@ def check_length(length: int) -> None:
 
 
 def check_nodes(nodes: int, length: int) -> None:
-    """Refuse a number of draft tokens that no tree of that depth has, or far more than pay anywhere.
+    """Refuse a number of nodes that no tree of that depth has, or more than `MOST_NODES`.
 
     Raises:
         DraftConfigError: naming it.

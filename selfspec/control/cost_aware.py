@@ -1,4 +1,4 @@
-"""The default control: draft as long as one more token promises more than it costs."""
+"""Default control: draft as long as one more token promises more than it costs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from selfspec.draft.verdict import RowOutcome
 
 # The share of a short text's plain steps that drafts may lose.
 _SHARE_AT_RISK = 0.04
-# The weight of a prompt's token beside one of the model's own text. Own text is easier to draft: on the models
-# measured, an acceptance of a on prompts went with about a + a^2 (1 - a) on own text.
+# The weight of a prompt's token relative to one of the model's own text. Own text is easier to draft: on the models
+# measured, an acceptance rate a on prompts went with about a + a^2 (1 - a) on own text.
 _PROMPT_WEIGHT = 0.25
 
 
@@ -28,29 +28,29 @@ _PROMPT_WEIGHT = 0.25
 class CostAware(Control):
     """Draft as long as one more token promises more than it costs, and not at all where drafting does not pay.
 
-    The chance that a token is accepted is learned during the generation, by the draft's confidence in it. With the
-    costs this is optimal stopping: drafting continues while the chance that the whole draft and the next token are
-    accepted is worth more than a draft step at the speed reached so far.
+    The acceptance rate at each confidence of the draft is learned during the generation. With the costs this is optimal
+    stopping: drafting continues while the chance that the whole draft and the next token are accepted is worth more
+    than a draft step at the speed reached so far.
 
     A loss budget, in plain steps, bounds what drafting may cost: a few steps at once (at most 4 % of a short text) and
-    one more for each two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
-    model's drafts and look-ups of each match length have a budget each; together they may lose no more than one of
-    them. A draft that promises nothing, by the prompt or by its costs, waits until twice what a round of it may lose is
-    saved up.
+    one more for every two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
+    model's drafts and look-ups of each match length have one budget each; together they may lose no more than one
+    budget. A draft that is unpromising, by the prompt or by its costs, waits until twice the possible loss of a round
+    is saved up.
 
-    A batch ends when its slowest row ends, so a draft gains what it gains for that row in the long run. A look-up
+    A batch ends when its slowest row ends, so a draft gains only what it gains for that row in the long run. A look-up
     drafts all it can in a single row, and in a batch as much as pays. Rows start in lockstep, since passes over rows at
     different places take longer. Once a draft has gained enough to pay for that, each row advances alone to the end.
 
-    Where it may have more nodes than levels, the draft of the model is the tree that promises most for its cost, by how
-    often siblings of each rank are accepted; a chain where that promises as much.
+    If more nodes than levels are allowed, the model drafts the tree that promises most for its cost, by how often
+    siblings of each rank are accepted; a chain if that promises as much.
 
     Attributes:
-        longest: the most tokens of a draft, of a tree the most levels.
-        nodes: the most tokens of a draft, siblings included; fewer than `longest` bound the levels, too. None: drafts
+        longest: the most tokens of a draft; the most levels of a tree.
+        nodes: the most tokens of a draft, siblings included; if less than `longest`, the most levels, too. None: drafts
             are chains.
-        costs: what the parts of a round cost here, as `Costs` or `BatchCosts`; None: what was measured, and else an
-            estimate from the weights a draft step reads.
+        costs: costs of the parts of a round, as `Costs` or `BatchCosts`; None: measured costs, or else an estimate from
+            the weights that a draft step reads.
     """
 
     yields_to_load = True
@@ -78,7 +78,7 @@ class CostAware(Control):
 
 
 class CostAwareController(Controller):
-    """Decides for `CostAware`; `progress` makes what says how far a round advances the rows."""
+    """Decides for `CostAware`; `progress` makes the object that says how far a round advances the rows."""
 
     judges_prompt = True
 
@@ -119,7 +119,7 @@ class CostAwareController(Controller):
 
     def tries(self, match: int) -> bool:
         loss_budget = self._gain(match)
-        # Asked in any case: each counts how often it was.
+        # Always ask: each loss budget counts how often it is asked.
         at_once = self._at_once if match else self._model_at_once
         opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
         return opens and (loss_budget.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
@@ -146,7 +146,7 @@ class CostAwareController(Controller):
         ]
         standing = [reached for reached, unfinished in zip(self._reached, self._unfinished, strict=True) if unfinished]
         promised = self._acceptance.mean * sum(standing) / len(standing)
-        # What a plain step would commit in the time of a draft step, at the speed of the rounds so far.
+        # Compare with what would be committed in the time of a draft step, at the speed of the rounds so far.
         return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
 
     def keeps_lockstep(self) -> bool:
@@ -160,7 +160,7 @@ class CostAwareController(Controller):
         self._at_risk = self._model_at_risk()
 
     def _model_at_risk(self) -> float:
-        """What a draft of the model may lose that promises nothing: see `LossBudget.opens`."""
+        """Return `at_risk` of `LossBudget.opens` for a draft of the model."""
         if self._on_prompt is None or self._prospects.pays(self._on_prompt):
             return self._prospects.of_model
         return self._costs.of_round(1, 1) - 1
@@ -185,17 +185,17 @@ class CostAwareController(Controller):
 
     @property
     def _paid(self) -> float:
-        """Plain steps that sources of drafts have lost: all together they may lose no more than one alone."""
+        """Plain steps lost by all sources of drafts; together they may lose no more than one source alone."""
         return sum(max(loss_budget.paid, 0.0) for loss_budget in self._gains.values())
 
 
 @lru_cache(maxsize=64)
 def _best_shape(chances: tuple[float, ...], most: Budget, costs: Costs) -> Shape:
-    """Return the tree that commits most for its cost; the longest chain where one does that, since it may end early."""
+    """Return the tree that commits most for its cost; the longest chain if a chain does, since it may end early."""
 
     def promise(shape: Shape) -> float:
         steps = shape.tree.depth
-        # Of the nodes that a draft step reads, each but the first costs its share of what it costs a target pass.
+        # Each node that a draft step reads, except the first, widens that step as it would widen a target pass.
         beside = len(set(shape.tree.parents)) - steps
         return (1 + shape.expected) / (costs.of_round(steps, len(shape.tree)) + beside * costs.draft * costs.widening)
 
@@ -207,12 +207,12 @@ def _best_shape(chances: tuple[float, ...], most: Budget, costs: Costs) -> Shape
 
 
 class AcceptanceModel:
-    """How often tokens of each confidence are accepted.
+    """Learns the acceptance rate of tokens by the draft's confidence.
 
-    Begins with what a fair draft shows. That is more often than it is confident where it is unsure: the target is then
-    unsure as well, and two flat distributions overlap. A draft that is accepted more or less often than a fair one of
-    the same confidences shifts the chances of all confidences, those not yet seen among them, by the same log-odds.
-    What was seen of a confidence itself counts beside that.
+    It starts with the rates of a fair draft. These exceed low confidences: an unsure draft means an unsure target, and
+    two flat distributions overlap. A draft that is accepted more or less often than a fair one with the same
+    confidences shifts the rates of all confidences, also unseen ones, by the same log-odds. Tokens seen at a confidence
+    count besides.
     """
 
     _BINS = 10
@@ -228,17 +228,17 @@ class AcceptanceModel:
 
     @property
     def mean(self) -> float:
-        """The chance of a token whose confidence is not known."""
+        """Acceptance rate of a token of unknown confidence."""
         return drawn_to_fair(sum(self._accepted), sum(self._judged))
 
     def chance(self, confidence: float) -> float:
-        """The chance that a token is accepted which the draft is so confident of."""
+        """Return the acceptance rate of a token by the draft's confidence in it."""
         bin_ = self._bin(confidence)
         shifted = 1 / (1 + math.exp(-_log_odds(self._fair[bin_]) - self._shift))
         return (self._PRIOR * shifted + self._accepted[bin_]) / (self._PRIOR + self._judged[bin_])
 
     def count(self, confidence: float, accepted: float, weight: float = 1.0) -> None:
-        """Take in a token that was judged: whether it was accepted, or the chance that it would be."""
+        """Count a judged token: whether it was accepted, or its chance of acceptance."""
         bin_ = self._bin(confidence)
         self._judged[bin_] += weight
         self._accepted[bin_] += weight * accepted
@@ -250,7 +250,7 @@ class AcceptanceModel:
 
 
 def drawn_to_fair(accepted: float, judged: float) -> float:
-    """The rate at which tokens are accepted, drawn towards a fair draft's as by two tokens more."""
+    """Return the acceptance rate, shrunk towards a fair draft's, 0.6, with the weight of two tokens."""
     return (accepted + 2 * 0.6) / (judged + 2)
 
 

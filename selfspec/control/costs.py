@@ -1,4 +1,4 @@
-"""What the parts of a round cost, in steps of plain decoding."""
+"""Costs of the parts of a round, in steps of plain decoding."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from selfspec.arguments import check_kind
 from selfspec.errors import DraftConfigError
 from selfspec.values import is_whole
 
-# A round that drafts makes a whole target pass, what drafts made of it included; where measured times say otherwise,
-# it is noise.
+# A round that drafts runs a whole target pass, parts computed by the draft included; measured times below that are
+# noise.
 _LEAST_ROUND = 1.0
 
 
 @runtime_checkable
 class CostsByRows(Protocol):
-    """Says what the parts of a round cost in a batch of any size."""
+    """Gives the costs of the parts of a round in a batch of any size."""
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over `rows` rows, at least 1."""
+        """Return the costs of rounds over `rows` rows, at least 1."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The terms of the speed-up formula, after Leviathan et al. (2023). The unit is one step of plain decoding.
+    """Holds the terms of the speed-up formula (Leviathan et al., 2023), in steps of plain decoding.
 
     Attributes:
         draft: c, a draft step, head included; 0 for a draft that runs no model.
-        verify: V(1), a target pass over a single token; more than 1 where drafting costs it something extra.
-        widening: what every further token of the block adds to V.
-        overhead: o, all else in a round that drafts.
-        out_of_step: how long a pass takes over rows of a batch that are at different places, in passes over rows at
-            one place. 1.2 was measured on a model of 2M parameters; the larger the model, the less it is.
-        rows: of the batch that all this is about.
-        each_row: what a further row adds to a pass over one token of each, where it is more than a further token of a
-            block does by `widening`: kernels for a few rows in all do not help batches.
+        verify: V(1), a target pass over a single token; more than 1 if drafting makes it slower.
+        widening: cost that each further token of the block adds to V.
+        overhead: o, everything else in a round that drafts.
+        out_of_step: time of a pass over rows at different places, by that of a pass over rows in lockstep. 1.2 was
+            measured on a model of 2M parameters; larger models have less.
+        rows: of the batch that these costs are for.
+        each_row: cost that a further row adds to a pass over one token per row, if it is more than `widening` gives:
+            kernels for a few rows do not help batches.
 
     Raises:
-        DraftConfigError: a number is not finite, or below what it can be.
+        DraftConfigError: a number is not finite, or too small.
     """
 
     draft: float
@@ -61,7 +61,7 @@ class Costs:
             if name == "rows" and not is_whole(number):
                 raise DraftConfigError(f"costs are of a whole number of rows, got rows={number!r}")
             least = 1 if name in ("rows", "out_of_step") else 0
-            # What is left of a round beside its passes is measured as a difference, and may be negative.
+            # The overhead is measured as a difference, and may be negative.
             if name != "overhead" and number < least:
                 raise DraftConfigError(f"of costs {name} is at least {least}, got {number!r}")
         if self.verify == 0:
@@ -71,23 +71,22 @@ class Costs:
 
     @classmethod
     def assumed(cls, draft: float, device: torch.device, widening: float = 0.0) -> Costs:
-        """Where only c is known: what a target pass and all else cost on the machines that were looked at.
+        """Make costs where only c is known, with all other costs from the machines that were measured.
 
         Args:
             draft: c.
             device: that passes run on.
-            widening: what a further token of a pass reads for itself, in steps.
+            widening: cost of what a further token of a pass reads for itself, in steps.
         """
-        # Two CPUs were looked at, and no GPU.
+        # Two CPUs were measured, and no GPU.
         each_row = 0.08 if device.type == "cpu" else 0.0
         return cls(draft, verify=1.1, widening=0.03 + widening, overhead=0.05, each_row=each_row + widening)
 
     def in_batch(self, rows: int) -> Costs:
-        """The same for another number of rows, taking a pass to cost in proportion to its tokens.
+        """Return the costs for another number of rows, with the cost of a pass linear in its tokens.
 
-        For more rows than these that is by what a further row adds, for fewer by what a further token does.
-
-        Each further token of a block is one more in every row, so blocks widen a pass the more the larger the batch.
+        For more rows the slope is the cost of a further row, if larger; for fewer, that of a further token. A further
+        token of a block is one more in every row, so it widens a pass more in a larger batch.
         """
         each = self.widening / self.rows
         if rows > self.rows:
@@ -102,16 +101,16 @@ class Costs:
         )
 
     def of_round(self, steps: float, drafted: int) -> float:
-        """Return the cost of a round: of its draft steps, and of a target pass that verifies `drafted` tokens."""
+        """Return the cost of a round: its draft steps, and a target pass that verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 
 @dataclass(frozen=True)
 class CostsOfReading:
-    """The costs of rounds by what passes read: weights, and keys and values of the text, which grow with it.
+    """Gives the costs of rounds by the bytes that passes read: weights, and keys and values, which grow with the text.
 
     Attributes:
-        costs: where there is no text.
+        costs: for an empty text.
         step: bytes of the weights that a target step reads.
     """
 
@@ -119,11 +118,11 @@ class CostsOfReading:
     step: int
 
     def in_batch(self, rows: int) -> Costs:
-        """The costs of rounds over `rows` rows of short texts."""
+        """Return the costs of rounds over `rows` rows of short texts."""
         return self.costs.in_batch(rows)
 
     def behind(self, target: float, draft: float) -> Costs:
-        """The costs behind texts of which a target step and a draft step read so many bytes of keys and values."""
+        """Return the costs after texts, given the bytes of keys and values that a target and a draft step read."""
         step = 1 + target / self.step
         return replace(
             self.costs,
@@ -137,27 +136,27 @@ class CostsOfReading:
 
 @dataclass(frozen=True)
 class RaggedCosts:
-    """The costs of batches whose rows are at different places anyhow, with drafts or without."""
+    """Gives the costs of batches whose rows are always at different places, with drafts or without."""
 
     costs: CostsByRows
 
     def in_batch(self, rows: int) -> Costs:
-        """The same costs, without a price for being out of step."""
+        """Return the costs, without a price for being out of step."""
         return replace(self.costs.in_batch(rows), out_of_step=1.0)
 
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """The costs of rounds as they were measured in batches of different sizes.
+    """Gives the costs of rounds that were measured in batches of different sizes.
 
-    What a further row costs follows no line: products of a few rows run at the speed of memory, those of many rows at
-    that of arithmetic, and kernels change in between.
+    The cost of a further row is not linear: products of a few rows run at the speed of memory, of many rows at that of
+    arithmetic, and kernels change in between.
 
     Attributes:
-        measured: one for each number of rows, the smallest first.
+        measured: costs for each measured number of rows, the smallest first.
 
     Raises:
-        DraftConfigError: there are none, two are of one size, or they are in another order.
+        DraftConfigError: there are none, two have the same number of rows, or they are out of order.
     """
 
     measured: tuple[Costs, ...]

@@ -1,7 +1,4 @@
-"""Which draft serves a request: one for all, or one for greedy decoding and another for sampling.
-
-How long drafts are is the control's choice.
-"""
+"""Draft policies choose the draft of a request, for greedy decoding or sampling; controls choose its length."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from selfspec.draft import Drafter
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """What drafts in a generation.
+    """Says which draft serves a generation, and with which control and costs.
 
     Attributes:
         draft: proposes tokens; None: plain decoding.
-        control: how long drafts are, where nobody says otherwise.
-        costs: of a round that drafts, measured; None: nobody measured them.
-        most_rows: of a batch that it drafts in; larger ones use plain decoding. None: it drafts in any.
+        control: default choice of draft lengths.
+        costs: measured costs of a round that drafts; None: not measured.
+        most_rows: the most rows of a batch that drafts; larger batches use plain decoding. None: any number.
     """
 
     draft: Drafter | None
@@ -33,19 +30,19 @@ class DraftChoice:
     most_rows: int | None = None
 
     def in_batch(self, rows: int) -> DraftChoice:
-        """What drafts in a batch of `rows` rows."""
+        """Return the choice for a batch of `rows` rows."""
         return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
 
 
 class DraftPolicy(ABC):
-    """Chooses the drafter of a request. It is configuration, as drafters are."""
+    """Chooses the drafter of a request. Like drafters, it is configuration."""
 
     @abstractmethod
     def choose_draft(self, greedy: bool) -> DraftChoice:
-        """What drafts in a generation that decodes greedily, or samples."""
+        """Choose the draft of a generation that decodes greedily, or samples."""
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
-        """Refuse a model that the plan was not made for. Asked once, when the model is wrapped.
+        """Refuse a model that the policy was not made for. Called once, when the model is wrapped.
 
         Raises:
             SelfSpecError: naming what does not fit.

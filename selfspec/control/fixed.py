@@ -1,4 +1,4 @@
-"""The same draft length every round, and the control that a length and a number of nodes name."""
+"""Controls with a fixed draft length or a confidence threshold, and the control for given length and nodes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from selfspec.errors import DraftConfigError
 
 @dataclass(frozen=True)
 class FixedLength(Control):
-    """The same draft length every round.
+    """Drafts with the same length every round.
 
-    Where tokens are drawn, chains of a row depend on that row alone, and on what the wrapper knew before the call, so
-    that a seed gives it the same tokens whatever rows are beside it. Trees have one shape for all rows, which depends
-    on all of them.
+    When sampling, a row's chains depend only on that row and on what the wrapper knew before the call, so a seed gives
+    the same tokens whatever other rows are in the batch. Trees have one shape for all rows, which depends on all
+    rows.
 
     Attributes:
-        length: tokens to draft, at least 1; of a tree, levels.
-        nodes: tokens to draft in all, siblings included, at least `length`: more make a tree, shaped by how often
-            siblings of each rank are accepted, with six children at most at one place. None: a chain.
+        length: tokens to draft, at least 1; levels of a tree.
+        nodes: tokens to draft in all, siblings included, at least `length`. More than `length` make a tree, shaped by
+            how often siblings of each rank are accepted, with at most six children per node. None: a chain.
     """
 
     length: int
@@ -41,7 +41,7 @@ class FixedLength(Control):
 
 
 def control_of(draft_length: int | None, nodes: int | None) -> Control:
-    """Return the control of a draft length, of trees of that many nodes, of both, or by default of neither.
+    """Return the control for a draft length, a number of nodes, both, or neither (the default control).
 
     Raises:
         DraftConfigError: one is out of range, or there are fewer nodes than levels.
@@ -53,9 +53,9 @@ def control_of(draft_length: int | None, nodes: int | None) -> Control:
 
 @dataclass(frozen=True)
 class ConfidenceStop(Control):
-    """Drafts until a token's confidence, the largest probability where it was drawn, falls under a threshold in 0..1.
+    """Drafts until a token's confidence, the largest probability of its q, falls below a threshold in 0..1.
 
-    Under exact rules the token that fell under it stays in the draft. In a batch, drafting ends when no unfinished row
+    Under exact rules the token below the threshold stays in the draft. In a batch, drafting ends when no unfinished row
     is confident. A draft has at most `longest` tokens.
     """
 

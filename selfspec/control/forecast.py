@@ -1,4 +1,4 @@
-"""The speed-up that the cost model predicts from an acceptance rate, and the best that the costs of a batch allow."""
+"""Predicted speed-ups: by acceptance rate, and the best that the costs of a batch allow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from selfspec.control.costs import Costs
 
 # The speed-up that a draft must promise on the prompt to be tried at once.
 _WORTH_TRYING = 1.02
-# Acceptance rate of a good draft, and a length beyond which it gains less than a billionth of a token.
+# Acceptance rate of a good draft, and the length beyond which it gains less than a billionth of a token.
 _GOOD = 0.85
 _LONG_DRAFT = 128
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The best predicted speed-up of a draft, against plain decoding, and its draft length."""
+    """Holds the best predicted speed-up of a draft over plain decoding, and its draft length."""
 
     draft_length: int
     speedup: float
@@ -27,7 +27,7 @@ def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
 
 
 def expected_tokens(alpha: float, draft_length: int) -> float:
-    """Tokens that a round commits on average if each draft token is accepted with the same chance."""
+    """Return the tokens that a round commits on average, if every draft token has acceptance rate `alpha`."""
     return sum(alpha**accepted for accepted in range(draft_length + 1))
 
 
@@ -38,10 +38,10 @@ def forecast(alpha: float, costs: Costs, longest: int = 8) -> Forecast:
 
 
 class Prospects:
-    """The best speed-up that the costs of a batch allow for drafts of at most `longest` tokens.
+    """Predicts what drafts of at most `longest` tokens may gain or lose by the costs of a batch.
 
     Attributes:
-        of_model: plain steps that the shortest round loses if nothing is accepted; 0 where a good draft would pay.
+        of_model: plain steps that the shortest round loses if nothing is accepted; 0 if a good draft would pay.
         of_look_up: the same for look-ups.
     """
 
@@ -52,11 +52,11 @@ class Prospects:
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
 
     def pays(self, chance: float) -> bool:
-        """Whether a draft of the model with this acceptance rate gains."""
+        """Return whether a draft of the model with this acceptance rate gains."""
         return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
 
     def look_up_length(self, share: float) -> int:
-        """Tokens to look up where a share of the slowest rows has a match; 0: look-ups would not pay for the batch.
+        """Return how many tokens to look up if a share of the slowest rows has a match; 0: look-ups would not pay.
 
         In a single row a look-up costs next to nothing; in a batch each token is one more in every row.
         """
@@ -70,7 +70,7 @@ class Prospects:
         return 0.0 if pays else self._costs.of_round(steps, 1) - 1
 
     def _speed(self, steps: int, length: int, share: float = 1.0, chance: float = _GOOD) -> float:
-        """Tokens of a row per plain step, on average."""
+        """Return the mean tokens of a row per plain step."""
         rows, cost = self._costs.rows, self._costs.of_round(steps * length, length)
         out_of_step = self._costs.out_of_step if rows > 1 else 1.0
         apart = (1 + share * (expected_tokens(chance, length) - 1)) / (cost * out_of_step)

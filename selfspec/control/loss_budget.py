@@ -1,4 +1,4 @@
-"""What drafts gain and lose, and whether drafting may go on by that."""
+"""Loss budgets: count gains and losses of drafts, and decide by them whether drafting may continue."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from selfspec.draft.cascade import Gain
 MAY_LOSE = 3.0
 """Plain steps that drafting may lose at once."""
 
-_PER_ROUND = 0.005  # plain steps more for each round of the generation
-# A draft that is seldom tried loses this many times what the formula says: its weights and programs have left the
-# processor's caches, and its passes may not be recorded yet.
+_PER_ROUND = 0.005  # further plain steps for each round of the generation
+# A rarely tried draft loses this many times what the formula says: its weights and programs have left the processor's
+# caches, and its passes may not be recorded yet.
 _SELDOM = 2.0
 
 
 def may_lose(at_once: float, rounds: int) -> float:
-    """The plain steps that drafting may have lost after a number of rounds; some of them it may lose at once."""
+    """Return the plain steps that drafting may lose within `rounds` rounds, `at_once` of them from the start."""
     return at_once + _PER_ROUND * rounds
 
 
 class LossBudget(Gain):
     """Bounds what a source of drafts may lose, in plain steps.
 
-    The budget is a few steps from the start and 0.005 steps more each round. So a draft has time to show its worth, a
-    useless one is tried again now and then, and all of it costs about one percent.
+    The budget is a few steps from the start and 0.005 further steps each round. So a draft has time to show its worth,
+    a useless draft is tried again now and then, and the total cost is about one percent.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class LossBudget(Gain):
         self._asked = 0
 
     def opens(self, at_once: float, at_risk: float) -> bool:
-        """Whether this round may draft, if the source may lose `at_once` plain steps from the start. Ask once a round.
+        """Return whether this round may draft, if `at_once` plain steps may be lost from the start. Call once a round.
 
-        `at_risk` is what a round of an unpromising draft may lose, saved up first; 0 for a promising one.
+        `at_risk` is the possible loss of a round of an unpromising draft, to be saved up first; 0 for a promising one.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:
@@ -44,13 +44,13 @@ class LossBudget(Gain):
 
     @property
     def gains(self) -> bool:
-        """Whether its drafts have gained at least what they cost; losses of the trial do not count."""
+        """True if its drafts have gained at least what they cost; losses of the trial do not count."""
         return self.rounds > 0 and self._lost <= 0
 
     def count_dropped(self, committed: float, dropped: float, cost: float) -> None:
-        """Count a round with a draft: tokens of a row, and its cost in plain steps."""
-        # Dropped tokens are the price of a trial. Counted as losses they would shut out good drafts of large batches,
-        # whose slowest row commits next to nothing at first.
+        """Count a round with a draft: committed and dropped tokens of a row, and the cost in plain steps."""
+        # Dropped tokens are the price of a trial. Counted as losses, they would rule out good drafts of large batches,
+        # whose slowest row commits almost nothing at first.
         gained = committed + dropped if self.is_new else committed
         # Old gains must not pay for endless losses.
         self._lost = max(self._lost + cost - gained, -MAY_LOSE)
@@ -59,22 +59,22 @@ class LossBudget(Gain):
 
 
 class Progress:
-    """How far drafts advance rows that come and go: each by what it gains."""
+    """Counts how far drafts advance rows that come and go: each row by the tokens that it gains."""
 
     def after(self, tokens: Sequence[int | None]) -> float:
         """Count a round with a draft; return the tokens by which rows have advanced, on average.
 
-        `tokens` is what each row gained; None for a finished row. At least one row is unfinished.
+        `tokens` are those that each row gained; None for a finished row. At least one row is unfinished.
         """
         gained = [count for count in tokens if count is not None]
         return sum(gained) / len(gained)
 
 
 class BatchProgress(Progress):
-    """How far drafts advance a batch, which ends when its slowest row ends.
+    """Counts how far drafts advance a batch, which ends when its slowest row ends.
 
-    Rows may be alike, and the slowest of a few rounds catches up; or one row loops and another does not and falls
-    behind for good. So the progress of the slowest row is shrunk towards the mean, less and less with more rounds.
+    If rows are alike, a row that is slow for a few rounds catches up; if some rows loop and another does not, that one
+    falls behind for good. So the progress of the slowest row is shrunk towards the mean, less with more rounds.
     """
 
     _PRIOR = 8.0  # rounds

@@ -1,4 +1,4 @@
-"""The profile that a calibration leaves: JSON, bound to where it was measured, checked as it is read."""
+"""Calibration profiles: JSON files, bound to the setting where they were measured, and checked when read."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _WHAT_DIFFERS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """The draft that was the fastest for one kind of decoding.
+    """Holds the draft that was the fastest for one kind of decoding.
 
     Attributes:
-        draft: its name, as on the command line; `none` where plain decoding was the fastest.
-        longest: the most tokens of a draft, of a tree the most levels; how many it is each time follows from the costs.
+        draft: its name, as on the command line; `none` if plain decoding was the fastest.
+        longest: the most tokens of a draft, or levels of a tree; each draft's own length follows from the costs.
         costs: of its rounds, measured in batches of some sizes; None for plain decoding.
-        temperature: it was chosen at.
-        speedup: over plain decoding, as confirmed: median, low, high.
-        most_rows: of a batch in which it was faster than plain decoding; None: it was so in all that were tried.
+        temperature: at which it was chosen.
+        speedup: confirmed speed-up over plain decoding: median, low, high.
+        most_rows: the most rows at which it beat plain decoding; None: it did in all batches that were tried.
         nodes: the most tokens of a tree, siblings included; None: chains were as fast.
     """
 
@@ -62,13 +62,13 @@ class Chosen:
 
     @property
     def control(self) -> CostAware:
-        """How long and how wide its drafts are."""
+        """Control that decides how long and how wide its drafts are."""
         return CostAware(self.longest, nodes=self.nodes)
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What the file of a profile holds."""
+    """Holds the content of a profile's file."""
 
     format: Literal[8]
     setting: Setting
@@ -79,11 +79,11 @@ class _Content:
 
 @dataclass(frozen=True)
 class Profile(DraftPolicy):
-    """What to draft with in the setting where it was measured: one draft for greedy decoding, and one for sampling.
+    """Chooses drafts in the setting where it was measured: one for greedy decoding, one for sampling.
 
     Attributes:
-        report: all that was measured, for people and other programs; nothing of it is needed.
-        source: where it was read from, for messages.
+        report: all measurements, for people and other programs; not needed here.
+        source: file that it was read from, for messages.
     """
 
     setting: Setting
@@ -97,7 +97,7 @@ class Profile(DraftPolicy):
         """Read a profile that `selfspec calibrate` wrote.
 
         Raises:
-            ProfileError: it is missing, truncated, corrupt, foreign or of another format.
+            ProfileError: it is missing, truncated, corrupt, no profile or of another format.
         """
         checked_path("file", file, ProfileError)
         remedy = f"write it with selfspec calibrate MODEL --to {file}"
@@ -113,16 +113,16 @@ class Profile(DraftPolicy):
                     f"{file}: {name}.nodes are {chosen.nodes}, which no tree of its levels has; {remedy}"
                 )
             measured = raw[name]["costs"]["measured"] if chosen.costs else []
-            # Costs have defaults, but those are for what nobody measured.
+            # Costs have defaults, but a profile must have measured them all.
             if drafts != bool(measured) or any(Costs.__dataclass_fields__.keys() - each.keys() for each in measured):
                 raise ProfileError(f"{file} is incomplete ({name}.costs); {remedy}")
         return cls(content.setting, content.greedy, content.sampled, content.report, source=str(file))
 
     def save(self, file: str | Path) -> None:
-        """Write it: the whole file or none of it.
+        """Write the profile: the whole file or none of it.
 
         Raises:
-            ProfileError: it is no path.
+            ProfileError: `file` is no path.
             StorageError: it cannot be written there.
         """
         place = checked_path("file", file, ProfileError)
@@ -136,7 +136,7 @@ class Profile(DraftPolicy):
         self.check_setting(Setting.of(model))
 
     def check_setting(self, setting: Setting) -> None:
-        """Refuse another setting than the one it was measured in.
+        """Refuse a setting other than the one it was measured in.
 
         Raises:
             ProfileError: saying what differs and how to calibrate here.
@@ -149,7 +149,7 @@ class Profile(DraftPolicy):
 
 
 def described(differences: Mapping[str, tuple[str | int, str | int]]) -> str:
-    """In words: what differs, what the profile has, what is here."""
+    """Describe differences in words: name, the profile's value, the value here."""
     return "; ".join(
         f"{_WHAT_DIFFERS.get(name, name)} {_short(theirs)} there, {_short(here)} here"
         for name, (theirs, here) in differences.items()
@@ -157,7 +157,7 @@ def described(differences: Mapping[str, tuple[str | int, str | int]]) -> str:
 
 
 def remedy(setting: Setting) -> str:
-    """The command that calibrates for a setting."""
+    """Return the command that calibrates for a setting."""
     threads = f" --threads {setting.threads}" if setting.threads else ""
     return f"selfspec calibrate MODEL --dtype {setting.dtype}{threads}"
 
@@ -170,17 +170,17 @@ def _short(value: str | int) -> str:
 
 
 VARIABLE = "SELFSPEC_PROFILES"
-"""The environment variable that names another folder."""
+"""Environment variable that names another folder of profiles."""
 
 
 def folder() -> Path:
-    """The folder of profiles: what `SELFSPEC_PROFILES` says, else one in the user's cache."""
+    """Return the folder of profiles: `SELFSPEC_PROFILES` if set, else one in the user's cache."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else user_cache_path("selfspec") / "profiles"
 
 
 def default_file(setting: Setting) -> Path:
-    """Where the profile of a setting lies. Versions are not in its name: a new one takes the place of an old one."""
+    """Return the file of a setting's profile. Its name has no versions: a new profile replaces an old one."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
     threads = f"_{setting.threads}-threads" if setting.threads else ""
     kernels = "_kernels" if setting.kernels else ""
@@ -188,10 +188,10 @@ def default_file(setting: Setting) -> Path:
 
 
 def find_profile(setting: Setting) -> Profile | None:
-    """The profile of a setting; None where these weights were never calibrated.
+    """Return the profile of a setting; None if these weights were never calibrated.
 
     Raises:
-        ProfileError: they were in other settings alone; it says in which, and how to calibrate them in this one.
+        ProfileError: they were calibrated in other settings only; it names these, and how to calibrate in this one.
     """
     file = default_file(setting)
     if file.exists():

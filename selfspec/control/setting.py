@@ -1,4 +1,4 @@
-"""What a profile is bound to: weights, device, dtype, threads and versions."""
+"""Settings, which profiles are bound to: weights, device, dtype, threads and versions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from selfspec.version import __version__
 
 @dataclass(frozen=True)
 class Setting:
-    """Where costs and acceptance were measured: weights, device, versions; elsewhere they are others.
+    """Identifies where costs and acceptance rates were measured; in other settings they differ.
 
     Attributes:
         fingerprint: of the weights.
         device: the device's own name.
-        threads: of the CPU; 0 on other devices, where they hardly matter.
+        threads: of the CPU; 0 on other devices, where threads hardly matter.
         kernels: whether the CPU kernels run.
     """
 
@@ -38,10 +38,10 @@ class Setting:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Setting:
-        """The setting that a model would be run in now.
+        """Return the setting that a model would run in now.
 
         Raises:
-            ProfileError: weights are offloaded, and have no fingerprint.
+            ProfileError: weights are offloaded, so they have no fingerprint.
         """
         try:
             check_in_memory(model)
@@ -63,6 +63,6 @@ class Setting:
         )
 
     def differences(self, other: Setting) -> dict[str, tuple[str | int, str | int]]:
-        """What differs, by name: this setting's and the other's."""
+        """Return the values that differ, by name: this setting's and the other's."""
         mine, others = asdict(self), asdict(other)
         return {name: (mine[name], others[name]) for name in mine if mine[name] != others[name]}

@@ -1,6 +1,6 @@
-"""Accept and reject draft tokens: draws by the chances that a rule of `selfspec.accept` gives.
+"""Accept and reject draft tokens: draw by the chances that a rule of `selfspec.accept` gives.
 
-The same for drafts that are judged whole and for those judged place by place.
+Drafts that are judged whole and drafts that are judged place by place share this code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from selfspec.kernels.trial import runs_triton
 
 @dataclass(frozen=True)
 class Effective:
-    """What a rule judges.
+    """The distributions that a rule judges.
 
     Attributes:
-        draft: the draft; without probs where its tokens were not drawn.
-        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite: these reject
-            every draft token.
+        draft: the draft; without probs if its tokens were not drawn.
+        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft
+            token is rejected.
         overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
     """
 
@@ -35,22 +35,21 @@ class Effective:
 
 
 def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
-    """Return the distributions that tokens are really chosen from.
+    """Return the distributions that tokens are actually chosen from.
 
-    Coupled decoding chooses the token of each position with noise that draft and target share, and greedy decoding
-    takes the best one. Nothing is left to draw then, and the rule judges one-hot distributions: q at the draft's
-    tokens, whatever they were chosen from, and p at the target's choice. To judge a coupled draft by its real q would
-    be exact, and waste tokens on which both agree.
+    Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
+    the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
+    at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
+    and target agree.
 
-    How often both of a coupled draft choose the same token depends on how alike p and q are. 1 - TV(p, q), the sum of
-    min(p, q), is the best acceptance rate of any rule. It is a diagnostic, of coupled chains alone; nothing decides by
-    it.
+    For coupled chains the overlap of p and q, 1 - TV(p, q) = the sum of min(p, q), is recorded as a diagnostic: it is
+    the best acceptance rate of any rule.
 
     Args:
-        batch: whose sampling and noise are used.
+        batch: gives sampling and noise.
         draft: with the probs that its tokens were chosen from.
         p: as the target's scores give it, `[rows, places, vocab]`.
-        finite: whether it is finite, `[rows, places]`.
+        finite: whether p is finite, `[rows, places]`.
         positions: of the tokens to be chosen, `[rows or 1, places]`.
     """
     sampling = batch.sampling
@@ -69,7 +68,7 @@ def accept(
     """Accept draft tokens, and draw the token after them.
 
     Args:
-        batch: whose sampling and noise are used.
+        batch: gives sampling and noise.
         seen: the distributions that the rule judges.
         logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: gives the chances.
@@ -77,7 +76,7 @@ def accept(
         first: number of the first of these nodes in the whole draft.
 
     Returns:
-        Place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, recovered from the residual or
+        The place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the residual or
         the bonus token, `[rows]`.
     """
 
@@ -89,9 +88,9 @@ def accept(
             place = rule.accepted(mask, seen.draft.tree)
             recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
         else:
-            # Plain decoding: whatever the rule, there is nothing to judge, and the token is drawn from p.
+            # Plain decoding: there is nothing to judge, and the token is drawn from p.
             place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
-        # A row commits one such token a round, so they all have the noise of one place.
+        # A row commits one such token per round, so all of them use the noise of one place.
         token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
         return place, token
 
@@ -103,7 +102,7 @@ def accept(
 
 
 def _by_triton(batch: Batch, seen: Effective, judged: Tensor | None, first: int, stock: Callable[[], Tensor]) -> Tensor:
-    """Judge a chain by a token-level rule in one launch: what `accept` returns, `[rows, 2]`."""
+    """Judge a chain by a token-level rule in one launch; return the two results of `accept` as `[rows, 2]`."""
     from selfspec.kernels.triton_judge import tried_verdict
 
     draft, uniform, noise = seen.draft, None, None

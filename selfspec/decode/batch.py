@@ -1,7 +1,7 @@
-"""The batch of rows that run: every step of the loop reads it, and commit moves it on.
+"""The batch of running rows: every step of the loop reads it, and commit advances it.
 
 `generate` runs one group of rows, which all join before the first round. An engine's batch has a group for each
-request; they join and leave between rounds.
+request; groups join and leave between rounds.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass
 class Batch:
-    """Rows that run side by side. Drafters see of them what `RowsView` says.
+    """Rows that run side by side. Drafters see them as a `RowsView`.
 
-    Rows are numbered through all groups. Tensors hold those that run, in the order of their numbers.
+    Rows are numbered across all groups. Tensors hold the running rows, in the order of their numbers.
 
     Attributes:
         runner: runs the model over the cache.
-        cache: keys and values of all committed tokens but each row's last, which no pass has read yet.
-        groups: the rows, with all that is their own.
+        cache: keys and values of all committed tokens except each row's last, which no pass has read yet.
+        groups: the rows with their own state.
         noise: of the running rows.
         controller: chooses draft lengths.
         last_tokens: the last committed token of each running row, `[rows, 1]`.
-        first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads in place
-            of `last_tokens`; None: prompts are token ids, or the first round has begun.
+        first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads instead of
+            `last_tokens`; None: prompts are token ids, or the first round has begun.
         nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
-            and values of that token may be the cause, so these rows get a round without a draft before they are ended.
-        memories: what drafters keep as long as the wrapper.
-        programs: the wrapper's recorded passes; None: the stock modules run all.
+            and values of that token may be the cause, so these rows get a round without a draft before they end.
+        memories: state of drafters that lives as long as the wrapper.
+        programs: the wrapper's recorded passes; None: the stock modules run all passes.
         prefill_width: tokens of each prompt that one pass may read; None: all.
-        taps: points of the target whose states what drafts asks for.
-        proposers: what may draft for the rows, by the `id` of its drafter; they follow rows that join and leave.
+        taps: points of the target whose states the drafters ask for.
+        proposers: proposers for the rows, by the `id` of their drafter; they follow rows that join and leave.
         sampling: turns logits into probabilities, in the same way for p and q.
         committed: the new tokens of each row, final.
         unfinished: numbers of the rows that have not ended.
@@ -78,7 +78,7 @@ class Batch:
         self._number()
 
     def _number(self) -> None:
-        """Number the rows anew after some have come or gone."""
+        """Number the rows again after rows joined or left."""
         self._rows = [(group, row) for group in self.groups for row in range(len(group.committed))]
         self.sampling = BatchSampling(self.groups)
         self.committed = [group.committed[row] for group, row in self._rows]
@@ -87,56 +87,56 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Rows of the whole batch, finished ones included."""
+        """Number of rows in the batch, finished rows included."""
         return len(self._rows)
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows take the likeliest token."""
+        """True if all rows take the likeliest token."""
         return self.sampling.greedy
 
     @property
     def chains_only(self) -> bool:
-        """Whether logits processors with memory judge drafts place by place, which takes chains."""
+        """True if logits processors have memory, so that drafts are judged place by place and must be chains."""
         return self.sampling.in_order
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether logits processors depend on the tokens before a place."""
+        """True if logits processors depend on the tokens before a place."""
         return self.sampling.reads_prefixes
 
     @property
     def are_text(self) -> bool:
-        """Whether prompts are token ids alone: no embeddings, and no past of other tokens."""
+        """True if prompts are token ids alone: no embeddings, and no past of other tokens."""
         return all(group.sequences.are_text for group in self.groups)
 
     @property
     def needs_lockstep(self) -> bool:
-        """Whether processors or stopping criteria need all unfinished rows at one length in every round."""
+        """True if processors or stopping criteria need all unfinished rows at one length in every round."""
         return any(group.needs_lockstep for group in self.groups)
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether unfinished rows, several of them, are to commit as many tokens of this round as the slowest does.
+        """True if several unfinished rows commit as many tokens of this round as the slowest row.
 
-        It is the same all through a round.
+        The value does not change during a round.
         """
         places = {place for row, place in zip(self.running, self.cache.seq_lens, strict=True) if row in self.unfinished}
         chosen = len(self.unfinished) > 1 and len(places) == 1 and self.controller.keeps_lockstep()
         return self.needs_lockstep or chosen
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
+        """Return the prompt and the committed tokens of a row, without padding, from token `start` on."""
         group, own = self._rows[row]
         return group.sequences.text_from(own, start)
 
     def source(self, row: int) -> list[int]:
-        """Return the tokens that an encoder has read for a running row, if they are of the text's own vocabulary."""
+        """Return the tokens that an encoder has read for a running row, if the text has the same vocabulary."""
         source = self.cache.source
         return [] if source is None or source.text is None else source.text[self.running.index(row)]
 
     def text_length(self, row: int) -> int:
-        """Count these tokens."""
+        """Count the tokens of a row's prompt and committed text."""
         group, own = self._rows[row]
         return group.sequences.text_length(own)
 
@@ -146,36 +146,36 @@ class Batch:
 
     @property
     def longest(self) -> int:
-        """The largest committed length of any row, prompt included."""
+        """Largest committed length of any row, prompt included."""
         return max(self.cache.seq_lens) + 1
 
     def remaining(self, row: int) -> int:
-        """The most tokens that a row may still grow by."""
+        """Return the most tokens that a row may still grow by."""
         group, own = self._rows[row]
         return group.remaining(own)
 
     @property
     def pacing(self) -> set[int]:
-        """Numbers of the rows whose progress decides when a group ends: its slowest ones."""
+        """Numbers of the slowest rows of each group, whose progress decides when the group ends."""
         slowest = {g: min(len(g.committed[row]) for row in g.unfinished) for g in self.groups if g.unfinished}
         return {row for row in self.unfinished if len(self.committed[row]) == slowest[self._rows[row][0]]}
 
     @property
     def rows_apart(self) -> bool:
-        """Whether drafts of a row must be those that it would have alone: its tokens are drawn, and depend on them.
+        """True if each row needs the draft that it would get alone, since its tokens are drawn and depend on it.
 
-        The same all through a generation. Tokens that are decided do not depend on drafts.
+        The value does not change during a generation. Tokens that are decided do not depend on drafts.
         """
         return self.controller.rows_apart and not self.sampling.decided
 
     def budget_of(self, row: int, budget: Budget) -> Budget:
-        """The part of a round's budget that a row may use: where rows are apart, what it would be given alone."""
+        """Return the part of a round's budget that a row may use: what it would get alone if rows are apart."""
         return budget.within(self.remaining(row) - 1) if self.rows_apart else budget
 
     def row_lengths(self, draft: Draft) -> list[int]:
-        """The depth up to which a draft is judged in each running row.
+        """Return the depth up to which a draft is judged in each running row.
 
-        All of it where tokens are decided, since these do not depend on the draft.
+        The whole draft is judged where tokens are decided, since these do not depend on it.
         """
         whole = [draft.tree.depth] * len(self.running)
         if self.sampling.decided:
@@ -190,21 +190,21 @@ class Batch:
         return Draft.chain(self.last_tokens[:, :0])
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return what draft tokens are drawn by, `[rows, places, vocab]`: logits as processors and warpers leave them.
+        """Return the logits of a draft after processors and warpers, `[rows, places, vocab]`.
 
         Args:
             logits: of the draft, `[rows, places, vocab]`.
-            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
+            drafted: the draft tokens on the path to the last place, pieces of `[rows, tokens]`.
         """
         return self.sampling.draft_scores(logits, drafted)
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
-        """Draw a child of each of some nodes at one depth.
+        """Draw one child for each of several nodes at one depth.
 
         Args:
             scores: of the children, `[rows, nodes, vocab]`.
             node: number of the first of these nodes, -1 for the last committed token.
-            place: of the first draw: the number of tokens that were drawn for this draft before.
+            place: of the first draw: the number of tokens drawn for this draft before.
         """
         if self.greedy:
             return DrawnToken(scores.argmax(-1), None)
@@ -213,7 +213,7 @@ class Batch:
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
     def draws(self, steps: int) -> Draws | None:
-        """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
+        """Return the draws of a chain if each needs only the logits of its place, on a CPU; else None."""
         choice = self.sampling.choice()
         if choice is None or self.last_tokens.device.type != "cpu":
             return None
@@ -221,20 +221,22 @@ class Batch:
         return Draws(choice, torch.stack(numbers), self.runner.vocabulary)
 
     def begin(self, drafter: Drafter) -> Proposer:
-        """Let a drafter begin to draft for the rows, before their first pass, and return its proposer."""
+        """Begin drafting for the rows by a drafter, before their first pass, and return its proposer."""
         if id(drafter) not in self.proposers:
             self.taps = tuple(dict.fromkeys([*self.taps, *drafter.features(self.runner.depth)]))
             self.proposers[id(drafter)] = drafter.begin(self)
         return self.proposers[id(drafter)]
 
     def shortened(self, runs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Cut each row's run of tokens at its end token and at its longest: see `Stopping.shortened`."""
+        """Cut each row's run of tokens at its end token and its maximal length: see `Stopping.shortened`."""
         parts = self._by_group(runs)
         found = [g.stopping.shortened(g.sequences, part) for g, part in zip(self.groups, parts, strict=True)]
         return [run for part in found for run in part]
 
     def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Keep what callers asked for of a round, and say how many tokens each row keeps if it ends: see `Group.ends`.
+        """Record scores and logits that callers asked for, and return how many tokens each ending row keeps.
+
+        See `Group.ends`.
 
         Args:
             runs: tokens of each row, about to be committed.
@@ -250,19 +252,19 @@ class Batch:
         return [[next(left) for _ in group.committed] for group in self.groups]
 
     def end(self, row: int) -> None:
-        """Let a row end with what it has committed."""
+        """End a row with the tokens that it has committed."""
         group, own = self._rows[row]
         group.unfinished.discard(own)
         self.unfinished.discard(row)
 
     def fail(self, row: int) -> None:
-        """Let a row end because the target's logits were not finite."""
+        """End a row because the target's logits were not finite."""
         group, own = self._rows[row]
         group.failed.append(own)
         self.end(row)
 
     def drop_finished(self) -> None:
-        """Run finished rows no more once half of the running rows are finished: copying the others then pays."""
+        """Stop running finished rows once half of the running rows are finished: copying the rest then pays off."""
         kept = [index for index, row in enumerate(self.running) if row in self.unfinished]
         if not kept or 2 * len(kept) > len(self.running):
             return
@@ -275,20 +277,20 @@ class Batch:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of keys, values and states, those of drafters included."""
+        """Bytes of keys, values and states, including those of drafters."""
         return self.cache.nbytes + sum(proposer.row_bytes for proposer in self.proposers.values())
 
     def hold(self, rows: int, tokens: int) -> None:
-        """Make storage for `rows` rows of `tokens` committed tokens each and a draft behind them."""
+        """Make storage for `rows` rows of `tokens` committed tokens each and a draft after them."""
         self.cache.hold(rows, tokens)
         for proposer in self.proposers.values():
             proposer.hold(rows, tokens)
 
     def join(self, other: Batch) -> None:
-        """Add the rows of another batch of the same model and drafter, which is of no use afterwards.
+        """Add the rows of another batch of the same model and drafter, which must not be used afterwards.
 
         Raises:
-            ValueError: the cache has no storage for them.
+            ValueError: the cache has no storage for these rows.
         """
         self.cache.join(other.cache)
         self.noise = self.noise.joined(other.noise)
@@ -299,7 +301,7 @@ class Batch:
         self._number()
 
     def keep(self, groups: Sequence[int]) -> None:
-        """Keep some groups of one row each, at least one, in the order given; rows may move to the front alone."""
+        """Keep one or more groups of one row each, in the order given; rows may only move towards the front."""
         self.cache.keep(groups)
         self.noise = self.noise.narrowed(groups)
         self.last_tokens = self.last_tokens[to_device(groups, self.last_tokens.device)]
@@ -310,7 +312,7 @@ class Batch:
         self._number()
 
     def part(self, groups: Sequence[int]) -> BatchPart:
-        """Return some of the groups, to judge a round of them."""
+        """Return a part of the batch with some of its groups, to judge their round."""
         chosen = [self.groups[index] for index in groups]
         numbers = [number for number, (group, _) in enumerate(self._rows) if group in chosen]
         rows = [index for index, number in enumerate(self.running) if number in numbers]
@@ -329,9 +331,9 @@ class BatchPart:
     """Some groups of a batch.
 
     Attributes:
-        batch: of these groups alone. No pass can be run with it.
+        batch: of these groups alone. It cannot run passes.
         numbers: of its rows, in the whole batch.
-        rows: where the whole batch's tensors hold those that run.
+        rows: indices of its running rows in the whole batch's tensors.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""Processed logits to probabilities, in one way for target p and draft q; and draws from them."""
+"""Turn processed logits into probabilities, in the same way for target p and draft q, and draw from them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NextTokens:
 
     Attributes:
         tokens: `[rows, 1]`.
-        finite: whether there was a distribution to choose from, `[rows, 1]`; if not, the token is arbitrary. None:
-            there was in all rows.
+        finite: whether the row had a finite distribution, `[rows, 1]`; if not, the token is arbitrary. None: all rows
+            had one.
     """
 
     tokens: Tensor
@@ -34,8 +34,8 @@ class NextTokens:
 class BatchSampling:
     """Turns the logits of the running rows into the distribution that plain decoding of each group would draw from.
 
-    Greedy and coupled rows have one possible token at each place, so that nothing is drawn for them; others beside them
-    draw. Groups of one kind are processed together, and those that look at their prefixes each by itself.
+    Greedy and coupled rows have one possible token at each place, so nothing is drawn for them; sampled rows draw.
+    Groups of one kind are processed together; groups whose processors read prefixes are processed one by one.
 
     Args:
         groups: in the order in which tensors hold their running rows.
@@ -43,9 +43,9 @@ class BatchSampling:
     Attributes:
         greedy: whether all rows take the likeliest token.
         decided: whether all rows have one possible token at each place.
-        mends: whether processors of all rows put numbers in the place of logits that are not finite.
+        mends: whether processors of all rows replace logits that are not finite by numbers.
         in_order: whether some processor has memory, see `Sampling.in_order`.
-        reads_prefixes: whether some processor looks at more than the scores of a place.
+        reads_prefixes: whether some processor reads more than the scores of a place.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -67,7 +67,7 @@ class BatchSampling:
             self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
 
     def choice(self) -> Choice | None:
-        """Return how tokens of all rows are drawn where the last logits say all; None: they do not, or rows differ."""
+        """Return how all rows choose tokens if the last logits suffice for it; None: they do not, or rows differ."""
         choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
         return choices.pop() if len(choices) == 1 else None
 
@@ -75,14 +75,13 @@ class BatchSampling:
         return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
 
     def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Return the logits as processors and warpers leave them, float32 as in `transformers`.
+        """Return the logits after processors and warpers, float32 as in `transformers`.
 
-        Where a processor of isolated rows raises, their group notes it, and their scores are NaN.
+        If a processor of isolated rows raises, their group stores the error, and their scores are NaN.
 
         Args:
             logits: `[rows, places, vocab]`, any floating dtype.
-            drafted: the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`; see
-                `Prefixes`.
+            drafted: the draft tokens on the path to the last place, pieces of `[rows, tokens]`; see `Prefixes`.
 
         Returns:
             `[rows, places, vocab]`.
@@ -95,7 +94,7 @@ class BatchSampling:
         return self._scores(logits, drafted, failed)
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return the same for draft tokens. Where a processor raises, at what the target may never read, logits do."""
+        """Return the scores of draft tokens; if a processor raises, the raw logits: the target may never read them."""
         return self._scores(logits, drafted, lambda group, error, given: given.float())
 
     def _scores(
@@ -131,12 +130,12 @@ class BatchSampling:
         return p
 
     def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
-        """Return what tokens are drawn from: p itself, or one-hot at what the noise of the position chooses from it.
+        """Return the distributions that tokens are drawn from: p, or one-hot at the choice of the position's noise.
 
         Args:
             p: `[rows, places, vocab]`.
             positions: of the tokens to be drawn, `[rows or 1, places]`.
-            noise: of the rows; used where sampling is coupled.
+            noise: of the rows; used if sampling is coupled.
         """
         if not self._choosing:
             return p
@@ -148,7 +147,7 @@ class BatchSampling:
         return decided
 
     def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
-        """Return the token of each row where nothing was drafted: a draw of what is decided, in fewer steps.
+        """Return the token of each row if nothing was drafted, in fewer steps than `decide` and `draw`.
 
         Args:
             scores: as `scores` gives them, `[rows, 1, vocab]`.
@@ -166,9 +165,9 @@ class BatchSampling:
         return NextTokens(tokens, finite)
 
     def legible(self, logits: Tensor) -> Tensor | None:
-        """Return whether tokens can be chosen by the logits of each place of a round without a draft, `[rows, places]`.
+        """Return whether the logits of each place of a round without a draft are usable, `[rows, places]`.
 
-        None: by all of them, since processors mend what is not finite.
+        None: all are, since processors replace logits that are not finite.
         """
         if self.mends:
             return None
@@ -188,12 +187,12 @@ class BatchSampling:
         return replace(draft, probs=probs)
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
-        """Return the token each of the given distributions gives: its one possible token where decided, else a draw.
+        """Return one token from each distribution: its one possible token if decided, else a draw.
 
         Args:
             weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
-            noise: of the rows, not touched where all is decided.
-            purpose: what the tokens are for.
+            noise: of the rows, not used if all is decided.
+            purpose: of the tokens.
             first: the first of these places in the round.
 
         Returns:
@@ -225,8 +224,8 @@ def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
 def proper(q: Tensor) -> Tensor:
     """Return `q` with the uniform distribution wherever it is not finite.
 
-    A draft path may overflow where the target does not. Any distribution may draft, as long as it is the one that is
-    drawn from and scored.
+    A draft path may overflow where the target does not. Any q is exact, as long as tokens are drawn from the q that is
+    judged.
 
     Args:
         q: `[..., vocab]`.

@@ -1,4 +1,4 @@
-"""Inputs beside the text, and positions of its own: what changes nothing is left out, others the stock model reads."""
+"""Inputs beside the text, and custom positions: drop those that change nothing, let the stock model read the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.model.rope import boundaries
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 
-# What belongs to the text, or says how a call runs.
+# Inputs that belong to the text or configure a call.
 _OF_TEXT = frozenset(
     {
         "input_ids",
@@ -41,8 +41,8 @@ class StockReading:
     """A prompt that the stock model has read.
 
     Attributes:
-        past: keys, values and states of each prompt but its last token.
-        offsets: of each row, how much larger position ids of its further tokens are than their number in the text.
+        past: keys, values and states of each prompt without its last token.
+        offsets: of each row, how much larger the position ids of new tokens are than their index in the text.
     """
 
     past: DynamicCache
@@ -50,7 +50,7 @@ class StockReading:
 
 
 def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those inputs of a model that are no part of its text."""
+    """Select the inputs of a model that are not part of its text."""
     return {
         name: value
         for name, value in inputs.items()
@@ -60,9 +60,9 @@ def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor) -> bool:
-    """Whether prompts have positions of their own, which those of further tokens count on from.
+    """Return whether prompts have positions of their own, from which the positions of new tokens continue.
 
-    Tables of rotary embeddings that change with the length would take these for the length: they are left to others.
+    False for rotary tables that change with the length: they would read such positions as the length.
     """
     positions = inputs.get("position_ids")
     return (
@@ -74,7 +74,7 @@ def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Ten
 
 
 def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> bool:
-    """Whether what is beside the text leaves all as it is that the decoder layers are given.
+    """Return whether the decoder layers get the same inputs with and without the inputs beside the text.
 
     Args:
         model: the stock model.
@@ -92,7 +92,7 @@ def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str
 
 @torch.no_grad()
 def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
-    """Let the stock model read prompts with what is beside their text, such as images.
+    """Read prompts with the inputs beside their text, such as images, by the stock model.
 
     Args:
         model: the stock model.
@@ -101,8 +101,8 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
         mask: which columns hold a token, `[rows, columns]`.
 
     Raises:
-        UnsupportedOptionError: by name, if the stock model cannot read it, if it would change the tokens after the
-            prompt as well, or if some of the prompt was read before.
+        UnsupportedOptionError: names an input that the stock model cannot read, that would also change the tokens after
+            the prompt, or that comes with a prompt partly read before.
     """
     others = beside_text(inputs) or {"position_ids": inputs["position_ids"]}
     if past_of(inputs) is not None or inputs.get("inputs_embeds") is not None:
@@ -111,7 +111,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
     options = {name: value for name, value in inputs.items() if name != "input_ids" and not isinstance(value, Cache)}
     options |= {"attention_mask": mask, "use_cache": True}
     config = model.config.get_text_config(decoder=True)
-    # States cannot be taken back, so the last token stays unread there; elsewhere images may see it.
+    # Recurrent states cannot be rolled back, so the last token stays unread there; elsewhere images may see it.
     stateful = bool(recurrent_layers(config))
     past = DynamicCache(config=config) if stateful else DynamicCache()
     read, cached = (columns - 1 if stateful else columns), cache_argument(model)
@@ -148,7 +148,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
 
 @contextmanager
 def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what the stock model raises over inputs beside its text into a refusal that names them."""
+    """Turn errors of the stock model about inputs beside its text into a refusal that names the inputs."""
     try:
         yield
     except UnsupportedOptionError:
@@ -158,7 +158,7 @@ def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _columns(value: Any, columns: int, read: int) -> Any:
-    """The first `read` columns of what has one for each token."""
+    """Return the first `read` columns of a value that has one column per token, and other values as they are."""
     whole = isinstance(value, Tensor) and not value.is_floating_point() and value.ndim in (2, 3)
     return value[..., :read] if whole and value.shape[-1] == columns else value
 
@@ -174,9 +174,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def layer_inputs(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any]) -> list[Any]:
-    """List what the decoder layers of a model are given in a call: states, masks, rotary tables and the rest, in order.
+    """List the inputs of a model's decoder layers in a call: states, masks, rotary tables and the rest, in order.
 
-    Each layer passes its states through, so no weight of a layer is read, and no cache is written to.
+    Each layer passes its states through, so no layer weights are read and no cache is written.
     """
     given: list[Any] = []
     layers = [replaced(layer, partial(_note, given, adapter.layer_returns)) for layer in adapter.decoder_layers(model)]
@@ -187,7 +187,7 @@ def layer_inputs(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, 
 
 
 def same(first: list[Any], second: list[Any]) -> bool:
-    """Whether two calls give the same to the decoder layers."""
+    """Return whether two calls give the decoder layers the same inputs."""
     return len(first) == len(second) and all(
         torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one is other
         for one, other in zip(first, second, strict=True)
@@ -195,7 +195,7 @@ def same(first: list[Any], second: list[Any]) -> bool:
 
 
 def _note(given: list[Any], returns: int, *args: Any, **kwargs: Any) -> Any:
-    # Where rotary tables were made of them, positions tell nothing more.
+    # Positions add nothing to the rotary tables made of them.
     made = kwargs.get("position_embeddings") is not None
     given.extend(
         _parts([args, {name: value for name, value in kwargs.items() if not (made and name == "position_ids")}])
@@ -205,7 +205,7 @@ def _note(given: list[Any], returns: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The tensors of nested arguments, and a mark where there is none."""
+    """Yield the tensors of nested arguments, and None for each None."""
     if isinstance(value, Mapping):
         for name in sorted(value):
             yield from _parts(value[name])

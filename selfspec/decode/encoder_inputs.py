@@ -1,4 +1,4 @@
-"""What `generate` of `transformers` hands on for an encoder-decoder: the source, and the inputs of the decoder."""
+"""Read the inputs that `generate` of `transformers` passes on for an encoder-decoder: the source and the decoder's."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from selfspec.decode.options import unsupported
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.vocabulary import weight_of
 
-# By the names of decoder-only models.
+# The names that decoder-only models have for these inputs.
 _OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
 
 
 def first_of(options: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
-    """Return the first tensor that a call names, or the first of an output of an encoder; None: there is none."""
+    """Return the first of the named options, or the first tensor of an encoder output; None: there is none."""
     given = next((options[name] for name in names if options.get(name) is not None), None)
     return given if given is None or isinstance(given, Tensor) else given[0]
 
 
 def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a decoder alone, by the names that decoder-only models have for them."""
+    """Return the inputs of the decoder, under the names that decoder-only models use."""
     return {
         _OF_DECODER.get(name, name): value
         for name, value in inputs.items()
-        # The cache is an empty one, which `generate` makes; embeddings by this name are the encoder's.
+        # `generate` makes an empty cache; embeddings with this name are the encoder's.
         if name not in ("encoder_outputs", "attention_mask", "inputs_embeds") and not isinstance(value, Cache)
     }
 
@@ -39,16 +39,17 @@ def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def read_source(
     model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], read: Tensor | None = None
 ) -> Source:
-    """Read what the encoder has made of the inputs of a call.
+    """Read the encoder's output for a call.
 
     Args:
         model: an encoder-decoder.
         adapter: where its layers are.
         inputs: of its first pass, as `generate` has prepared them.
-        read: what the encoder has read, before rows were repeated; None: it is not known.
+        read: the input of the encoder, before rows were repeated; None: it is not known.
 
     Raises:
-        UnsupportedOptionError: the caller passes a cache, or pads texts of the decoder where the model counts padding.
+        UnsupportedOptionError: the caller passes a cache, or an option that is not supported with an encoder, or pads
+            texts of the decoder where the model counts padding.
     """
     if any(isinstance(value, Cache) and is_callers(value) for value in inputs.values()):
         raise UnsupportedOptionError(
@@ -65,7 +66,7 @@ def read_source(
         if inputs.get(name) is not None:
             raise unsupported(name)
     source = source_of(inputs["encoder_outputs"], inputs.get("attention_mask"))
-    # Beside outputs that a caller brings, `transformers` puts negative ids in the place of what was read.
+    # If the caller passes encoder outputs, `transformers` puts negative ids in place of the encoder's input.
     if read is not None and (read.is_floating_point() or not bool((read < 0).any())):
         source.inputs = read
         if read.ndim == 2 and not read.is_floating_point() and _shares_vocabulary(model):
@@ -74,14 +75,14 @@ def read_source(
 
 
 def _shares_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether the ids that the encoder reads are those that the decoder writes: they have the same embeddings."""
+    """Return whether encoder and decoder use the same token ids: they share their embeddings."""
     shared = weight_of(model.get_encoder().get_input_embeddings())
     own = weight_of(model.get_decoder().get_input_embeddings())
     return shared is own or bool(shared.data_ptr() == own.data_ptr())
 
 
 def _text(read: Tensor, source: Source) -> list[list[int]]:
-    """The ids of each row of a source, without padding."""
+    """Return the ids of each row of a source, without padding."""
     rows = len(source.states)
     mask = torch.ones_like(read) if source.mask is None else source.mask[:: rows // len(read)]
     texts = [ids[kept.bool().to(ids.device)].tolist() for ids, kept in zip(read, mask, strict=True)]
@@ -92,16 +93,16 @@ def _text(read: Tensor, source: Source) -> list[list[int]]:
 def cross_attentions(
     model: PreTrainedModel, source: Source, mask: Tensor, text: Tensor
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Return what a text attends to in its source, by one pass of the stock model over all of it.
+    """Return the cross-attention weights of a text over its source, by one pass of the stock model over the text.
 
     Args:
-        model: an encoder-decoder, with attention that returns what it attends to.
-        source: what the encoder has read.
+        model: an encoder-decoder whose attention returns its weights.
+        source: read by the encoder.
         mask: which columns of the prompts hold a token, `[rows, prompt]`.
-        text: prompts and what was generated, `[rows, length]`.
+        text: prompts and generated tokens, `[rows, length]`.
 
     Returns:
-        Of each pass of plain decoding and each layer `[rows, heads, tokens, places]`; the last token is not read.
+        For each pass of plain decoding and each layer `[rows, heads, tokens, places]`; the last token is not read.
     """
     prompt, new = mask.shape[1], text.shape[1] - 1 - mask.shape[1]
     whole = torch.cat([mask, mask.new_ones(len(mask), new)], 1).long()

@@ -1,4 +1,4 @@
-"""One call of `generate` or `stream`: iterate over it for its rounds, or ask it for its output so far."""
+"""One call of `generate` or `stream`: iterate over it for its rounds, or ask for its output so far."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Generation(Iterator[Round]):
 
     Attributes:
         stats: counts so far. Times and bytes are filled in when the generation ends or is closed.
-        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule,
-            and where keys and values are kept in fewer bits.
+        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule and if
+            keys and values are kept in fewer bits.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Generation(Iterator[Round]):
         longest = max(request.lengths) + request.stopping.max_new_tokens
         if target.limits is not None:
             target.limits.check(rows, longest)
-        # No draft is deeper than what remains to be generated, whatever the controller allows.
+        # No draft is deeper than the tokens left to generate, whatever the controller allows.
         slack = control.most.within(request.stopping.max_new_tokens).nodes + (draft.own_nodes if draft else 0)
         cache = target.cache(rows, longest, slack, device)
         cache.source = request.source
@@ -72,7 +72,7 @@ class Generation(Iterator[Round]):
         self._request = request
         self.lossless = rule.lossless and cache.lossless
         self._past = _past_to_fill(request, cache)
-        # Only the rounds refer to the batch, and with it to the cache: its memory is freed when they end.
+        # Only the rounds refer to the batch, and through it to the cache, so its memory is freed when they end.
         self._group = Group(
             sequences=Sequences(request.input_ids, request.pad, request.text_mask),
             sampling=request.sampling.coupled() if rule.couples else request.sampling,
@@ -108,9 +108,9 @@ class Generation(Iterator[Round]):
         """Run one round.
 
         Raises:
-            NonFiniteLogitsError: after the last round, if a row ended for that reason.
+            NonFiniteLogitsError: after the last round, if a row ended because logits were not finite.
         """
-        # Tensors of one mode cannot be written in the other, and a caller may go on elsewhere than it began.
+        # Tensors of one mode cannot be written in the other, and the caller's mode may have changed.
         with torch.inference_mode(self._inference), torch.no_grad():
             for committed in self._rounds:
                 return committed
@@ -118,12 +118,12 @@ class Generation(Iterator[Round]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop here and complete `stats`. Nothing else requires it."""
+        """Stop here and complete `stats`; nothing else requires this call."""
         with torch.inference_mode(self._inference):
             self._rounds.close()
 
     def finish(self) -> GenerateOutput:
-        """Run all remaining rounds.
+        """Run all remaining rounds and return the output.
 
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
@@ -140,10 +140,10 @@ class Generation(Iterator[Round]):
             raise NonFiniteLogitsError(self.output(), failed)
 
     def answer(self) -> GenerateOutput | Tensor:
-        """Run all remaining rounds and return what `model.generate` would.
+        """Run all remaining rounds and return what `model.generate` would return.
 
         Returns:
-            The sequences, `[batch, length]`; the whole output where `return_dict_in_generate` is set.
+            The sequences, `[batch, length]`; the whole output if `return_dict_in_generate` is set.
 
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
@@ -154,7 +154,7 @@ class Generation(Iterator[Round]):
         return output if request.whole else output.sequences
 
     def output(self) -> GenerateOutput:
-        """Return what has been generated so far."""
+        """Return the output generated so far."""
         committed, records = self._group.committed, self._group.records
         longest = max(len(tokens) for tokens in committed)
         padded = [tokens + [self._request.pad] * (longest - len(tokens)) for tokens in committed]
@@ -174,13 +174,13 @@ class Generation(Iterator[Round]):
         )
 
     def _handed_out(self) -> Cache | None:
-        """Return the cache as `transformers` does: beside that of an encoder's output, where there is one."""
+        """Return the cache as `transformers` does: together with the encoder's, if there is one."""
         source = self._request.source
         return self._past if source is None or self._past is None else source.beside(self._past)
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
-    """Return the cache that receives keys and values at the end: the caller's own, or a new one to be returned."""
+    """Return the cache that receives keys and values at the end: the caller's or a new one; None: no cache does."""
     if request.past is not None:
         check_kinds(request.past, cache)
     if request.past is None or not is_callers(request.past):
@@ -196,10 +196,10 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
 
 
 def _check_no_clock(request: Request) -> None:
-    """Refuse to stop by a clock, which would stop one process of a model and leave the others waiting.
+    """Refuse a time limit, which would stop one process of a model and leave the other processes waiting.
 
     Raises:
-        UnsupportedOptionError: the request has a time.
+        UnsupportedOptionError: the request has a time limit.
     """
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
         raise UnsupportedOptionError(

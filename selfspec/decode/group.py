@@ -1,7 +1,7 @@
-"""Rows of one call, with all that is theirs: those of `generate`, or the one row of a request to an engine.
+"""Rows of one call with their own state: the rows of `generate`, or the one row of a request to an engine.
 
 Processors and criteria of `transformers` see such rows side by side, padded to one length. A batch runs one group or
-many; what it does with a group does not depend on the others.
+more; its work on a group does not depend on the other groups.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Group:
 
     Attributes:
         sequences: prompts and committed tokens.
-        sampling: how their logits become probabilities; processors may hold a memory of the texts.
-        stopping: where rows end, or are to be read again by other rotary tables.
-        whole: where they end, if they may be read again; None: as `stopping`.
-        noise: of the rows; while they run, the batch's noise has moved on.
-        records: what is kept of committed tokens for the caller.
-        kind: equal for groups whose processors look at scores alone and do the same.
-        isolated: whether an error of a processor or criterion ends these rows alone, and is not raised.
-        error: what a processor or criterion of isolated rows raised in this round; None: nothing.
-        ahead: whether processors with memory were shown tokens that are not committed yet.
+        sampling: how their logits become probabilities; processors may remember the texts.
+        stopping: where rows end, or must be read again with other rotary tables.
+        whole: where rows end that may be read again; None: as `stopping`.
+        noise: of the rows; while they run, the batch's noise is ahead of it.
+        records: scores and logits of committed tokens that the caller asked for.
+        kind: equal for groups whose processors read scores alone and do the same.
+        isolated: whether an error of a processor or criterion ends these rows alone instead of being raised.
+        error: error of a processor or criterion of isolated rows in this round; None: there is none.
+        ahead: whether processors with memory saw tokens that are not committed yet.
         failed: numbers of the rows that ended because the target's logits were not finite.
     """
 
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def committed(self) -> list[list[int]]:
-        """The new tokens of each row, final."""
+        """New tokens of each row, final."""
         return self.sequences.committed
 
     @property
@@ -65,17 +65,17 @@ class Group:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, prompt and padding included."""
+        """Number of tokens of the longest row, prompt and padding included."""
         return max(map(self.sequences.length, range(len(self.committed))))
 
     @property
     def longest(self) -> int:
-        """The most tokens that a row may come to have, prompt included."""
+        """Most tokens that a row may reach, prompt included."""
         return self.sequences.width + self.stopping.max_new_tokens
 
     @property
     def needs_lockstep(self) -> bool:
-        """Whether processors or stopping criteria need all unfinished rows at one length in every round."""
+        """True if processors or stopping criteria need all unfinished rows at one length in every round."""
         return len(self.unfinished) > 1 and (self.sampling.in_order or self.stopping.needs_lockstep)
 
     def remaining(self, row: int) -> int:
@@ -83,7 +83,7 @@ class Group:
         return self.stopping.max_new_tokens - len(self.committed[row])
 
     def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Keep what the caller asked for of a round, and return how many tokens each row keeps if it ends there.
+        """Record scores and logits that the caller asked for; return how many tokens each row keeps if it ends there.
 
         Args:
             runs: tokens of each row, about to be committed.

@@ -1,6 +1,7 @@
-"""Judge a draft: what each row accepts, the token after that, and where the row ends.
+"""Judge a draft: find the tokens that each row accepts, the token after them, and where the row ends.
 
-Rows whose processors have memory are judged group by group and place by place, all others together, all places at once.
+Rows whose processors have memory are judged group by group and place by place; all other rows are judged together, all
+places at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from selfspec.draft.verdict import RowVerdict, Verdict
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge the draft of a round. Waits for the device.
 
-    Where a processor or criterion of isolated rows raises, their group notes it, and they end without this round.
+    If a processor or criterion of isolated rows raises, their group stores the error, and they end without this round.
 
     Args:
         batch: before the round is committed.
@@ -35,7 +36,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         rule: accepts or rejects draft tokens.
     """
     for group in batch.groups:
-        # What went wrong at a draft token of the last round may not come again.
+        # An error at a draft token of the last round may not occur again.
         group.error = None
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     if not in_order:
@@ -54,7 +55,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
 
 
 def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge one group place by place; where it is isolated and a processor raises, its rows end."""
+    """Judge one group place by place; if the group is isolated and a processor raises, its rows end."""
     group = batch.groups[0]
     group.ahead = True
     try:
@@ -72,7 +73,7 @@ def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verd
 
 
 def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge all places of a draft at once, and then wait for the device: the one synchronisation of the round.
+    """Judge all places of a draft at once, then wait for the device: the only synchronisation of the round.
 
     Arguments as in `judge`. No processor has memory.
     """
@@ -93,7 +94,7 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         )
         for row, found in judged.items()
     }
-    # A row without finite logits has no token of the target's own, nor has a row that was cut.
+    # A row without finite logits or a row that was cut has no token of the target's own.
     own = accepted.finite & (accepted.count < limit)
     last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
     return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
@@ -101,17 +102,17 @@ def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
 
 @dataclass(frozen=True)
 class _Accepted:
-    """What is accepted of a draft, and the target's own token after it.
+    """The accepted part of a draft and the target's own token after it.
 
     Attributes:
         place: place of the deepest accepted node, `[rows]`.
-        count: draft tokens accepted, `[rows]`; in a chain equal to `place`.
-        token: the token after them, recovered from the residual or the bonus token, `[rows]`.
+        count: number of accepted draft tokens, `[rows]`; in a chain equal to `place`.
+        token: the token after them, drawn from the residual or the bonus token, `[rows]`.
         finite: whether the target's logits there were finite; if not, `token` is arbitrary, `[rows]`.
         overlap: see `Effective`.
-        block: the last committed token and the draft tokens, of a tree those of the accepted path, `[rows, places]`.
+        block: the last committed token and the draft tokens; of a tree the accepted path alone, `[rows, places]`.
         logits: the target's own at these places, `[rows, places, vocab]`.
-        scores: the logits as processors and warpers leave them.
+        scores: the logits after processors and warpers.
     """
 
     place: Tensor
@@ -143,7 +144,7 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
     scores = _scores(batch, draft, logits)
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    # A draft token may be the cause of logits that are not finite, and then processors must not mend them.
+    # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
     seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
     judged = within(draft, lengths)
@@ -157,7 +158,7 @@ def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, 
 
 
 def _next(batch: Batch, draft: Draft, logits: Tensor) -> _Accepted:
-    """Draw the next token where nothing was drafted: whatever the rule, there is nothing to judge."""
+    """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
     sampling = batch.sampling
     scores = _scores(batch, draft, logits)
     found = sampling.next_tokens(scores, batch.cache.positions(1) + 1, batch.noise)
@@ -169,7 +170,7 @@ def _next(batch: Batch, draft: Draft, logits: Tensor) -> _Accepted:
 
 
 def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """Return the logits as processors and warpers leave them, each place with the prefix of its path."""
+    """Return the logits after processors and warpers, each place processed with the prefix of its path."""
     sampling, tree = batch.sampling, draft.tree
     if tree.is_chain or not sampling.reads_prefixes:
         return sampling.scores(logits, [draft.tokens])
@@ -182,11 +183,11 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
 
 
 def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Accepted) -> dict[int, RowVerdict]:
-    """Return what the rule lets each unfinished row commit: the accepted tokens and the target's token after them."""
+    """Return the verdict on each unfinished row, by row: the accepted tokens and the target's token after them."""
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
     columns = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
     if nodes:
-        # One transfer for all: doubles hold every token id exactly.
+        # Transfer everything at once: doubles hold every token id exactly.
         columns = torch.cat([columns.double(), draft.tokens.double(), accepted.overlap.double()], 1)
     judged = {}
     for row, length, numbers in zip(batch.running, lengths, columns.tolist(), strict=True):
@@ -208,18 +209,18 @@ def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Acce
 
 
 def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
-    """Return the most tokens that a row commits of this round.
+    """Return the most tokens that a row commits in this round: with lockstep, as many as the slowest row.
 
-    Some processors and stopping criteria need it (`Batch.needs_lockstep`). Otherwise the controller chooses it where
-    all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
+    Some processors and stopping criteria need lockstep (`Batch.needs_lockstep`). Otherwise the controller chooses it
+    where all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
 
     Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
     that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
-    given T <= k it is drawn again in the next round. M depends on other drafts and other draws, and says nothing about
+    given T <= k it is drawn again in the next round. M depends on other drafts and other draws and is independent of
     that token; so given T > k and M > k it is distributed as p too, and is drawn again otherwise. Rows share their
-    draft length, which may depend on this row's draft tokens as well. But under the rules here the chance that k tokens
-    of a draft are accepted does not depend on how the draft continues, so what the other rows allow does not either. To
-    drop tokens for what they are, or for what was accepted in their own row, would bias the output.
+    draft length, which may also depend on this row's draft tokens. But under the rules here the chance that k tokens of
+    a draft are accepted does not depend on how the draft continues, so M does not either. Dropping tokens for their
+    values, or for how many were accepted in their own row, would bias the output.
 
     tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
 
@@ -227,7 +228,7 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
         batch: before the round is committed.
         draft: of the round.
         runs: of each unfinished row, the accepted tokens and the target's token after them. A row whose logits are not
-            finite may have none; it does not hold up the others if the controller chose lockstep.
+            finite may have none; it does not hold up other rows if the controller chose lockstep.
     """
     whole = draft.length + 1
     if not batch.in_lockstep:
@@ -236,14 +237,13 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
-    """Whether each node is judged in each row, `[rows, nodes]`; None: all are.
+    """Return whether each node is judged in each row, `[rows, nodes]`; None: all are.
 
-    Towards the end of a text the draft is as long as the row with most left to generate can use, and what is found
-    without a model is drafted for all rows where something is for one. Where tokens are drawn, each row takes no more
-    of that than it would alone (`Batch.row_lengths`): then it draws the same tokens as alone, for places have the same
-    noise.
+    Near the end of a text the draft is as long as the row with most tokens left can use, and a look-up drafts for all
+    rows if it finds tokens for one. Where tokens are drawn, each row judges no more than it would alone
+    (`Batch.row_lengths`), so it draws the same tokens as alone: places have the same noise.
 
-    To any rule a draft ends at a place where q is 0: max(p - 0, 0) is p, and what is judged after it is not accepted.
+    For any rule a draft ends at a place where q is 0: the residual max(p - 0, 0) is p, and no later node is accepted.
     The length depends on committed tokens alone, so the output stays exact.
     """
     if min(lengths) == draft.tree.depth:
@@ -256,12 +256,12 @@ def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
 
 
 def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
-    """The draft with a q of zeros where it is not judged.
+    """Return the draft with q set to zeros where it is not judged.
 
     Args:
         draft: of the round.
-        judged: as `within` gives it, `[rows, nodes]`.
-        p: the target's, `[rows, nodes + 1, vocab]`, which q takes its form from where the draft was not drawn.
+        judged: from `within`, `[rows, nodes]`.
+        p: the target's, `[rows, nodes + 1, vocab]`; gives the shape of q if the draft was not drawn.
     """
     probs = draft.probs
     if probs is None:

@@ -1,9 +1,9 @@
-"""Judging a draft place by place, for logits processors with memory.
+"""Judge a draft place by place, for logits processors with memory.
 
 Such a processor is called once for each committed token, in order, with all rows of its call at one length, as in plain
 decoding; it never sees a rejected token. Each place is judged as a draft of one token, so any lossless rule becomes
-token-level rejection sampling, which is exact for any q that the draft was really drawn from. Rows are in lockstep: the
-round ends where the first of them rejects.
+token-level rejection sampling, which is exact for any q that the draft was drawn from. Rows are in lockstep: the round
+ends where the first row rejects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Row:
 
 
 def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge a draft of one group place by place: processors, rule, then stopping criteria, as plain decoding asks them.
+    """Judge a draft of one group place by place: processors, rule, then stopping criteria, as in plain decoding.
 
     Waits for the device at each place. Arguments as in `judge`.
 
@@ -61,14 +61,14 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         going = [index for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended]
         broken = [index for index in going if not finite[index][place]]
         if draft.length and broken:
-            # A draft token may be the cause: the place is judged again in a round without a draft.
+            # A draft token may be the cause, so judge the place again in a round without a draft.
             for index in broken:
                 rows[sequences.running[index]].finite = False
             break
         ids = sequences.followed_by(_runs(batch, rows))
         judged = _judge_place(batch, draft, logits, rule, ids, place)
         columns = torch.stack([judged.token, judged.accepted, judged.finite], 1)
-        # One transfer for all: doubles hold every token id exactly.
+        # Transfer everything at once: doubles hold every token id exactly.
         numbers = torch.cat([columns.double(), judged.overlap.double()], 1).tolist()
         for index in going:
             token, accepted, is_finite, *overlap = numbers[index]
@@ -97,7 +97,7 @@ class _Place:
         accepted: 1 where it is the draft's, else 0, `[rows]`.
         finite: whether processors left a token to choose, `[rows]`.
         overlap: see `Effective`, `[rows, 1 or 0]`.
-        scores: the logits as processors leave them, `[rows, 1, vocab]`.
+        scores: the logits after processors, `[rows, 1, vocab]`.
     """
 
     token: Tensor
@@ -114,7 +114,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     scores = batch.groups[0].sampling.next_scores(ids, whole)[running][:, None]
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
-    # The rule sees a draft of one token, or of none after the last. What would follow that token is never used.
+    # The rule sees a draft of one token, or of none at the last place. The token after it is never used.
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
     positions = batch.cache.positions(place + 1)[:, place:] + 1
@@ -127,7 +127,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
 
 
 def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
-    """Keep the scores of the place just judged, and end the rows that end there."""
+    """Record the scores of the place just judged, and end the rows that end there."""
     grown = {number: row for number, row in rows.items() if not row.ended}
     starts = [len(tokens) for tokens in batch.committed]
     for number, row in rows.items():

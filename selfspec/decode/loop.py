@@ -1,4 +1,4 @@
-"""THE loop: prefill, propose, verify, judge, commit. Plain decoding is the same with drafts of no tokens."""
+"""The loop: prefill, propose, verify, judge, commit. Plain decoding is the same loop with drafts of no tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from selfspec.runtime.runner import PassResult
 
 
 def begin_round(batch: Batch) -> Budget:
-    """Give a round fresh noise and room in the cache, and say how much may be drafted.
+    """Give a round fresh noise and room in the cache, and return the budget of its draft.
 
-    There is no draft in the round that reads the last embedding of a prompt, nor before a pass of the whole network has
-    made the keys and values of a source, nor while the logits of some row are not finite.
+    There is no draft in the round that reads the last embedding of a prompt, before a pass of the whole network has
+    made the keys and values of a source, or while the logits of some row are not finite.
     """
     batch.noise.begin_round()
     batch.cache.reserve(batch.longest)
-    # What draft tokens left in the cache of rows that are tried once more.
+    # Erase what draft tokens left in the cache of rows that are tried again.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
     source = batch.cache.source
     unread = source is not None and not source.read
@@ -43,12 +43,12 @@ def begin_round(batch: Batch) -> Budget:
 def verify(batch: Batch, draft: Draft) -> PassResult:
     """Run the target over the last committed token and the draft.
 
-    Where the draft computed exact states up to some sublayer, its last tokens, which no draft step has read, are
-    brought up to there as well, and the target pass resumes there. Where prompts are embeddings, the first round reads
-    the last one of each, and has no draft.
+    If the draft computed exact states up to some sublayer, the states of its last tokens, which no draft step has read,
+    are computed up to there as well, and the target pass resumes there. If prompts are embeddings, the first round
+    reads the last embedding of each and has no draft.
 
     Returns:
-        The target's logits, `[rows, drafted + 1, vocab]`, and what drafters asked for.
+        The target's logits, `[rows, drafted + 1, vocab]`, and the features that drafters asked for.
     """
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
@@ -57,7 +57,7 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
     batch.cache.open(draft.block)
     if draft.behind is not None:
         result = draft.behind.run(batch.runner, block, draft.tree, batch.taps)
-        # What lies behind the draft is of no use any more.
+        # Nodes behind the draft are not needed any more.
         batch.cache.open(draft.tree)
         return result
     # A pass that resumes has no states of earlier layers.
@@ -71,7 +71,7 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
 
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
-    """Make a verdict final; return what every row of the batch committed."""
+    """Make a verdict final, and return the tokens that each row of the batch committed."""
     for group in batch.groups:
         group.ahead = False
     rows = [RowRound((), (), 0)] * batch.size
@@ -96,13 +96,13 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
 
 
 def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None:
-    """Note which rows to try once more, and end those whose logits are not finite without a draft.
+    """Mark rows whose logits are not finite for a round without a draft; end those that just had one.
 
-    Rows whose logits are not finite are tried once more without a draft, and ended if that does not help. A draft token
-    may be the cause. Plain decoding might never have read that token, and its NaN spoils other places of the block as
-    well, since NaN times an attention weight of 0 is NaN. So a row commits the tokens before the first place that is
-    not finite, which are drawn from finite distributions, and its next round has no draft and reads nothing that the
-    draft token left. If the logits are not finite again, plain decoding fails there as well, and the row ends.
+    A draft token may be the cause. Plain decoding might never have read that token, and its NaN spoils other places of
+    the block as well, since NaN times an attention weight of 0 is NaN. So a row commits the tokens before the first
+    place that is not finite, which are drawn from finite distributions, and its next round has no draft and reads
+    nothing that the draft token left. If the logits are not finite again, plain decoding fails there as well, and the
+    row ends.
     """
     batch.nonfinite_rows = []
     for number, row in verdict.rows.items():
@@ -117,16 +117,16 @@ def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None
 def rounds(
     batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats, past: Cache | None
 ) -> Generator[Round, None, None]:
-    """Generate, and yield what each round committed. At the end complete `stats`.
+    """Generate, and yield the committed tokens of each round. Complete `stats` at the end.
 
     Args:
         batch: before its first pass.
         request: the prompts.
-        proposer: drafts; None: nothing does.
+        proposer: drafts; None: no draft.
         rule: accepts or rejects draft tokens.
         stats: counts rounds.
-        past: receives keys and values of all rows at the end, also where that is between two rounds; None: they are
-            dropped.
+        past: receives keys and values of all rows at the end, even if the caller stops between two rounds; None: they
+            are dropped.
     """
     clock = PhaseClock(batch.last_tokens.device)
     try:
@@ -139,8 +139,8 @@ def rounds(
             try:
                 yield committed
             except GeneratorExit:
-                # Between two rounds all that is committed is there, as it is at the end. At the process's end this
-                # module's names are gone.
+                # Between two rounds the cache is as complete as at the end. At the end of the process this module's
+                # names are gone.
                 if past is not None:
                     _fill(past, batch, request)
                 raise
@@ -154,17 +154,17 @@ def rounds(
 
 
 def _fill(past: Cache, batch: Batch, request: Request) -> None:
-    """Hand the caller's cache what the rows have read."""
+    """Fill the caller's cache with the keys and values that the rows have read."""
     if can_store(batch.cache):
         store_past(batch.cache, past, request.mask)
 
 
 def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock) -> Round:
-    """Run one round, and return what it committed.
+    """Run one round, and return the tokens that it committed.
 
     Args:
         batch: before the round.
-        proposer: drafts; None: nothing does.
+        proposer: drafts; None: no draft.
         rule: accepts or rejects draft tokens.
         stats: counts the round.
         clock: times its phases.
@@ -176,15 +176,15 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         target = verify(batch, draft)
         for each in batch.proposers.values():
             each.ask(draft, target)
-    with clock.phase("accept"):  # ends with the one synchronisation of the round
+    with clock.phase("accept"):  # ends with the only synchronisation of the round
         verdict = judge(batch, draft, target.logits, rule)
     with clock.phase("commit"):
         try:
-            # Those whose turn it is not learn, too.
+            # Proposers that did not draft this round learn, too.
             for each in batch.proposers.values():
                 each.learn(batch, draft, target, verdict)
         finally:
-            # Processors with memory were shown it, whatever else fails.
+            # Processors with memory have seen the tokens, so commit even if learning fails.
             committed = commit(batch, draft, verdict)
         batch.controller.learn(draft, verdict.outcomes())
         stats.count(len(draft.tree), draft.length, verdict)

@@ -1,8 +1,8 @@
-"""Noise by counter: each random number is a hash of what it is for, and of nothing that was drawn before.
+"""Counter-based noise: each random number is a hash of its use, independent of earlier draws.
 
 The numbers of a row are a function of the seed, the row, that row's round, the purpose and the place in the round. So
-a row gets the same numbers whatever other rows join, leave or finish, and a round never sees those of another round.
-The noise of coupled drafts is a function of seed, row, position and token: draft and target share it on purpose.
+a row gets the same numbers whichever other rows join, leave or finish, and rounds never share numbers. The noise of
+coupled drafts is a function of seed, row, position and token: draft and target share it on purpose.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from selfspec.device import to_device
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed number: the increment of splitmix64
-# A counter holds the place, above it the purpose, and above that the round.
+# A counter holds, from the lowest bits up, the place, the purpose and the round.
 _PLACE_BITS, _PURPOSE_BITS = 24, 3
-# Places and rounds that are hashed at once, but no more rounds than this many numbers make: a hash of few numbers takes
-# as long as that of one.
+# Places and rounds that are hashed at once, with a limit on the numbers of all rounds: hashing a few numbers takes as
+# long as hashing one.
 _PLACES_AT_ONCE, _ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE = 8, 8, 2048
 # From this vocabulary on, a block of tokens is drawn first and then a token of the block.
 _LARGE, _BLOCK = 8192, 256
@@ -31,7 +31,7 @@ _Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for."""
+    """The purpose of a random number."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -57,17 +57,17 @@ class Noise:
         self._ahead: list[Tensor] = []
 
     def begin_round(self) -> None:
-        """Move each row on to its next round, whether or not the last one committed anything."""
+        """Advance each row to its next round, whether or not the last round committed anything."""
         # A new array: parts of this noise share the old one.
         self._rounds = self._rounds + 1
         self._numbers = self._ahead.pop().unbind() if self._ahead else ()
 
     def narrowed(self, kept: Sequence[int]) -> Noise:
-        """The noise of the rows at these indices, each with its own key."""
+        """Return the noise of the rows at these indices, each with its own key."""
         return self._of_rows(self._keys[list(kept)], self._rounds[list(kept)])
 
     def joined(self, other: Noise) -> Noise:
-        """The noise of these rows and then those of another, each with its own key and in its own round."""
+        """Return the noise of these rows followed by another noise's rows, each with its own key and round."""
         keys, rounds = (self._keys, other._keys), (self._rounds, other._rounds)
         return self._of_rows(np.concatenate(keys), np.concatenate(rounds))
 
@@ -78,12 +78,12 @@ class Noise:
         return noise
 
     def uniform(self, purpose: int, first: int, count: int) -> Tensor:
-        """Uniform numbers in [0, 1), multiples of 2^-52.
+        """Return uniform numbers in [0, 1), multiples of 2^-52.
 
         As doubles they stay below 1; rounded to float32, the largest would be 1.
 
         Args:
-            purpose: a `Purpose`; the second number of a place has this and the number of all purposes.
+            purpose: a `Purpose`; plus the number of purposes for the second number of a place.
             first: the first place of the round.
             count: places.
 
@@ -102,42 +102,42 @@ class Noise:
         return self._numbers[purpose].narrow(1, first, count)
 
     def numbers(self, purpose: Purpose, first: int, count: int, vocabulary: int) -> list[Tensor]:
-        """What tokens are drawn by on a CPU: of a large vocabulary two numbers each. Arguments as in `uniform`."""
+        """Return the numbers that draw tokens on a CPU, two per token if the vocabulary is large; see `uniform`."""
         each = (purpose,) if vocabulary <= _LARGE else (purpose, purpose + len(Purpose))
         return [self.uniform(number, first, count) for number in each]
 
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
-        """One token from each of the given distributions. Nothing waits for the device.
+        """Draw one token from each distribution, without waiting for the device.
 
         Args:
             weights: `[rows, places, vocab]`, non-negative, each with a positive entry; they need not be normalised.
-            purpose: what the tokens are for.
+            purpose: of the tokens.
             first: the first place of the round.
 
         Returns:
-            `[rows, places]`; some token where all weights are 0 or one is not finite.
+            `[rows, places]`; an arbitrary token where all weights are 0 or one is not finite.
         """
         count, vocab = weights.shape[1:]
-        # A CPU takes longer for a logarithm of each entry than for all passes over a small model's head; on a GPU sums
-        # in turn would be the slow part, and not reproducible.
+        # On a CPU a logarithm of each entry takes longer than all passes over a small model's head; on a GPU cumulative
+        # sums would be the slow part, and not reproducible.
         if self._on_host:
             drawn = drawn_by_inversion if vocab <= _LARGE else drawn_by_blocks
             return drawn(weights, *self.numbers(purpose, first, count, vocab))
         return drawn_by_race(weights, race_noise(weights, self._seeds(purpose, first, count)))
 
     def race(self, weights: Tensor, purpose: Purpose) -> Tensor:
-        """What `draw` divides by on a device, of first places like these, `[rows, 1, vocab]`."""
+        """Return the exponentials that `draw` divides by on a device at the first place, `[rows, 1, vocab]`."""
         return race_noise(weights, self._seeds(purpose, 0, 1))
 
     def _seeds(self, purpose: Purpose, first: int, count: int) -> NDArray[np.int64]:
         return self._bits(np.array(0), np.array(purpose), np.arange(first, first + count))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
-        """The token of each place of the text, by noise that every round shares.
+        """Choose the token of each place of the text, by noise that every round shares.
 
-        From p at a place the choice is distributed as p; from p and q at the same place it is the same token as often
-        as the noise of the exponential race (Gumbel-max) allows, which is close to how alike they are. Daliri et al.
-        (2024, arXiv 2408.07978) call this drafter-invariant speculation.
+        A choice from p is distributed as p. Choices from p and q at the same place agree as often as the exponential
+        race (Gumbel-max) allows, which is close to the overlap of p and q. Daliri et al. (2024, arXiv 2408.07978) call
+        this drafter-invariant speculation.
 
         Args:
             weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
@@ -149,7 +149,7 @@ class Noise:
         return (weights.double() / self.exponentials(positions, weights.shape[-1])).argmax(-1)
 
     def exponentials(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """The noise of `choose`: independent unit exponentials, `[rows, places, vocab]`, float64.
+        """Return the noise of `choose`: independent unit exponentials, `[rows, places, vocab]`, float64.
 
         Args:
             positions: of the tokens to choose, `[rows or 1, places]`.
@@ -166,7 +166,7 @@ class Noise:
     def _bits(
         self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """64 random bits for each round from this one on, purpose and place, `[..., rows, places]`."""
+        """Return 64 random bits for each purpose, place and round, counted from this round, `[..., rows, places]`."""
         counters = ((((rounds + self._rounds[:, None]) << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
         return _mixed(self._keys[:, None] + _GOLDEN * counters)
 
@@ -174,7 +174,7 @@ class Noise:
 def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw tokens by looking uniform numbers up in cumulative sums.
 
-    The sums are double, so what rounding does to a probability is less than the 2^-24 that a float32 p is rounded by.
+    The sums are double, so they round a probability by less than the 2^-24 of a float32 p.
 
     Args:
         weights: `[rows, places, vocab]`.
@@ -184,21 +184,21 @@ def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
         `[rows, places]`.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
-    # No number is above 1 - 2^-52, so its share of the total stays below the total when it is rounded, and only tokens
-    # that add to the sum are found.
+    # No number is above 1 - 2^-52, so its share of the total stays below the total after rounding, and only tokens that
+    # add to the sum are found.
     found = torch.searchsorted(sums, uniform[..., None] * sums[..., -1:], right=True)[..., 0]
     return found.clamp_(max=weights.shape[-1] - 1)
 
 
 def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
-    """Draw a block of tokens, and then one of its tokens: cheaper where there are many.
+    """Draw a block of tokens and then a token of the block, which is cheaper for a large vocabulary.
 
-    Blocks are added up in the weights' own precision.
+    Blocks are summed in the precision of the weights.
 
     Args:
         weights: `[rows, places, vocab]`.
-        uniform: in [0, 1), float64, `[rows, places]`: chooses the block.
-        second: the same: chooses the token.
+        uniform: numbers that choose the block, in [0, 1), float64, `[rows, places]`.
+        second: numbers that choose the token, likewise.
 
     Returns:
         `[rows, places]`.
@@ -214,11 +214,11 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
 
 
 def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
-    """Make unit exponentials in the shape, dtype and device of weights. The generator of a GPU hashes seed and counter.
+    """Make unit exponentials with the shape, dtype and device of weights. A GPU's generator hashes seed and counter.
 
     Args:
         like: `[rows, places, vocab]`.
-        seeds: of the exponentials of each place, `[rows, places]`.
+        seeds: of each place, `[rows, places]`.
     """
     noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator(like.device)
@@ -235,7 +235,7 @@ def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         weights: `[rows, places, vocab]`.
-        noise: the same: the exponentials.
+        noise: the exponentials, `[rows, places, vocab]`.
 
     Returns:
         `[rows, places]`.
@@ -244,7 +244,7 @@ def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
 
 
 def _mixed(bits: _Bits) -> _Bits:
-    """The output function of splitmix64 (Steele, Lea and Flood, 2014) on 64-bit numbers; int64 products wrap."""
+    """Apply the output function of splitmix64 (Steele, Lea and Flood, 2014) to 64-bit numbers; int64 products wrap."""
     bits = (bits ^ _shifted(bits, 30)) * -0x40A7B892E31B1A47
     bits = (bits ^ _shifted(bits, 27)) * -0x6B2FB644ECCEEE15
     return bits ^ _shifted(bits, 31)

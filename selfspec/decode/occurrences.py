@@ -1,4 +1,4 @@
-"""Logits processors that other engines offer by a number or two: biases, and penalties for what was said before."""
+"""Logits processors that other engines offer as simple parameters: biases, and penalties for tokens that occurred."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 
 
 class LogitBias(LogitsProcessor):
-    """Adds to the logits of some tokens, wherever they stand.
+    """Adds biases to the logits of some tokens at every place.
 
     Args:
         biases: by token id.
@@ -30,12 +30,12 @@ class LogitBias(LogitsProcessor):
 
 
 class OccurrencePenalty(LogitsProcessor):
-    """Lowers the logits of tokens that are among the new ones: once, and once more for each time.
+    """Lowers the logits of tokens that occur in the new text: once per token, and once per occurrence.
 
     Args:
-        prompt: tokens of the prompt, which do not count.
-        presence: taken from the logit of each token that occurs.
-        frequency: taken as often as it occurs.
+        prompt: number of prompt tokens, which do not count.
+        presence: subtracted from the logit of each token that occurs.
+        frequency: subtracted once for each occurrence.
     """
 
     stateless = True
@@ -46,7 +46,7 @@ class OccurrencePenalty(LogitsProcessor):
         self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, less the penalties; `input_ids` is the text of each row, `[rows, length]`."""
+        """Return scores, `[rows, vocab]`, minus the penalties; `input_ids` is each row's text, `[rows, length]`."""
         new = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self._presence * (counts > 0) - self._frequency * counts

@@ -1,9 +1,9 @@
-"""The values that generation options of `transformers` may have: one table, checked before any pass.
+"""Check the values of generation options of `transformers` by one table, before any pass.
 
-`transformers` checks some of them, some only after a pass, and others never. A value that looks odd and means something
-there means the same here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0` stops
-after one token, `max_time=inf` never, an `eos_token_id` outside the vocabulary never ends a row, such a `pad_token_id`
-is allowed where nothing is padded, and such `suppress_tokens` suppress nothing.
+`transformers` checks some of them, some only after a pass, and some never. A value that looks odd but has a meaning
+there has the same meaning here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0`
+stops after one token, `max_time=inf` never, an `eos_token_id` outside the vocabulary never ends a row, such a
+`pad_token_id` is allowed if nothing is padded, and such `suppress_tokens` suppress nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from selfspec.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Scope:
-    """What the values of a call have to fit.
+    """The sizes that the values of a call must fit.
 
     Attributes:
-        vocabulary: token ids that the model's head writes.
-        readable: token ids that its embedding reads, which may be more.
-        rows: of the batch that may end one before another.
+        vocabulary: number of token ids that the model's head writes.
+        readable: number of token ids that its embedding reads, which may be larger.
+        rows: of the batch; 1 if no row can end before another.
     """
 
     vocabulary: int
@@ -57,7 +57,7 @@ def _is_flag(value: object, _: Scope) -> bool:
 
 
 def _is_float_above_0(value: object, _: Scope) -> bool:
-    # `transformers` takes no integer here but 1, which changes nothing.
+    # `transformers` accepts no integer here except 1, which changes nothing.
     return (isinstance(value, float) and 0 < value < math.inf) or (_is_real(value) and value == 1)
 
 
@@ -99,7 +99,7 @@ def _one_or_more(value: object) -> list[Any]:
 
 
 def _is_id(value: Any) -> bool:
-    """Whether a value is an id, of a token or of none: one that never comes."""
+    """Return whether a value is an id, of a token or outside the vocabulary, where it never occurs."""
     return _is_integer(value) and -(2**63) <= int(value) < 2**63
 
 
@@ -220,7 +220,7 @@ _CHECKS = (
     ),
     _Check(("watermarking_config",), "a WatermarkingConfig, whose bias is a finite number", _is_watermark),
 )
-# Read in sampling alone: a greedy call may have any value here, such as `temperature=0.0`.
+# Read for sampling alone: a greedy call may have any value here, such as `temperature=0.0`.
 _SAMPLING_CHECKS = (
     _Check(("temperature",), "a finite float above 0; for greedy decoding pass do_sample=False", _is_float_above_0),
     _Check(("top_k",), "an integer of at least 0; 0 keeps all tokens", _is_whole(0)),
@@ -231,11 +231,11 @@ _SAMPLING_CHECKS = (
     _Check(("epsilon_cutoff", "eta_cutoff"), "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
 )
 CHECKED = frozenset(name for check in (*_CHECKS, *_SAMPLING_CHECKS) for name in check.names)
-"""Every option of the table."""
+"""All options of the table."""
 
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
-    """Refuse values that are not valid."""
+    """Check the values of a call's options; raise `UnsupportedOptionError` if one is not valid."""
     ends = value_of("eos_token_id")
     _refuse(_CHECKS, value_of, replace(scope, rows=1) if ends is None else scope)
     known = ends is not None and all(0 <= int(token) < scope.vocabulary for token in _one_or_more(ends))
@@ -248,7 +248,7 @@ def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
 
 
 def value_in_call(name: str, options: Mapping[str, Any], configs: Sequence[GenerationConfig | None]) -> Any:
-    """Return the value of an option as `transformers` will read it: a keyword, or of the first config that has one."""
+    """Return an option's value as `transformers` reads it: the keyword, else that of the first config that has one."""
     if name in options:
         return options[name]
     found = (getattr(config, name, None) for config in configs)

@@ -1,4 +1,4 @@
-"""Generation options of `transformers`, checked by name before any pass."""
+"""Check generation options of `transformers` by name before any pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfspec.compat import CACHE_NAMES, forward_parameters
 from selfspec.decode.option_values import CHECKED
 from selfspec.errors import UnsupportedOptionError
 
-# Those of the table, and others that change nothing here.
+# Options of the table, and options that change nothing here.
 _HONOURED = (CHECKED - {"num_beams"}) | {
     "use_cache",
     "guidance_scale",
@@ -47,16 +47,16 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
     "continuous_batching_config",
 }
 
-# Values that ask for what is done anyway.
+# Values that ask for the usual behaviour.
 _NOTHING_ELSE: Mapping[str, object] = MappingProxyType({"cache_implementation": "dynamic"})
 # Inputs of the model that a call may contain.
 _MODEL_INPUTS = frozenset({"inputs_embeds", "position_ids", *CACHE_NAMES})
-# Parameters of a model's `forward` that say nothing of a prompt.
+# Parameters of a model's `forward` that are not part of a prompt.
 _NO_INPUTS = frozenset({"self", "args", "kwargs", "input_ids", "labels", "cache_position", "return_dict"})
 # Not computed unless the whole output is returned.
 _ONLY_RETURNED = frozenset({"output_attentions", "output_hidden_states"})
 
-# Keywords of `generate` that are no fields of its config; and those that are read before the others are checked.
+# Keywords of `generate` that are not fields of its config, and keywords that are read before this check.
 _BESIDE_CONFIG = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"})
 _BY_NAME = frozenset(
     {
@@ -92,8 +92,8 @@ _REMEDIES = {
 def check_not_dropped(frame: FrameType | None) -> None:
     """Refuse arguments of `model.generate` that it does not pass to the `custom_generate` callable of this frame.
 
-    `transformers` drops some arguments silently. They are still among the local variables of its `generate`. Nothing is
-    checked where Python keeps no frames, or `generate` is not the caller.
+    `transformers` drops some arguments silently, but they remain local variables of its `generate`. Nothing is checked
+    if Python keeps no frames or `generate` is not the caller.
     """
     caller = None if frame is None else frame.f_back
     if caller is None or caller.f_code.co_name != "generate":
@@ -109,7 +109,7 @@ def check_not_dropped(frame: FrameType | None) -> None:
 def check_keywords(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse keywords that `transformers` would drop for a `custom_generate`, or fail on without naming selfspec."""
+    """Refuse keywords that `transformers` would drop for a `custom_generate`, or reject without naming selfspec."""
     fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS | _further_inputs(model)
     if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
         fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
@@ -128,7 +128,7 @@ def check_keywords(
 
 
 def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """Inputs of the model that come beside a prompt, such as images, and what tokenizers and processors hand over."""
+    """Return the names of the model's inputs beside the prompt, such as images and outputs of tokenizers."""
     return forward_parameters(model) - _NO_INPUTS
 
 
@@ -153,7 +153,7 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
         if value == _NOTHING_ELSE.get(name):
             continue
         raise unsupported(name, value)
-    # A checkpoint may say so by itself; then this call did not ask for it.
+    # If the checkpoint's own config sets it, this call did not ask for it.
     if generation_config.use_cache is False and model.generation_config.use_cache is not False:
         raise unsupported("use_cache", False)
 
@@ -163,8 +163,8 @@ def check_model_inputs(
 ) -> None:
     """Refuse inputs of text that selfspec does not pass to the model.
 
-    `transformers` adds caches and default positions; only what differs from these was asked for. The mask of all
-    columns is among the inputs, and the prefill reads `width` of them.
+    `transformers` adds caches and default positions; only values that differ from these are the caller's. The inputs
+    hold the mask of all columns, of which the prefill reads `width`.
     """
     if generation_config.return_dict_in_generate:
         for name in _ONLY_RETURNED & inputs.keys():
@@ -173,7 +173,7 @@ def check_model_inputs(
     positions, kept = inputs.get("position_ids"), inputs.get("logits_to_keep")
     if positions is not None and not follow_from(positions, inputs["attention_mask"], width):
         raise unsupported("position_ids")
-    # Of any number of last tokens, the last one's are among them.
+    # Any number of kept logits includes those of the last token.
     if kept is not None and not (type(kept) is int and kept >= 0):
         raise unsupported("logits_to_keep", kept)
     # `transformers` counts such padding as tokens in windows and states, and where there are no position_ids.
@@ -187,9 +187,9 @@ def check_model_inputs(
 
 
 def follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
-    """Whether positions, of all columns or of the last `width`, count the tokens of a mask.
+    """Return whether positions, of all columns or of the last `width`, count the tokens of a mask.
 
-    Models that read images have several for each token, `[sections, rows, columns]`: here all must be equal.
+    Models that read images have several positions per token, `[sections, rows, columns]`; all must be equal.
     """
     if position_ids.ndim not in (2, 3) or position_ids.shape[-1] not in (width, mask.shape[1]):
         return False

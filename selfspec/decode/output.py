@@ -1,4 +1,4 @@
-"""The output of a generation: each round as it is committed, and the whole at the end."""
+"""The output of a generation: each committed round, and the whole at the end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RowRound:
     """One row's part of a round.
 
     Attributes:
-        tokens: committed tokens, final: accepted draft tokens and then a recovered or bonus token. Empty for a row that
-            was finished before. The last one is missing where the row ends inside its accepted draft, and where
-            lockstep cuts it there.
-        draft: the draft tokens that were proposed, one for each node of a tree.
-        accepted: how many of them are among `tokens`.
-        rejected: the draft's text after those; of a tree its first child, the first child of that, and so on.
+        tokens: committed tokens, final: accepted draft tokens and then a token from the residual or the bonus token.
+            Empty for a row that was finished before. The last token is missing if the row ends inside its accepted
+            draft or lockstep cuts it there.
+        draft: the proposed draft tokens, one for each node of a tree.
+        accepted: number of draft tokens among `tokens`.
+        rejected: draft tokens after the accepted ones; in a tree the first child, its first child, and so on.
     """
 
     tokens: tuple[int, ...]
@@ -37,7 +37,7 @@ class RowRound:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round committed.
+    """The committed tokens of one round.
 
     Attributes:
         rows: one for each row of the batch.
@@ -49,7 +49,7 @@ class Round:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The committed tokens of a batch of one.
+        """Committed tokens of a batch of one row.
 
         Raises:
             ValueError: the batch has several rows; read `rows` instead.
@@ -62,9 +62,9 @@ class Round:
 def streamed(
     rounds: Generator[Round, None, None], prompt: Tensor, streamer: BaseStreamer
 ) -> Generator[Round, None, None]:
-    """Give a streamer of `transformers` what plain decoding would: the prompt, token by token, and the end.
+    """Feed a streamer of `transformers` as plain decoding would: the prompt, each token, and the end.
 
-    It gets the end however the rounds end, so that nobody waits for text that does not come.
+    The streamer is ended even if the rounds fail or are abandoned, so that no reader waits forever.
 
     Args:
         rounds: of one row; closed with this generator.
@@ -90,26 +90,26 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """A finished generation: the output of `transformers` with `lengths`, `stats` and `lossless`.
 
     Attributes, items, slices, tuples and iteration are as in every output of `transformers`: items are the fields that
-    are not None, in the order of `GenerateDecoderOnlyOutput`. What selfspec adds are attributes alone, and no items, so
-    that code which iterates over an output finds what it knows.
+    are not None, in the order of `GenerateDecoderOnlyOutput`. The fields that selfspec adds are attributes, not items,
+    so that code which iterates over an output finds only fields that it knows.
 
     Attributes:
-        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right. Where
-            there is no end token, rows that a stopping criterion has ended go on until all have, as in
+        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right. If
+            there is no end token, rows that a stopping criterion has ended continue until all have ended, as in
             `transformers`.
-        scores: for each new token the logits as processors and warpers left them, `[batch, vocab]`, float32; None
-            unless `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding
-            token and -inf for others.
+        scores: for each new token the logits after processors and warpers, `[batch, vocab]`, float32; None unless
+            `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding token
+            and -inf for all other tokens.
         logits: the full model's own logits in the same form, for `output_logits`.
-        cache: keys and values of all tokens but each row's last, for the next turn: the caller's cache, or a new
-            one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Items call it
-            as `transformers` does: `past_key_values` before 5.24.
+        cache: keys and values of all tokens except each row's last, for the next turn: the caller's cache, or a new
+            one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Its item has the
+            name that `transformers` uses: `past_key_values` before 5.24.
         lengths: number of new tokens of each row, up to where it ended.
         stats: counts and times.
         lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
-    # Declared again for type checkers, which do not read those of transformers.
+    # Declared again for type checkers, which do not read the fields of transformers.
     sequences: Tensor
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
@@ -121,7 +121,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     lossless: bool = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        """Find the cache where `transformers` has another name for its field."""
+        """Return the cache if `transformers` has another name for its field."""
         if name == "cache" != OUTPUT_CACHE:
             return getattr(self, OUTPUT_CACHE)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -141,11 +141,11 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class EncoderDecoderOutput(GenerateOutput, GenerateEncoderDecoderOutput):
-    """The same of a model with an encoder.
+    """A finished generation of a model with an encoder.
 
     Attributes:
-        cross_attentions: where timestamps of tokens are made of them, of each pass of plain decoding and each layer the
-            attention to what the encoder has read, `[batch, heads, tokens, places]`.
+        cross_attentions: for timestamps of tokens, the attention weights over the encoder's output, of each pass of
+            plain decoding and each layer, `[batch, heads, tokens, places]`; None if no timestamps are asked for.
     """
 
     cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None

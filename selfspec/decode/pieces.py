@@ -1,4 +1,4 @@
-"""Models whose own `generate` calls the common one: once, or for each piece of its input."""
+"""Run models whose own `generate` calls the common one: once, or for each piece of its input."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from selfspec.decode.stats import Stats
 from selfspec.model.registry import has_encoder
 from selfspec.model.view import view_with
 
-# Seeds of pieces differ by multiples of it, so that no neighbouring seeds give two pieces the same noise.
+# Seeds of pieces differ by multiples of _APART, so that neighbouring seeds do not give two pieces the same noise.
 _APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
 
 
 @dataclass
 class Transcript(GenerateOutput):
-    """What a model's own `generate` makes of the pieces that it has read.
+    """The output of a model's own `generate` for all pieces of its input.
 
     Attributes:
-        sequences: token ids, `[batch, length]`, as that `generate` returns them: of speech the text alone.
+        sequences: token ids, `[batch, length]`, as that `generate` returns them: for speech the text alone.
         lengths: tokens of each row without the padding at its end.
-        segments: of each row, where that `generate` returns them: see its documentation.
-        token_timestamps: seconds of each token, `[batch, length]`, where `return_token_timestamps` asks for them.
-        stats: counts and times of all calls together, those that a fallback repeats among them.
+        segments: of each row, if that `generate` returns them: see its documentation.
+        token_timestamps: seconds of each token, `[batch, length]`, if `return_token_timestamps` asks for them.
+        stats: counts and times of all calls together, including calls that a fallback repeats.
     """
 
     segments: list[list[dict[str, Any]]] | None = None
@@ -42,7 +42,7 @@ class Transcript(GenerateOutput):
 
 
 def has_own_generate(model: PreTrainedModel) -> bool:
-    """Whether a model with an encoder has a `generate` that means more than the common one."""
+    """Return whether a model with an encoder has a `generate` of its own."""
     return has_encoder(model) and type(model).generate is not GenerationMixin.generate
 
 
@@ -54,18 +54,18 @@ def generate_in_pieces(
     inputs: Tensor | None,
     options: Mapping[str, Any],
 ) -> GenerateOutput:
-    """Let a model's own `generate` run, with this library's decoding in each of its calls of the common one.
+    """Run a model's own `generate`, with selfspec's decoding in each of its calls of the common one.
 
     Args:
         model: with a `generate` of its own.
         adapter: where its layers are.
         begin: begins a call, with its seed.
-        seed: of the first call; those of others follow from it. None: each call draws one.
-        inputs: what the encoder reads; None: it is among the options.
+        seed: of the first call; later seeds follow from it. None: each call draws one.
+        inputs: input of the encoder; None: it is among the options.
         options: of the model's `generate`.
 
     Raises:
-        UnsupportedOptionError: by name, an option that cannot be honoured.
+        UnsupportedOptionError: names an option that cannot be honoured.
         ValueError, TypeError: as the model's `generate` raises them.
     """
     if options.get("output_attentions"):
@@ -96,14 +96,14 @@ def generate_in_pieces(
         return parts[-1].answer()
 
     given = () if inputs is None else (inputs,)
-    # For timestamps of tokens Whisper sets another kernel, and leaves it so, while other threads may run the model.
+    # For timestamps of tokens Whisper sets another kernel and keeps it, while other threads may run the model.
     asked = _set_apart(model) if options.get("return_token_timestamps") else model
     result = type(model).generate(asked, *given, **options, custom_generate=decode)
     return _together(model, result, parts)
 
 
 def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a view of a model whose config is its own, and hooks: `transformers` puts some where it returns attentions.
+    """Make a view of a model with its own config and hooks: `transformers` adds hooks where it returns attentions.
 
     Raises:
         UnsupportedModelError: the `forward` of a part was replaced by a function that would run the model's own parts.
@@ -126,7 +126,7 @@ def _seed(seed: int, piece: int) -> int:
 
 
 def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> GenerateOutput:
-    """Add to what the model's `generate` has returned what is known of its calls of the common one."""
+    """Add lengths, stats and lossless to the output of the model's own `generate`."""
     if isinstance(result, GenerateOutput):
         found = result
     else:
@@ -134,7 +134,7 @@ def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> G
     config = model.generation_config
     pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
     filling = torch.isin(found.sequences, torch.tensor([] if pad is None else pad, device=found.sequences.device))
-    # As many as before the padding at the end.
+    # Count the tokens before the padding at the end.
     found.lengths = tuple((~filling).flip(1).cumsum(1).gt(0).sum(1).tolist())
     found.stats = Stats.together([part.stats for part in parts]) if parts else Stats()
     found.lossless = all(part.lossless for part in parts)

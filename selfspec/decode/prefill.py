@@ -1,8 +1,8 @@
-"""Prefill: the prompts' keys, values and states, and what the draft is worth on the prompt.
+"""Prefill: compute the prompts' keys, values and states, and compare draft and target on the prompt.
 
-An early exit computes of a prompt what the target computes first. So one pass over the prompt has the states of both,
-and the head reads the last tokens of each. That compares draft and target before the first round, for less than a
-rejected draft costs.
+An early exit runs the first layers of the target. So one pass over the prompt gives the states of both, and the head
+reads the last tokens of each. This compares draft and target before the first round, at less than the cost of a
+rejected draft.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from selfspec.decode.request import Request
 from selfspec.draft import Proposer
 from selfspec.draft.drafter import Exit
 
-# How many tokens of the prompt are compared at most, and the fewest that tell anything.
+# The most tokens of the prompt that are compared, and the fewest that give evidence.
 _MOST, _FEWEST = 32, 4
 
 
 def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
-    """Fill the cache with each prompt but its last token, which the first round reads.
+    """Fill the cache with each prompt except its last token, which the first round reads.
 
-    Rows are stored without their padding: each is moved to the left, and what follows it is never read. What a past
-    holds is not computed again.
+    Rows are stored without their padding: each is moved to the left, and slots after it are never read. Tokens that a
+    past holds are not computed again.
 
     Args:
         batch: before its first round.
         request: the prompts, and the past.
-        proposer: compared with the target on the prompt, if it leaves the network early and the controller asks for it.
+        proposer: compared with the target on the prompt if it has an early exit and the controller asks for evidence.
     """
     if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
@@ -55,13 +55,13 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
 
 
 class Prefill:
-    """Reads what the rows of a batch begin with into its cache, piece by piece.
+    """Reads the prompts of a batch into its cache, piece by piece.
 
     Args:
         batch: before its first round.
         tokens: ids `[rows, tokens]` or embeddings `[rows, tokens, hidden]`, from the left.
-        counts: how many of them each row has.
-        at_once: whether one pass reads all of them, and whatever tokens come behind.
+        counts: number of tokens of each row.
+        at_once: whether one pass reads all columns, also those after a row's tokens.
     """
 
     def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int], at_once: bool = False) -> None:
@@ -73,12 +73,12 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Tokens of the longest row that are not read yet."""
+        """Number of tokens of the longest row that are not read yet."""
         return max(self._counts) - self._read
 
     @torch.no_grad()
     def read(self, most: int | None) -> int:
-        """Read the next piece, of at most this many tokens of each row, and return how many were read. None: any."""
+        """Read the next piece, at most `most` tokens of each row (None: any number); return how many were read."""
         if not self.left:
             return 0
         batch, start = self.batch, self._read
@@ -106,14 +106,14 @@ def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Ev
     q, p = (batch.sampling.scores(each).softmax(-1) for each in (draft, target))
     chances = torch.minimum(p, q).sum(-1)
     if batch.sampling.greedy:
-        # On so few tokens, the overlap of two distributions tells as much as whether their best tokens are equal.
+        # On few tokens, the overlap of p and q is as good evidence as the equality of their likeliest tokens.
         chances = (chances + (p.argmax(-1) == q.argmax(-1))) / 2
     table = torch.stack([q.amax(-1), chances]).nan_to_num(0.0).flatten(1).tolist()
     return Evidence(tuple(table[0]), tuple(table[1]))
 
 
 def _gives_evidence(batch: Batch, unread: Sequence[int]) -> bool:
-    """Whether the controller asks for evidence, and a prefill of `unread` tokens of each row can give it."""
+    """Return whether the controller asks for evidence and a prefill of `unread` tokens of each row can give it."""
     return (
         batch.controller.judges_prompt
         and not batch.sampling.reads_prefixes

@@ -1,4 +1,4 @@
-"""Logits processors of `transformers`, temperature, top-k and top-p among them, applied to every place of a block.
+"""Apply logits processors of `transformers`, such as temperature, top-k and top-p, to every place of a block.
 
 Each place is processed as plain decoding would process it there.
 """
@@ -37,7 +37,7 @@ class Processing(Protocol):
 
         Args:
             logits: `[rows, places, vocab]`, any floating dtype, of the running rows.
-            prefixes: what comes before each place.
+            prefixes: the tokens before each place.
 
         Returns:
             `[rows, places, vocab]`. Places after the end of a row are arbitrary.
@@ -47,10 +47,10 @@ class Processing(Protocol):
 
 @dataclass(frozen=True)
 class Warping:
-    """Processors that depend on the scores alone: they process all places of a block at once.
+    """Processors that depend on the scores alone and process all places of a block at once.
 
     Attributes:
-        processors: temperature, top-k, top-p, min-p and the like, in the order in which `transformers` applies them.
+        processors: such as temperature, top-k, top-p and min-p, in the order in which `transformers` applies them.
     """
 
     processors: LogitsProcessorList
@@ -62,7 +62,7 @@ class Warping:
             return scores
         flat = scores.flatten(0, 1)
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
-        # One by one: the list would inspect the signature of each again, which takes longer than the warper itself.
+        # Call them one by one: the list would inspect each signature again, which takes longer than the warper itself.
         for warper in self.processors:
             flat = warper(no_prefix, flat)
         return flat.reshape(scores.shape)
@@ -70,16 +70,16 @@ class Warping:
 
 @dataclass(frozen=True)
 class PrefixProcessing:
-    """Processors that depend on the prefix of a place: they are called once for each length of prefix.
+    """Processors that depend on the prefix of a place and are called once for each length of prefix.
 
-    A call holds the whole batch, as in `transformers`, so that processors which keep something for each row find it.
-    Rows without a place at that length are cut or padded to it, and their result is not used; dropped rows have scores
-    of zero. Prefixes are needed on the host, so every block waits for the device.
+    A call holds the whole batch, as in `transformers`, so that processors with data for each row find it. Rows without
+    a place at that length are cut or padded to it, and their result is not used; dropped rows have scores of zero.
+    Prefixes are needed on the host, so every block waits for the device.
 
     Attributes:
         processors: in the order in which `transformers` applies them. They must be functions of ids and scores, since
             they also see draft tokens that are rejected later.
-        eos: token ids that end a row. A draft may continue after one; what comes there is not processed.
+        eos: token ids that end a row. A draft may continue after one; later places are not processed.
         limit: length, prompt included, at which rows end.
     """
 
@@ -116,21 +116,21 @@ class PrefixProcessing:
 
 @dataclass(frozen=True)
 class SequentialProcessing:
-    """Processors of which some have memory: they are called once for each committed token, in order.
+    """Processors, some of them with memory, that are called once for each committed token, in order.
 
-    Draft steps leave out those whose memory a rejected token would spoil: all but stateless ones and those that can
-    roll back.
+    Draft steps use only stateless processors and processors that can roll back: a rejected token would spoil the memory
+    of the rest.
 
     Attributes:
         processors: all, in the order in which `transformers` applies them.
-        for_drafts: what draft steps use.
+        for_drafts: processing of draft steps.
     """
 
     processors: LogitsProcessorList
     for_drafts: Processing
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the scores of a draft step. The target's places are scored by `next_scores`, one after the other."""
+        """Return the scores of a draft step. `next_scores` scores the target's places, one after the other."""
         return self.for_drafts.scores(logits, prefixes)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class SequentialProcessing:
 
 
 class RollbackProcessing:
-    """Processors that can roll back, for draft steps: `rollback(calls)` undoes the last `calls` calls of one.
+    """Processors for draft steps that can roll back: `rollback(calls)` undoes the last `calls` calls of a processor.
 
     Args:
         processors: stateless, or with `rollback`, in the order in which `transformers` applies them.
@@ -168,7 +168,7 @@ class RollbackProcessing:
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return the scores of one draft step, `[rows, 1, vocab]`.
 
-        They are the raw logits once all rows have ended within the draft, or processors left some row no token.
+        They are the raw logits if all rows have ended within the draft, or processors left some row no token.
         """
         scores = logits.float()
         sequences = prefixes.sequences
@@ -194,7 +194,7 @@ class RollbackProcessing:
 
 
 def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    """Apply processors, in order, to the scores of a place of each row, `[batch, vocab]`, whose prefixes are `ids`."""
+    """Apply processors, in order, to the scores of one place of each row, `[batch, vocab]`, with prefixes `ids`."""
     ids, found = ids.contiguous(), scores.to(ids.device)
     for processor in processors:
         found = check_scores(processor, processor(ids, found), found)
@@ -202,11 +202,11 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
 
 
 def choice_of(processing: Processing, length: int) -> Choice | None:
-    """Return how tokens are drawn where suppressed tokens, temperature, top-k and top-p are all; None: there is more.
+    """Return how tokens are drawn if only suppression, temperature, top-k and top-p apply; None: more applies.
 
     Args:
         processing: of the scores.
-        length: of the prefix of the first place, in tokens; of the shortest row.
+        length: of the shortest row's prefix of the first place, in tokens.
     """
     if not isinstance(processing, Warping | PrefixProcessing):
         return None
@@ -224,19 +224,19 @@ def choice_of(processing: Processing, length: int) -> Choice | None:
         if name is None or not plain or getattr(each, "min_tokens_to_keep", 1) != 1:
             return None
         values[name] = getattr(each, name)
-    # Top-p by itself puts all tokens in order.
+    # Top-p without top-k sorts all tokens.
     if "top_p" in values and "top_k" not in values:
         return None
     return Choice(**values, suppressed=tuple(suppressed))
 
 
-# What is known of a warper by itself, in the order in which `transformers` has them.
+# The parameter that describes each warper, in the order in which `transformers` applies them.
 _OF_CHOICE = {
     generation.TemperatureLogitsWarper: "temperature",
     generation.TopKLogitsWarper: "top_k",
     generation.TopPLogitsWarper: "top_p",
 }
-# Those that depend on the scores alone. Exact classes: a subclass may do anything.
+# Processors that depend on the scores alone. Exact classes: a subclass may do anything.
 _WARPERS = frozenset(
     {
         generation.EpsilonLogitsWarper,
@@ -253,7 +253,7 @@ _WARPERS = frozenset(
         Suppression,
     }
 )
-# Those that depend on the prefix too, and remember nothing.
+# Processors that may depend on the prefix and remember nothing.
 _STATELESS = _WARPERS | {
     generation.EncoderNoRepeatNGramLogitsProcessor,
     generation.EncoderRepetitionPenaltyLogitsProcessor,
@@ -268,12 +268,12 @@ _STATELESS = _WARPERS | {
     generation.SequenceBiasLogitsProcessor,
     generation.WatermarkLogitsProcessor,
     SuppressionAt,
-    # Of models that write down speech, named after them.
+    # Processors of speech models, named after the models.
     *(getattr(generation, name) for name in dir(generation) if name.endswith("TimeStampLogitsProcessor")),
 }
 
 
-# Those that take tokens of the text for places in the scores.
+# Processors that use tokens of the text as indices into the scores.
 _BY_TEXT = (
     generation.EncoderNoRepeatNGramLogitsProcessor,
     generation.EncoderRepetitionPenaltyLogitsProcessor,
@@ -282,7 +282,7 @@ _BY_TEXT = (
 
 
 class _Widened(LogitsProcessor):
-    """Shows a processor scores of all ids that a text may hold: -inf for those that the head does not write."""
+    """Gives a processor scores of all ids that a text may hold: -inf for ids that the head does not write."""
 
     stateless = True
 
@@ -296,9 +296,9 @@ class _Widened(LogitsProcessor):
 
 
 def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
-    """Return processors that may be shown a text with ids that the head does not write.
+    """Return processors that accept a text with ids that the head does not write.
 
-    `more` says how many such ids there are. Those of `transformers` that would look for their scores are helped.
+    `more` is the number of such ids. Processors of `transformers` that would look up their scores are wrapped.
     """
     if more <= 0:
         return processors
@@ -306,10 +306,10 @@ def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
 
 
 def is_stateless(processor: Any) -> bool:
-    """Whether a processor is known to be a function of ids and scores, whatever it was called with before.
+    """Return whether a processor is known to be a function of ids and scores, independent of earlier calls.
 
-    Those of `transformers` are, except SynthID's, guidance and the caller's prefix function. Any other declares it by
-    an attribute `stateless = True`, on the processor or on the prefix function.
+    Processors of `transformers` are, except SynthID's, guidance and the caller's prefix function. Any other processor
+    declares it by an attribute `stateless = True`, on the processor or on the prefix function.
     """
     if type(processor) is generation.PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn
@@ -329,7 +329,7 @@ def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit:
         limit: length, prompt included, at which rows end.
 
     Raises:
-        UnsupportedOptionError: a processor needs more than the rows of the batch, by name.
+        UnsupportedOptionError: names a processor that needs more than the rows of the batch.
     """
     for processor in processors:
         if isinstance(processor, generation.ClassifierFreeGuidanceLogitsProcessor):

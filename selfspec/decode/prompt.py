@@ -1,4 +1,4 @@
-"""Prompts, their attention masks and soft prompts, checked before any pass."""
+"""Check prompts, their attention masks and soft prompts before any pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from selfspec.model.vocabulary import weight_of
 
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """Return the prompts as ids of 64 bits, `[batch, prompt]`.
+    """Return the prompts as 64-bit ids, `[batch, prompt]`.
 
     Raises:
-        PromptError: empty, of another shape, or ids outside the vocabulary.
+        PromptError: the prompts are empty, have another shape or dtype, or hold ids outside the vocabulary.
     """
     if isinstance(inputs, Tensor) and not has_values(inputs):
         raise PromptError("input_ids is a tensor without values (meta, sparse or nested); pass a dense one")
@@ -46,7 +46,7 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
     """Return the prompts as embeddings, `[batch, prompt, hidden]`.
 
     Raises:
-        PromptError: empty, or of another shape or dtype than the model's own.
+        PromptError: the prompts are empty, or have another shape or dtype than the model's embeddings.
     """
     own = weight_of(model.get_input_embeddings())
     wanted = f"a tensor of {own.dtype} of shape [batch, prompt, {own.shape[1]}], as the model's own are"
@@ -61,7 +61,7 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
 
 
 def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
-    """Return which columns hold tokens: those of the prompts, and before them those of the past.
+    """Return the mask of columns that hold tokens, first those of the past and then those of the prompts.
 
     Args:
         attention_mask: as given.
@@ -72,7 +72,7 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
         1 for tokens and 0 for padding, `[batch, columns]`.
 
     Raises:
-        PromptError: it has another shape, leaves a row without tokens, or pads on the right.
+        PromptError: the mask has another shape, leaves a row without tokens, or pads on the right.
     """
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
@@ -104,12 +104,12 @@ def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Te
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is dense: neither on the meta device, nor sparse, nor nested."""
+    """Return whether a tensor is dense: neither on the meta device, nor sparse, nor nested."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def check_mask(attention_mask: Tensor) -> None:
-    """Refuse a mask of anything but zeros and ones."""
+    """Refuse a mask with values other than zeros and ones."""
     if not isinstance(attention_mask, Tensor):
         raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
     if not has_values(attention_mask):
@@ -121,21 +121,21 @@ def check_mask(attention_mask: Tensor) -> None:
 def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs of the model's first pass, with a soft prompt if the model has one.
 
-    Libraries of soft prompts replace the model's `prepare_inputs_for_generation` while its `generate` runs. Theirs
-    returns embeddings in place of ids, or a cache that holds a prefix. The loops of `transformers` call it; a
-    `custom_generate` has to.
+    Libraries of soft prompts replace the model's `prepare_inputs_for_generation` while its `generate` runs. Their
+    method returns embeddings in place of ids, or a cache that holds a prefix. The loops of `transformers` call it; a
+    `custom_generate` must call it too.
 
     Args:
         model: as `generate` finds it.
         input_ids: `[batch, prompt]`.
-        model_kwargs: what else `generate` has prepared.
+        model_kwargs: further inputs that `generate` has prepared.
 
     Raises:
-        UnsupportedModelError: it adds no soft prompt.
+        UnsupportedModelError: the replaced method adds no soft prompt.
         UnsupportedOptionError: the caller passes a cache as well, or rows are padded and there are no position_ids.
     """
     prepare = vars(model).get("prepare_inputs_for_generation")
-    # Such a library leaves the model's own method behind, set on the instance.
+    # Such a library later leaves the model's own method set on the instance.
     if prepare is None or getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
         return {**model_kwargs, "input_ids": input_ids}
     past = past_of(model_kwargs)

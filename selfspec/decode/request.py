@@ -1,8 +1,8 @@
-"""Read a call of `generate` into one form and check it, before any forward pass.
+"""Read a call of `generate` into a `Request` and check it, before any forward pass.
 
-`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that returns
-what it receives. So defaults, `GenerationConfig`, overrides and logits warpers mean what they mean there. What cannot
-be honoured is refused by name.
+`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that stores
+its arguments. So defaults, `GenerationConfig`, overrides and logits warpers have the same meaning as there. Options
+that cannot be honoured are refused by name.
 """
 
 from __future__ import annotations
@@ -51,26 +51,25 @@ class Request:
 
     Attributes:
         input_ids: the text before the new tokens, `[batch, prompt]`: it is returned with them, and logits processors
-            see it. It has no columns where the prompt is embeddings alone.
-        read: what the prefill reads: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`. The first
-            columns of `mask` may be missing, those that `past` holds.
+            see it. It has no columns if the prompt is embeddings alone.
+        read: the input of the prefill: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`. The first
+            columns of `mask`, which `past` holds, may be missing.
         mask: which columns hold a token, those of `past` included, `[batch, columns]`, bool.
         lengths: tokens of each prompt, without padding.
         sampling: how logits become probabilities.
         stopping: where rows end.
         pad: token id that fills rows which ended early.
         whole: whether an output object is returned, not the sequences alone (`return_dict_in_generate`).
-        scores: whether the scores of each new token are returned with it.
-        logits: whether the target's logits are.
+        scores: whether the output holds the scores of each new token.
+        logits: whether the output holds the target's logits of each new token.
         streamer: receives the prompt and then each committed token; None: there is none.
-        past: keys and values of the first columns. The caller's own cache receives those of the new tokens, too.
-        offsets: of each row, how much larger position ids of its further tokens are than their number in the text,
-            where the stock model has read the prompts with images or the like; None: it has not.
+        past: keys and values of the first columns. A cache of the caller also receives those of the new tokens.
+        offsets: of each row, how much larger the position ids of new tokens are than their index in the text, if the
+            stock model has read the prompts with images or the like; None: it has not.
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
-        anew: whether what `past` holds is read again, since the model would rotate it otherwise now.
-        source: what the encoder has read; None: the model has none.
-        aligns: the stock model that says what the text attends to in the source, for timestamps of its tokens; None: it
-            is not asked for.
+        anew: whether the tokens of `past` are read again, since other rotary tables apply to them now.
+        source: the source that the encoder has read; None: the model has no encoder.
+        aligns: the stock model that gives cross-attentions for timestamps of tokens; None: they are not asked for.
     """
 
     input_ids: Tensor
@@ -93,19 +92,19 @@ class Request:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Tokens of each prompt that are not read, for `past` holds them."""
+        """Number of tokens of each prompt that `past` holds, so that they are not read."""
         if self.past is None or self.anew:
             return (0,) * len(self.lengths)
         return tuple(self.mask[:, : past_length(self.past)].sum(1).tolist())
 
     @property
     def embeddings(self) -> bool:
-        """Whether prompts are embeddings, so that their last position has no token id."""
+        """True if prompts are embeddings, so that their last position has no token id."""
         return self.read.is_floating_point()
 
     @property
     def text_mask(self) -> Tensor | None:
-        """Which columns of `input_ids` hold a token; None where something else than these ids is read as well."""
+        """Mask of the columns of `input_ids` that hold a token; None if more than these ids is read."""
         return None if self.embeddings or self.mask.shape != self.input_ids.shape else self.mask
 
 
@@ -119,7 +118,7 @@ def read_request(
     *,
     text_alone: bool = False,
 ) -> Request:
-    """Check a call of `generate` and return it in one form.
+    """Check a call of `generate` and return it as a `Request`.
 
     Args:
         model: the model that will run.
@@ -128,17 +127,17 @@ def read_request(
         attention_mask: 1 for tokens and 0 for padding, of the same shape; None: padding is where `transformers`
             finds the padding token.
         generation_config: as in `model.generate`.
-        options: further keywords of `model.generate`; `streamer` and `tokenizer` among them.
-        text_alone: whether images and the like are refused.
+        options: further keywords of `model.generate`, including `streamer` and `tokenizer`.
+        text_alone: whether inputs other than text, such as images, are refused.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
-        UnsupportedOptionError: an option that cannot be honoured, by name.
+        UnsupportedOptionError: names an option that cannot be honoured.
     """
     check_kind("generation_config", generation_config, GenerationConfig, "write GenerationConfig(max_new_tokens=64)")
     encodes = has_encoder(model)
     embeddings = options.get("inputs_embeds")
-    # What an encoder reads may be no text.
+    # The input of an encoder may not be text.
     other = encodes and isinstance(inputs, Tensor) and inputs.is_floating_point()
     input_ids = inputs if inputs is None or other else checked_ids(model, inputs)
     read = input_ids if embeddings is None or encodes else checked_embeddings(model, embeddings)
@@ -158,7 +157,7 @@ def read_request(
         masks["attention_mask"] = checked_mask(attention_mask, read, past)
     # transformers does not pass these two to a callable.
     streamer, tokenizer = options.pop("streamer", None), options.pop("tokenizer", None)
-    # Read where code of a folder is to generate, and here none is.
+    # It matters only if code from the model's folder generates, which is not the case here.
     options.pop("trust_remote_code", None)
     if options.get("custom_generate") is None:
         options.pop("custom_generate", None)
@@ -183,12 +182,12 @@ def read_request(
     call = call.without("token_healing") if heals else call
     prepared: dict[str, Any] = {}
 
-    # transformers hands on what the encoder reads where a parameter has this name.
+    # transformers passes on the input of the encoder if a parameter has this name.
     def receive(_model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor, **others: Any) -> None:
         prepared.update(others, input_ids=input_ids, inputs_tensor=inputs_tensor)
 
-    # The class's `generate`: a model that was loaded with one from its folder has another on the instance. That of a
-    # class with an encoder may call the common one several times, and this is one of the calls.
+    # Use the class's `generate`: a model loaded with one from its folder has another on the instance. The `generate` of
+    # a class with an encoder may call the common one several times, and this is one of the calls.
     generate = GenerationMixin.generate if encodes else type(model).generate
     try:
         generate(
@@ -233,10 +232,10 @@ def read_request(
 
 
 def _taken_cache(options: dict[str, Any]) -> Cache | None:
-    """Take the cache out of keywords of `generate`, by whichever name it has there.
+    """Remove the cache from keywords of `generate`, under any of its names, and return it.
 
     Raises:
-        UnsupportedOptionError: there is more than one.
+        UnsupportedOptionError: there is more than one cache.
     """
     given = {name: options.pop(name) for name in CACHE_NAMES if name in options}
     caches = {name: cache for name, cache in given.items() if cache is not None}
@@ -254,7 +253,7 @@ class _Call:
     options: dict[str, Any]
 
     def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
-        """Make the criterion of stop strings here, where `transformers` would lack the tokenizer."""
+        """Make the criterion of stop strings here, since `transformers` would lack the tokenizer."""
         strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
         if strings is None:
             return self
@@ -272,7 +271,7 @@ class _Call:
         return replace(call, options={**call.options, "stopping_criteria": StoppingCriteriaList(criteria)})
 
     def without(self, name: str) -> _Call:
-        """Leave out an option, wherever it is from."""
+        """Return the call without an option, in its keywords and in both configs."""
         # A copy: the model's own defaults are read in any case, and must not change.
         model = copy(self.model)
         model.generation_config = _config_without(name, self.model.generation_config)
@@ -293,13 +292,13 @@ def _check_tokenizer(option: str, tokenizer: object) -> None:
 
 
 def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Let the model choose the last token of each prompt anew, as `transformers` does where it has the tokenizer."""
+    """Let the model choose the last token of each prompt again, as `transformers` does if it has the tokenizer."""
     try:
         healed: Tensor = model.heal_tokens(ids, tokenizer)
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise UnsupportedOptionError(f"token_healing: transformers cannot heal these prompts ({error})") from error
-    # transformers keeps the mask and the positions of the prompts as they were; other positions alone change nothing
-    # where only differences of them count.
+    # transformers keeps the old mask and positions of the prompts; shifted positions change nothing if the model uses
+    # only their differences.
     rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
     shifted = healed.shape[1] < ids.shape[1] and rotary and bool(mask.all())
     if healed.shape != ids.shape and not (shifted and healed.numel()):
@@ -323,16 +322,16 @@ def prepared_request(
     text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
-    """Check what `transformers` passes to a `custom_generate` callable, and read what is beside the text.
+    """Check the arguments of a `custom_generate` callable of `transformers`, and read the inputs beside the text.
 
-    `inputs_tensor` is what an encoder has read, before rows were repeated.
+    `inputs_tensor` is the encoder's input, before rows were repeated.
     """
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
     aligns = has_encoder(model) and bool(getattr(generation_config, "return_token_timestamps", False))
     if aligns:
-        # Whisper's generate, which asks for them, reads attentions to the source alone.
+        # Whisper's generate, which asks for timestamps, reads the cross-attentions alone.
         generation_config = copy(generation_config)
         generation_config.output_attentions = model_kwargs["output_attentions"] = None
     check_options(model, generation_config)
@@ -360,7 +359,7 @@ def prepared_request(
         mask = torch.ones(read.shape[0], columns, dtype=torch.long, device=read.device)
     mask = checked_mask(mask, read, past)
     config = model.config.get_text_config(decoder=True)
-    # Where its own forward does not name them, `transformers` hands a model none; differences alone stay as they are.
+    # `transformers` passes no position_ids if the forward does not name them; rotary models use only differences.
     counted = takes(model, "position_ids") and inputs.get("position_ids") is None and not has_encoder(model)
     if counted and not getattr(config, "rope_parameters", None) and not bool(mask.all()):
         raise UnsupportedOptionError(
@@ -377,7 +376,7 @@ def prepared_request(
             )
         reading = read_by_stock(model, adapter, inputs, mask)
         past = reading.past
-        # The stock model has used them; those of further tokens were compared with its own.
+        # The stock model has used the positions; those of new tokens were compared with its own.
         inputs = {**inputs, "position_ids": None if inputs.get("position_ids") is None else mask.cumsum(1) - 1}
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has chosen the padding token.
@@ -432,13 +431,13 @@ def prepared_request(
 
 
 def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
-    # It may be no token where nothing is padded; what processors are shown is one all the same.
+    # The padding id may be no token if nothing is padded; processors still need a valid one.
     token = 0 if pad is None else int(pad.flatten()[0])
     return token if 0 <= token < weight_of(model.get_input_embeddings()).shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:
-    """Return how many columns a mask of ones has that `transformers` left out."""
+    """Return the number of columns of the mask of ones that `transformers` left out."""
     if past is not None and not is_callers(past):
         return past_length(past) + read.shape[1]
     if past is not None and not read.is_floating_point():

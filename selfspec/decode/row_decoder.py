@@ -1,4 +1,4 @@
-"""What runs requests that join and leave, of one wrapped model: reads them, begins their batches, and runs rounds."""
+"""Run requests that join and leave, of one wrapped model: read them, begin their batches, and run rounds."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _NO_CONTEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafts for a batch.
+    """The drafter and controller of a batch.
 
     Attributes:
-        drafter: proposes tokens; None: nothing does.
-        controller: says how many.
+        drafter: proposes tokens; None: no draft.
+        controller: chooses the draft length.
     """
 
     drafter: Drafter | None
@@ -50,12 +50,12 @@ class Drafting:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes that the cache of this model takes.
+    """Bytes that the cache of a model takes.
 
     Attributes:
-        slot: keys and values of one token, in all layers and in those of drafters.
-        row: states of one row, those of a round's nodes included, and what drafters keep of it; else 0.
-        slack: slots of each row behind its committed tokens, for drafts.
+        slot: keys and values of one token, in all layers including those of drafters.
+        row: states of one row, including those of a round's nodes and of drafters; 0 if there are none.
+        slack: slots of each row after its committed tokens, for drafts.
     """
 
     slot: int
@@ -63,18 +63,18 @@ class CacheSizes:
     slack: int
 
     def of(self, rows: int, tokens: int) -> int:
-        """Bytes of `rows` rows with room for `tokens` committed tokens in each."""
+        """Return the bytes of `rows` rows with room for `tokens` committed tokens each."""
         return rows * ((tokens + self.slack) * self.slot + self.row)
 
 
 class RowDecoder:
-    """Runs rows of one wrapped model. Used by one thread at a time, but for `row`.
+    """Runs rows of one wrapped model. Only `row` may be called by several threads at once.
 
     Args:
-        target: the model, and what all its generations share.
-        drafting: by whether decoding is greedy: what most rows do decides.
+        target: the model with the state that all its generations share.
+        drafting: by whether decoding is greedy; the majority of rows decides.
         rule: judges drafts of rows that are sampled and not coupled; None: see `default_rule`.
-        check: refuses what drafts where it no longer fits the model; asked before each row is begun.
+        check: refuses a drafter that no longer fits the model; called before each row begins.
 
     Attributes:
         stats: counts of all rounds.
@@ -107,7 +107,7 @@ class RowDecoder:
         self._runner: ModelRunner | None = None
         self.limits = limits
         self.stats = Stats()
-        # Of the host: events of a device would pile up as long as the engine runs.
+        # Use the host's clock: events of a device would pile up as long as the engine runs.
         self._clock = PhaseClock(torch.device("cpu"))
         self.plain_rounds = 0
 
@@ -119,15 +119,15 @@ class RowDecoder:
         Args:
             input_ids: the prompt.
             options: keywords of `generate`.
-            seed: of its noise, and then its tokens are those of plain decoding; None: one is drawn.
+            seed: of its noise, which makes its tokens those of plain decoding; None: one is drawn.
             kind: see `Group`.
-            top: how many of the likeliest tokens have their log-probabilities reported; None: nothing is.
+            top: number of likeliest tokens whose log-probabilities are reported; None: no log-probabilities are.
 
         Raises:
             PromptError, UnsupportedOptionError: as `generate`.
         """
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
-        # Rows are never padded, and transformers warns of a model that does not say by what.
+        # Rows are never padded, but transformers warns if a model has no padding token.
         request = read_request(
             self._target.model,
             self._target.adapter,
@@ -152,15 +152,15 @@ class RowDecoder:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model's head writes."""
+        """Number of token ids that the model's head writes."""
         return vocabulary_size(self._target.model)
 
     def tables(self, length: int) -> int:
-        """Number the rotary tables by which a text of this length is read: rows of one batch need the same."""
+        """Return the number of the rotary tables for a text of this length: rows of one batch need the same tables."""
         return tables_of(self._config, length)
 
     def goes_on(self, row: Group) -> bool:
-        """Whether a row that has ended is to be begun again, by other rotary tables: then it is made ready for that."""
+        """Return whether a row that has ended must begin again with other rotary tables, and if so prepare it."""
         tokens = row.committed[0]
         assert row.whole is not None
         if row.error or row.failed or row.remaining(0) or row.whole.ends(len(tokens), tokens[-1]):
@@ -170,29 +170,29 @@ class RowDecoder:
 
     @property
     def resumes(self) -> bool:
-        """Whether a row may begin with keys and values of an earlier one: nothing drafts from other states of them."""
+        """True if a row may begin with keys and values of an earlier row: no drafter needs other states of them."""
         drafters = [each.drafter for each in self._drafting.values() if each.drafter is not None]
         depth = len(self._target.adapter.decoder_layers(self._target.model))
         return not any(each.features(depth) or each.own_bytes(self._target.model).token for each in drafters)
 
     def kept(self, batch: Batch, row: int) -> SharedCache:
-        """Copy what the cache holds of a row that is about to leave."""
+        """Return a copy of the cache of a row that is about to leave."""
         cache = self._cache(batch.cache.limit)
         cache.hold(1, batch.cache.seq_lens[row])
         cache.take(batch.cache, row, batch.cache.seq_lens[row])
         return cache
 
     def begin(self, row: Group, past: SharedCache | None = None, known: int = 0) -> Prefill:
-        """Begin to read a row's text but its last token, into a cache that has room for it alone.
+        """Begin to read a row's text without its last token, into a cache that has room for this row alone.
 
         Args:
             row: the row.
-            past: a cache of one row whose text begins alike; None: all is read.
-            known: tokens that are taken from it.
+            past: a cache of one row whose text has the same beginning; None: the whole text is read.
+            known: number of tokens taken from it.
         """
         self._check()
-        # As `model.generate` does, a row is read again where its tables change. Not even scrap behind its end may lie
-        # beyond that place, for they would change for all rows.
+        # As in `model.generate`, a row is read again when its rotary tables change. Not even scrap slots after its end
+        # may lie beyond that place, since the tables would change for all rows.
         limit = next((each for each in boundaries(self._config) if row.length <= each), self.context)
         assert row.whole is not None
         part = min(row.whole.max_new_tokens, limit + 1 - row.sequences.width)
@@ -217,18 +217,19 @@ class RowDecoder:
         batch.hold(1, row.length)
         if past is not None:
             cache.take(past, 0, known)
-        # By other tables than the shortest texts all is read at once, and the last token is there, which tells them.
+        # With other tables than those of the shortest texts, read everything at once, including the last token, which
+        # selects the tables.
         at_once = self.tables(len(text)) > 0
         tokens = torch.tensor([text[known:] if at_once else text[known:-1]], dtype=torch.long)
         return Prefill(batch, tokens, [len(text) - 1 - known], at_once)
 
     def rest(self) -> None:
-        """Let go of what was made for rows that ran, now that none does: the model may be changed until the next."""
+        """Drop the runner while no row runs, so that the model may be changed before the next row."""
         self._runner = None
 
     @torch.no_grad()
     def round(self, batch: Batch) -> Round:
-        """Run a round of a batch whose storage has room for it, and return what each row committed."""
+        """Run a round of a batch whose storage has room for it, and return the tokens that each row committed."""
         greedy = sum(group.sampling.greedy for group in batch.groups)
         drafting = self._drafting[2 * greedy >= len(batch.groups)]
         batch.controller = drafting.controller
@@ -243,7 +244,7 @@ class RowDecoder:
 
     @torch.no_grad()
     def measured(self) -> CacheSizes:
-        """Measure what a token and a row take in the cache, by a pass over one token; a drafter's own is counted."""
+        """Measure the bytes of a token and of a row in the cache, drafters included, by a pass over one token."""
         cache = self._cache(self.context)
         runner = runner_for(self._target.model, self._target.adapter, cache, None, self._target.substitutes)
         cache.hold(1, 1)

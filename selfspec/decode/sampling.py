@@ -1,4 +1,4 @@
-"""How logits of a group of rows become the distribution that plain decoding would draw from."""
+"""Turn logits of a group of rows into the distribution that plain decoding would draw from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from selfspec.runtime.chain import Choice
 
 @dataclass(frozen=True)
 class Sampling:
-    """Says how tokens are chosen, in the same way from the target's logits and from a draft's.
+    """Defines how tokens are chosen, in the same way from the target's and the draft's logits.
 
-    Temperature, top-k, top-p and other processors are in `selfspec.decode.processors`; what is done with this, for all
-    rows of a batch, in `selfspec.decode.batch_sampling`.
+    Temperature, top-k, top-p and other processors are in `selfspec.decode.processors`; `selfspec.decode.batch_sampling`
+    applies this to all rows of a batch.
 
     Attributes:
-        processing: what logits go through first.
+        processing: turns logits into scores.
         greedy: whether the distribution is one-hot at the largest score.
         couples: whether tokens are chosen by the noise of their position, not by independent draws.
     """
@@ -30,40 +30,40 @@ class Sampling:
     couples: bool = False
 
     def coupled(self) -> Sampling:
-        """Return the same with tokens chosen by the noise of their position. Greedy decoding needs none."""
+        """Return this sampling with tokens chosen by the noise of their position; greedy sampling stays as it is."""
         return self if self.greedy else replace(self, couples=True)
 
     @property
     def decided(self) -> bool:
-        """Whether there is one possible token everywhere, so that nothing is drawn."""
+        """True if each place has one possible token, so that nothing is drawn."""
         return self.greedy or self.couples
 
     def choice(self, length: int) -> Choice | None:
-        """Return how tokens are drawn where the last logits and a `Choice` say all of it; None: there is more to it.
+        """Return how tokens are drawn if the last logits and a `Choice` suffice; None: they do not.
 
         Args:
-            length: of the prefix of the first place, in tokens; of the shortest row.
+            length: of the shortest row's prefix of the first place, in tokens.
         """
         found = None if self.couples else choice_of(self.processing, length)
         if found is None or not self.greedy:
             return found
-        # Whatever does not suppress tokens, as temperature, is left to single steps.
+        # Leave processors that do not suppress tokens, such as temperature, to single steps.
         alone = all(isinstance(each, Suppression) for each in self.processing.processors)
         return replace(found, temperature=0.0) if alone else None
 
     @property
     def mends(self) -> bool:
-        """Whether processors put numbers in the place of logits that are not finite."""
+        """True if processors replace logits that are not finite by numbers."""
         return any(type(each) is InfNanRemoveLogitsProcessor for each in self.processing.processors)
 
     @property
     def in_order(self) -> bool:
-        """Whether some processor has memory, so that the target's places are scored by `next_scores`, in order."""
+        """True if some processor has memory, so that `next_scores` scores the target's places in order."""
         return isinstance(self.processing, SequentialProcessing)
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether some processor looks at more than the scores of a place."""
+        """True if some processor reads more than the scores of a place."""
         return not isinstance(self.processing, Warping)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores and logits of committed tokens, kept for a caller who asked for them."""
+"""Record scores and logits of committed tokens for a caller who asked for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one committed token's place, by the model's own logits, before processors and filters.
+    """Log-probabilities at the place of one committed token, by the model's own logits, before processors and filters.
 
     Attributes:
         logprob: of the token.
-        top: the likeliest tokens and theirs, the likeliest first.
+        top: the likeliest tokens with their log-probabilities, the likeliest first.
     """
 
     logprob: float
@@ -23,10 +23,10 @@ class TokenLogprobs:
 
 
 class LogprobRecord:
-    """Keeps what a round's places say until their tokens are known.
+    """Keeps the log-probabilities at a round's places until their tokens are known.
 
     Args:
-        top: how many of the likeliest tokens are reported.
+        top: number of likeliest tokens to report.
     """
 
     def __init__(self, top: int) -> None:
@@ -38,7 +38,7 @@ class LogprobRecord:
         self._places += logits.float().log_softmax(-1).unbind()
 
     def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Return what was kept at the places of the tokens that the round committed, and forget it."""
+        """Return the log-probabilities at the places of the tokens that the round committed, and drop what was kept."""
         places, self._places = self._places[: len(tokens)], []
         found = []
         for place, token in zip(places, tokens, strict=True):
@@ -51,8 +51,8 @@ class LogprobRecord:
 class ScoreRecord:
     """One tensor `[batch, vocab]` for each new token, as `transformers` returns them.
 
-    Where a row has ended and others have not, its entry is that of a certain padding token: 0 for it and -inf for all
-    others, normalised or not. So a sum over a row counts its own tokens alone.
+    After a row has ended, its entry is 0 for the padding token and -inf for all other tokens, normalised or not. So a
+    sum over a row counts its own tokens alone.
 
     Args:
         pad: the padding token.
@@ -64,14 +64,14 @@ class ScoreRecord:
 
     @property
     def steps(self) -> tuple[Tensor, ...]:
-        """One tensor for each new token, the first token first."""
+        """Tensors of the new tokens, the first token first."""
         return tuple(self._steps)
 
     def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
         """Return one tensor for each new token of the longest row.
 
         Args:
-            lengths: new tokens of each row; what is kept beyond them is left out.
+            lengths: new tokens of each row; later entries are left out.
         """
         return tuple(
             self._with_padding(step, [row for row, length in enumerate(lengths) if length <= index])
@@ -79,13 +79,13 @@ class ScoreRecord:
         )
 
     def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Keep the values of committed tokens of a block, and none of rejected tokens.
+        """Keep the values of a block's committed tokens, not of rejected tokens.
 
         Args:
             values: `[rows, places, vocab]`, of the running rows.
             rows: their numbers in the batch.
-            starts: new tokens that each row of the batch has before the first place.
-            counts: places of each row of the batch to keep, from the first.
+            starts: number of new tokens of each row of the batch before the first place.
+            counts: number of places to keep of each row of the batch, from the first.
         """
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         while len(self._steps) < longest:
@@ -106,10 +106,10 @@ class ScoreRecord:
 
 @dataclass(frozen=True)
 class ScoreRecords:
-    """What is kept of committed tokens.
+    """Records of committed tokens that the caller asked for.
 
     Attributes:
-        scores: the logits as processors and warpers left them; None: the caller did not ask for them.
+        scores: the logits after processors and warpers; None: the caller did not ask for them.
         logits: the target's own logits; None: the caller did not ask for them.
         logprobs: log-probabilities of the tokens of a group of one row; None: the caller did not ask for them.
     """
@@ -121,10 +121,10 @@ class ScoreRecords:
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:
-        """Keep those of tokens about to be committed. Arguments as in `ScoreRecord.keep`.
+        """Record tokens about to be committed. Arguments as in `ScoreRecord.keep`.
 
         Returns:
-            The scores of all new tokens so far, one `[batch, vocab]` each; None where they are not kept.
+            The scores of all new tokens so far, one `[batch, vocab]` each; None if they are not kept.
         """
         if self.logprobs is not None:
             self.logprobs.keep(logits[0, : counts[0]])

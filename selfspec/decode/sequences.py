@@ -1,4 +1,4 @@
-"""Each row as `transformers` would hold it: the prompt with its padding, and then what was committed."""
+"""Each row as `transformers` would hold it: the prompt with its padding, then the committed tokens."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 class Sequences:
     """Prompts and the tokens committed after them.
 
-    Logits processors and stopping criteria of `transformers` see a row as it was given, left padding included, and then
-    its new tokens. Rows differ in length by how many of their draft tokens were accepted.
+    Logits processors and stopping criteria of `transformers` see a row as it was given, left padding included, followed
+    by its new tokens. Rows differ in length because they accept different numbers of draft tokens.
 
     Args:
         prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
-        pad: fills rows that are shorter than others.
+        pad: token id that fills shorter rows.
         mask: which columns of the prompts are text, bool; None: passes read something else than these ids, and all
             columns count as text.
 
     Attributes:
-        committed: the new tokens of each row, final. Append to them; change nothing else.
+        committed: the new tokens of each row, final. Only append to them.
         unfinished: numbers of the rows that have not ended.
-        running: numbers of the rows that passes run, in the order in which tensors hold them. All unfinished rows are
-            among them; a finished row is until it is dropped.
-        text_ends: after how many new tokens a row has ended whose other tokens only fill it up, by row.
+        running: numbers of the rows that passes run, in the order in which tensors hold them: all unfinished rows, and
+            finished rows until they are dropped.
+        text_ends: by row, the number of new tokens at which the text of a row ended that is then only filled up.
         width: length of the prompts, padding included.
-        pad: fills rows that are shorter than others.
+        pad: token id that fills shorter rows.
     """
 
     def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:
@@ -45,7 +45,7 @@ class Sequences:
 
     @property
     def are_text(self) -> bool:
-        """Whether the ids are all there is to read: no embeddings, and no past of other tokens."""
+        """True if passes read these ids alone: no embeddings, and no past of other tokens."""
         return self._mask is not None
 
     def length(self, row: int) -> int:
@@ -54,7 +54,7 @@ class Sequences:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest running row, prompt and padding included."""
+        """Number of tokens of the shortest running row, prompt and padding included."""
         return min(map(self.length, self.running))
 
     def tokens_from(self, row: int, start: int) -> list[int]:
@@ -65,11 +65,11 @@ class Sequences:
         return prompt + self.committed[row]
 
     def text_length(self, row: int) -> int:
-        """Count the tokens of a row's text, prompt included and padding not."""
+        """Count the tokens of a row's text, prompt included, padding excluded."""
         return len(self._texts[row]) + len(self.committed[row])
 
     def text_from(self, row: int, start: int) -> list[int]:
-        """Return the tokens of a row's text from number `start` on, padding neither counted nor included."""
+        """Return the tokens of a row's text from token `start` on, padding neither counted nor included."""
         new = start - len(self._texts[row])
         if new >= 0:
             return self.committed[row][new:]
@@ -81,7 +81,7 @@ class Sequences:
 
     @cached_property
     def _texts(self) -> list[list[int]]:
-        """The prompts without padding, copied to the host once: a copy in a round would wait for the device."""
+        """Prompts without padding, copied to the host once: a copy in each round would wait for the device."""
         prompts: list[list[int]] = self._prompts.tolist()
         if self._mask is None:
             return prompts
@@ -89,7 +89,7 @@ class Sequences:
         return [[token for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in each]
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
-        """Return the ids of all rows with a run of tokens after each, padded right to the longest, `[batch, length]`.
+        """Return the ids of all rows, each followed by its run, padded right to the longest, `[batch, length]`.
 
         Args:
             runs: for each row of the batch, tokens that are not committed.
@@ -103,13 +103,13 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What comes before each place of a block: the committed tokens, and the draft tokens up to the place.
+    """The prefix of each place of a block: the committed tokens, and the draft tokens up to the place.
 
-    A block of m places belongs to the last m places of sequence and draft: one after each of the last m - 1 draft
-    tokens, and one before them.
+    A block of m places covers the last m places of sequence and draft: one after each of the last m - 1 draft tokens,
+    and one before them.
 
     Attributes:
-        sequences: committed.
+        sequences: the committed tokens.
         drafted: pieces of the draft, in order, `[rows, tokens]` each, of the running rows. Only processors that depend
             on the prefix read them.
     """
@@ -119,7 +119,7 @@ class Prefixes:
 
     @property
     def length(self) -> int:
-        """Draft tokens so far."""
+        """Number of draft tokens so far."""
         return sum(piece.shape[1] for piece in self.drafted)
 
     def runs(self) -> list[list[int]]:
@@ -133,5 +133,5 @@ class Prefixes:
 
 
 def first_end(run: Sequence[int], eos: Collection[int]) -> int:
-    """Return where a run of tokens has its first end-of-sequence token; its length where it has none."""
+    """Return the index of the first end-of-sequence token of a run; the length of the run if it has none."""
     return next((index for index, token in enumerate(run) if token in eos), len(run))

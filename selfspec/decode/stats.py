@@ -1,4 +1,4 @@
-"""Statistics of a generation, counted from what its rounds committed; and the time of each phase."""
+"""Statistics of a generation, counted from its committed rounds, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ class Stats:
     """Counts and times of one generation, over all its rows.
 
     Attributes:
-        rounds: rounds of propose, verify, judge and commit. Each makes one target pass.
+        rounds: rounds of propose, verify, judge and commit, with one target pass each.
         row_rounds: rounds of each unfinished row, summed over rows; equals `rounds` for a batch of one.
         new_tokens: tokens committed.
         drafted: draft tokens of unfinished rows, judged or not.
-        judged: draft tokens the target judged; siblings in a tree count as one. Not counted: tokens after a rejected
-            one, after the end of the row, and after the place where lockstep cuts the row.
+        judged: draft tokens that the target judged; siblings in a tree count as one. Not counted: tokens after a
+            rejected one, after the end of the row, and after the place where lockstep cuts the row.
         accepted: draft tokens committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_depth: `judged` by depth in the draft, first token first.
         accepted_per_depth: `accepted` by depth in the draft.
-        cache_bytes: the most that was allocated for keys and values, in bytes.
-        substitute_bytes: what the substitutes take that were made for the model so far, in bytes.
-        draft_bytes: what the drafter took of its own, in bytes: the weights, keys and values of an assistant, the
-            table of recycling.
+        cache_bytes: most bytes allocated for keys and values.
+        substitute_bytes: bytes of the substitutes made for the model so far.
+        draft_bytes: bytes of the drafter itself: the weights, keys and values of an assistant, the table of recycling.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 
@@ -52,34 +51,34 @@ class Stats:
 
     @property
     def judged(self) -> int:
-        """Draft tokens the target judged."""
+        """Number of draft tokens that the target judged."""
         return sum(self.judged_per_depth)
 
     @property
     def accepted(self) -> int:
-        """Draft tokens committed."""
+        """Number of draft tokens committed."""
         return sum(self.accepted_per_depth)
 
     @property
     def acceptance_rate(self) -> float:
-        """Alpha of Leviathan et al. (2023): accepted by judged draft tokens. NaN without any."""
+        """Alpha of Leviathan et al. (2023): accepted per judged draft token. NaN if none was judged."""
         return self.accepted / self.judged if self.judged else float("nan")
 
     @property
     def optimal_acceptance_rate(self) -> float:
-        """For coupled drafts, the mean of 1 - TV(p, q), the most that any rule can reach. NaN for others."""
+        """Mean of 1 - TV(p, q) for coupled drafts, the highest acceptance rate of any rule. NaN for other drafts."""
         return self.overlap / self.judged if self.overlap else float("nan")
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
+        """Number of tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
     def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
-        """Count a round by what it committed of a draft.
+        """Count a round by the places of the draft that it committed.
 
-        A draft token counts if its place was committed, with the token itself or another one in it. Lockstep drops
-        places for what other rows accepted, never for their own verdict, so the acceptance rate is that of the rule.
+        A draft token counts if its place was committed, with this token or another one. Lockstep drops places because
+        of other rows, never because of their own verdict, so the acceptance rate is that of the rule.
         """
         self.rounds += 1
         for row in verdict.rows.values():
@@ -93,7 +92,7 @@ class Stats:
 
     @classmethod
     def together(cls, parts: Sequence[Stats]) -> Stats:
-        """Return the counts of several generations as one, with the most bytes that one of them took."""
+        """Return the counts of several generations as one, with the most bytes of any of them."""
         seconds: Counter[str] = Counter()
         for part in parts:
             seconds.update(part.seconds)
@@ -135,7 +134,7 @@ def _add(counts: list[int], positions: int, first: int) -> None:
 
 
 class PhaseClock:
-    """Sums wall time by phase. Where there are streams it records events, read at the end: no phase waits."""
+    """Sums wall time by phase. On devices with streams it records events and reads them at the end: no phase waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

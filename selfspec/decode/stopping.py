@@ -1,4 +1,4 @@
-"""Where a row ends: at its longest, at an end-of-sequence token, or where a stopping criterion says so."""
+"""Find where a row ends: at its maximal length, at an end-of-sequence token, or where a stopping criterion ends it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from selfspec.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Stopping:
-    """What ends a row.
+    """The conditions that end a row.
 
     Attributes:
         max_new_tokens: the most tokens a row may grow by, at least 1.
         eos: token ids that end a row.
-        criteria: all others. They see what they would see in `transformers`: the whole batch, token by token as each
-            row grows. Where rows differ in length, a stateless criterion sees the others cut or padded to the length of
-            the call, and what it answers for them is not used.
-        fills: whether a row that a criterion has ended is filled up with tokens of its own until all have ended.
-            `transformers` pads such rows only where there is an end-of-sequence token.
+        criteria: all other criteria. As in `transformers` they see the whole batch, token by token as each row grows.
+            If rows differ in length, a stateless criterion sees the other rows cut or padded to the length of the call,
+            and its answer for them is not used.
+        fills: whether a row that a criterion has ended is filled up with tokens of its own until all rows have ended.
+            `transformers` pads such rows only if there is an end-of-sequence token.
     """
 
     max_new_tokens: int
@@ -41,21 +41,21 @@ class Stopping:
 
     @property
     def needs_lockstep(self) -> bool:
-        """Whether rows must be at one length in every round, as in plain decoding.
+        """True if rows must be at one length in every round, as in plain decoding.
 
-        A criterion that may have memory is called with all rows at one length; and rows that are filled up end at one.
+        A criterion that may have memory is called with all rows at one length, and filled rows end at one length.
         """
         return self.fills or any(not is_stateless(criterion) for criterion in self.criteria)
 
     def ends(self, count: int, last: int) -> bool:
-        """Whether a row ends with its `count`-th new token `last`, criteria aside."""
+        """Return whether a row ends with its `count`-th new token `last`, without asking the criteria."""
         return count >= self.max_new_tokens or last in self.eos
 
     def shortened(self, sequences: Sequences, runs: Sequence[Sequence[int]]) -> list[list[int]]:
         """Cut each row's run after the first end-of-sequence token, and to the tokens the row may still grow by.
 
         Args:
-            sequences: what was committed before.
+            sequences: the tokens committed before.
             runs: tokens of each row of the batch; none for finished rows.
         """
         return [
@@ -69,7 +69,7 @@ class Stopping:
         """Return how many tokens of its run each row keeps if it ends within the run; None for rows that do not end.
 
         Args:
-            sequences: what was committed before.
+            sequences: the tokens committed before.
             runs: as `shortened` leaves them.
             scores: one tensor `[batch, vocab]` for each new token, those of the runs included; None: not kept.
         """
@@ -101,12 +101,12 @@ class Stopping:
         return ends
 
     def ended(self, sequences: Sequences, rows: Sequence[int], count: int) -> Sequence[int]:
-        """Return the rows that end where a criterion has ended some: these, or where rows are filled up none or all.
+        """Return the rows that end after a criterion has ended some: these, or none or all if rows are filled up.
 
         Args:
-            sequences: notes where the text of each row that is filled up has ended.
-            rows: that the criterion has ended.
-            count: their new tokens.
+            sequences: stores where the text of each filled row has ended.
+            rows: the rows that the criterion has ended.
+            count: number of their new tokens.
         """
         if not self.fills:
             return rows
@@ -116,15 +116,15 @@ class Stopping:
 
 
 def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -> Stopping:
-    """Read from the criteria that `transformers` has prepared where rows end.
+    """Read where rows end from the criteria that `transformers` has prepared.
 
     Args:
-        criteria: all of them. Those of length and end of sequence become numbers, and are not called.
+        criteria: all of them. Criteria of length and end of sequence become numbers and are not called.
         width: length of the prompts, padding included.
-        max_length: the most tokens of a row, prompt included, where no criterion limits them.
+        max_length: the most tokens of a row, prompt included, if no criterion limits them.
 
     Raises:
-        UnsupportedOptionError: a criterion that stops a draft model, by name.
+        UnsupportedOptionError: names a criterion that stops a draft model.
     """
     # Exact classes: a subclass may do anything.
     longest = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
@@ -136,19 +136,19 @@ def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -
                 f"the stopping criterion {type(criterion).__name__} is not supported: it stops a draft model; drop it"
             )
     return Stopping(
-        # One token is generated whatever the length.
+        # At least one token is generated.
         max_new_tokens=max(min(longest, default=max_length) - width, 1),
         eos=frozenset(token for tokens in ends for token in tokens.flatten().tolist()),
         criteria=StoppingCriteriaList(others),
-        # As `transformers` asks whether to pad.
+        # `transformers` decides in the same way whether to pad.
         fills=bool(others) and not any(hasattr(criterion, "eos_token_id") for criterion in criteria),
     )
 
 
 def is_stateless(criterion: StoppingCriteria) -> bool:
-    """Whether a criterion is known to be a function of ids and scores, whatever it was called with before.
+    """Return whether a criterion is known to be a function of ids and scores, independent of earlier calls.
 
-    Those of `transformers` are. Any other declares it by an attribute `stateless = True`.
+    Criteria of `transformers` are. Any other criterion declares it by an attribute `stateless = True`.
     """
     # Exact classes: a subclass may do anything.
     return type(criterion) in (StopStringCriteria, MaxTimeCriteria) or getattr(criterion, "stateless", False) is True

@@ -1,7 +1,7 @@
-"""Processors of `transformers` that suppress tokens, without their search of the vocabulary in every call.
+"""Suppress tokens like the processors of `transformers`, but without searching the vocabulary in every call.
 
-Models of speech suppress about 90 of 50,000 tokens at each place, drafted ones too; to look each up takes a large part
-of what a draft step takes.
+Speech models suppress about 90 of 50,000 tokens at each place, also in drafts; looking each up would take a large part
+of a draft step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Suppression(LogitsProcessor):
 
 
 class SuppressionAt(Suppression):
-    """Suppresses tokens where so many come before.
+    """Suppresses tokens at one place of the text.
 
     Args:
         tokens: their ids.
-        place: how many.
+        place: number of tokens before the place.
     """
 
     def __init__(self, tokens: Tensor, place: int) -> None:
@@ -42,12 +42,12 @@ class SuppressionAt(Suppression):
         self.place = place
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, at this place with -inf for the tokens."""
+        """Return scores, `[rows, vocab]`, with -inf for the tokens if this is the place."""
         return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.place else scores
 
 
 def without_search(processor: LogitsProcessor) -> LogitsProcessor:
-    """Return a processor that gives the same scores in less time; itself where there is none."""
+    """Return a faster processor with the same scores; the processor itself if there is none."""
     # Exact classes: a subclass may do anything.
     if type(processor) is generation.SuppressTokensLogitsProcessor:
         return Suppression(processor.suppress_tokens)

@@ -1,4 +1,4 @@
-"""The target: the model that verifies, with all that its generations share."""
+"""The target: the model that verifies, with the state that its generations share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens that memory was set aside for.
+    """Numbers of tokens that memory is reserved for.
 
     Attributes:
-        context: prompts and texts, of all rows of a batch together.
-        at_once: tokens of prompts that one pass reads, of all rows together.
+        context: tokens of prompts and texts, over all rows of a batch.
+        at_once: tokens of prompts that one pass reads, over all rows.
         cache: how keys and values are kept.
     """
 
@@ -34,14 +34,14 @@ class Limits:
     cache: CacheKind = "exact"
 
     def check(self, rows: int, tokens: int) -> None:
-        """Refuse what the cache has no room for.
+        """Refuse a batch that the cache has no room for.
 
         Args:
             rows: of the batch.
-            tokens: of the longest prompt, and `max_new_tokens`.
+            tokens: of the longest prompt plus `max_new_tokens`.
 
         Raises:
-            PromptError: it is too much.
+            PromptError: the batch has too many tokens.
         """
         if rows * tokens > self.context:
             raise PromptError(
@@ -50,7 +50,7 @@ class Limits:
             )
 
     def prefill_width(self, rows: int) -> int:
-        """Tokens of each row that one pass over prompts may read."""
+        """Return how many tokens of each row one pass over prompts may read."""
         return max(self.at_once // rows, 1)
 
 
@@ -63,8 +63,8 @@ class Target:
         adapter: where its layers are.
         programs: passes recorded so far.
         substitutes: its weights in fewer bits, made so far.
-        memories: what drafters keep as long as the wrapper.
-        limits: of each call, where memory has a budget; None: there are none.
+        memories: state of drafters that lives as long as the wrapper.
+        limits: of each call under a memory budget; None: there is no budget.
     """
 
     model: PreTrainedModel
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def device(self) -> torch.device | None:
-        """Where token ids and logits are; None: all weights are offloaded, and they are where the prompt is."""
+        """Device of token ids and logits; None: all weights are offloaded, and the prompt's device is used."""
         device: torch.device = weight_of(self.model.get_input_embeddings()).device
         return None if device.type == "meta" else device
 
@@ -87,5 +87,5 @@ class Target:
         return self.adapter.shared_cache(self.model, rows, limit, slack, device=device, bucket=bucket, kept=kept)
 
     def runner(self, cache: SharedCache) -> ModelRunner:
-        """Make what runs passes over a cache."""
+        """Make a runner of passes over a cache."""
         return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes)

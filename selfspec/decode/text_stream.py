@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece; all pieces together are the text of the whole."""
+"""Turn token ids into text, piece by piece; the pieces joined are the whole text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A token that stands for one byte of a character. What a run of them means is known only at its end.
+# A token for one byte of a character. The text of a run of such tokens is known only at its end.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextStream:
-    """Text of the tokens after a prompt, as they come.
+    """Turns the tokens after a prompt into text as they come.
 
-    A piece is given out once no later token can change it: characters of several tokens come with their last token.
-    Each step decodes the latest tokens alone, with those before them for context, because many tokenizers drop the
-    space at the beginning of a text.
+    A piece is returned once no later token can change it: a character of several tokens comes with its last token. Each
+    step decodes only the latest tokens, with the tokens before them as context, because many tokenizers drop the space
+    at the beginning of a text.
 
     Args:
-        tokenizer: the model's.
-        prompt: tokens before.
+        tokenizer: of the model.
+        prompt: its tokens.
         special: whether special tokens are written out; else they are left out.
     """
 
@@ -44,41 +44,41 @@ class TextStream:
         return self._give(fresh) if self._certain(fresh) else ""
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest of the text, when no more tokens come."""
         return self._give(self._fresh())
 
     def push_apart(self, tokens: Sequence[int]) -> list[str]:
         """Take tokens; return the text of each token whose text is now certain, in order.
 
-        Together they are what `push` returns. A character belongs to its last token.
+        Joined, the texts equal the result of `push`. A character belongs to its last token.
         """
         self._ids += tokens
         fresh = self._fresh()
         return self._give_apart(fresh) if fresh and self._certain(fresh) else []
 
     def finish_apart(self) -> list[str]:
-        """The text of each token that is left, when no more tokens come."""
+        """Return the text of each remaining token, when no more tokens come."""
         return self._give_apart(self._fresh())
 
     @property
     def whole_characters(self) -> str:
-        """What is not given out yet, as it would be if no more tokens came; without a character that is unfinished."""
+        """Text that is not returned yet, as it would be if no more tokens came, without an unfinished character."""
         return self._fresh().rstrip(_REPLACEMENT) if self._given < len(self._ids) else ""
 
     def foresee(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` would have added if they had come and been the last."""
+        """Return the text that `tokens` would add if they came next and were the last."""
         other = copy.copy(self)
         other._ids = [*self._ids, *tokens]
         return other._fresh().removeprefix(self._fresh())
 
     def _fresh(self, count: int | None = None) -> str:
-        """Return the text of the first `count` tokens that are not given out yet; None: of all of them."""
+        """Return the text of the first `count` tokens that are not returned yet; None: of all such tokens."""
         until = None if count is None else self._given + count
         before, new = self._ids[self._context : self._given], self._ids[self._given : until]
         return continuation(self._tokenizer, before, new, self._special)
 
     def _give(self, fresh: str) -> str:
-        # Without any text the old context stays: it alone tells that a text has begun.
+        # Without new text the old context stays: only it shows that a text has begun.
         if fresh:
             self._context, self._given = self._given, len(self._ids)
         return fresh
@@ -86,7 +86,7 @@ class TextStream:
     def _give_apart(self, fresh: str) -> list[str]:
         ends = [0]
         for count in range(1, len(self._ids) - self._given):
-            # What the tokens up to this one say by themselves, as far as it stays.
+            # Compare the text of the tokens up to this one with the whole, as far as they agree.
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._fresh(count), fresh, strict=False))
             ends.append(max(ends[-1], sum(1 for _ in alike)))
         texts = [fresh[start:end] for start, end in pairwise([*ends, len(fresh)])]
@@ -96,7 +96,7 @@ class TextStream:
         return texts
 
     def _certain(self, fresh: str) -> bool:
-        """Whether no later token can change the text."""
+        """Return whether no later token can change the text."""
         latest = next((token for token in reversed(self._ids) if token not in self._left_out), None)
         name = "" if latest is None else self._tokenizer.convert_ids_to_tokens(latest)
         within_bytes = isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
@@ -106,10 +106,10 @@ class TextStream:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], special: bool = False
 ) -> str:
-    """The text of `new` after `prompt`, with or without special tokens.
+    """Return the text of `new` after `prompt`, with or without special tokens.
 
-    It is cut from the whole, since a text decoded alone may lose its first space. A character that the prompt leaves
-    unfinished, and the new tokens finish, is theirs.
+    It is cut from the whole text, since tokens decoded alone may lose their first space. A character that begins in the
+    prompt and ends in the new tokens belongs to the new tokens.
     """
     known, whole = (
         str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))

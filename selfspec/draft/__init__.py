@@ -1,4 +1,4 @@
-"""The drafters, one a file: each turns the state of a generation into a Draft."""
+"""The drafters, one in each file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade

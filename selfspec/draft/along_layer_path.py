@@ -1,4 +1,4 @@
-"""Drafting along a cheap path of the model's own weights: what early exits and skip sets have in common."""
+"""Drafting along a cheap path of the model's own weights: the common base of early exits and skip sets."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from selfspec.model.summary import cache_bytes_read
 from selfspec.model.weights_read import share_read
 
 LONG = 1024
-"""Tokens of a text from which on reading less of the cache than all of it may pay."""
+"""Tokens of a text from which on it may pay to read less than the whole cache."""
 
 
 class LayerPathDrafter(Drafter):
-    """Drafts with the target's own layers, fewer of them: one step of the path for each token, or each level of a tree.
+    """Drafts with fewer of the target's layers: one step of the path for each token, or each level of a tree.
 
-    What the path computes before its first missing sublayer is exact; it stays in the shared cache and goes to the
-    target as `Resume`.
+    The states before the path's first missing sublayer are exact; they stay in the shared cache and go to the target
+    as `Resume`.
     """
 
     runs = "layers"
 
     @abstractmethod
     def path(self, depth: int) -> LayerPath:
-        """The path of a draft step in a network of `depth` layers.
+        """Return the path of a draft step in a network of `depth` layers.
 
         Raises:
             DraftConfigError: the path does not fit the network.
@@ -49,21 +49,21 @@ class LayerPathDrafter(Drafter):
 
     @property
     def head(self) -> DraftHead | None:
-        """What reads the path's last states; the same object every time. None: the model's own norm and head."""
+        """The head that reads the path's last states, always the same object; None: the model's own norm and head."""
         return None
 
     @property
     def chances(self) -> Sequence[float]:
-        """How often siblings of each rank are held to be accepted before any were."""
+        """Acceptance rates of siblings by rank that are assumed at first."""
         return CHANCES
 
     @property
     def runs_exact_layers(self) -> bool:
-        """Whether the layers that a step runs compute what they compute in the target."""
+        """True if the layers that a step runs compute the same as in the target."""
         return self.bits is None
 
     def early_exit(self, depth: int) -> Exit | None:
-        """Where a network of `depth` layers is left, between two of them, having skipped nothing; None: it is not."""
+        """Return the exit between two of `depth` layers where it leaves the network with nothing skipped, or None."""
         path = self.path(depth)
         start = path.resume_point
         if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):
@@ -88,7 +88,7 @@ class LayerPathDrafter(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class AroundLayerPath(LayerPathDrafter):
-    """Another path drafter, of which something is changed."""
+    """Changes something of another path drafter."""
 
     draft_with: LayerPathDrafter
 
@@ -129,10 +129,10 @@ class AroundLayerPath(LayerPathDrafter):
 
 @dataclass(frozen=True, eq=False)
 class OverLessOfCache(AroundLayerPath):
-    """Another path drafter, whose steps read less of the cache than is there.
+    """Runs another path drafter, whose steps read less than the whole cache.
 
     Attributes:
-        needs_masks: what is said of a model that does not take 4-D masks, which such a draft needs.
+        needs_masks: the message on a model that does not take 4-D masks, which such a draft needs.
     """
 
     needs_masks: ClassVar[str]
@@ -155,7 +155,7 @@ class OverLessOfCache(AroundLayerPath):
 
 
 class OverPartOfCache(OverLessOfCache):
-    """Another path drafter, whose steps attend to a part of the cache, of which a number says how large it is."""
+    """Runs another path drafter, whose steps attend to a part of the cache, with its size as a number."""
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
@@ -212,7 +212,7 @@ class LayerPathProposer(GrowingProposer):
 
 
 def _choosing_apart(rows: RowsView, budget: Budget) -> list[int] | None:
-    """Places of the rows that a draft is for, where each chooses what it attends to as it would alone; else None."""
+    """Return the places of the rows to draft for, if each chooses its keys as it would alone; else None."""
     if not rows.rows_apart:
         return None
     return [place for place, row in enumerate(rows.running) if budget.rows is None or row in budget.rows]

@@ -40,17 +40,17 @@ from selfspec.runtime.recorded import runner_for
 )
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Assistant(Drafter):
-    """A second, smaller model with the same vocabulary drafts, as in Leviathan et al. (2023) and Chen et al. (2023).
+    """Drafts with a second, smaller model of the same vocabulary (Leviathan et al., 2023; Chen et al., 2023).
 
-    Its passes run over a cache of its own, which costs memory beside its weights; it is there to compare
-    self-speculation with. It drafts as far as its own context goes. For an encoder-decoder it is another one, which
-    reads the same input: by the encoder of the model where its own has the same weights.
+    Its passes run over a cache of its own, which costs memory beside its weights; it serves as a comparison for
+    self-speculation. It drafts as far as its own context goes. The assistant of an encoder-decoder is an
+    encoder-decoder that reads the same input, by the model's encoder if both encoders have the same weights.
 
     Attributes:
         model: the assistant; it is not changed.
         adapter: where it keeps its layers.
-        source: the folder that it was loaded from, which moves it to the device and dtype of each model that is
-            wrapped; None: it was handed over, and stays where it is.
+        source: the folder that it was loaded from; such an assistant moves to the device and dtype of each model that
+            is wrapped. None: the caller gave the model, which stays where it is.
     """
 
     model: PreTrainedModel
@@ -68,7 +68,7 @@ class Assistant(Drafter):
         Raises:
             CheckpointError: the folder cannot be used.
             UnsupportedModelError: the model cannot be decoded.
-            DraftConfigError: it is no model.
+            DraftConfigError: the argument is no model.
         """
         if not isinstance(model, nn.Module | str | Path):
             raise DraftConfigError(f"an assistant is a model, or the folder of a checkpoint; got {shown(model)}")
@@ -159,7 +159,7 @@ class Assistant(Drafter):
 
         Raises:
             UnsupportedOptionError: they are not token ids alone.
-            UnsupportedModelError: they are several, and the assistant takes one; or it cannot read trees.
+            UnsupportedModelError: the assistant takes one prompt at a time, or cannot read trees.
             DraftConfigError: they are on another device.
         """
         check_decodable(self.model, self.adapter)
@@ -181,7 +181,7 @@ class Assistant(Drafter):
 
 
 class AssistantProposer(GrowingProposer):
-    """Grows drafts with an assistant, which can read `context` tokens; None: any number."""
+    """Grows drafts with an assistant that can read `context` tokens; None: any number."""
 
     def __init__(self, state: AssistantState, context: int | None) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class AssistantProposer(GrowingProposer):
 
 
 def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Refuse an assistant whose ids are other tokens, by the tokenizers in the folders both were loaded from.
+    """Refuse an assistant whose ids mean other tokens, by the tokenizers in the folders both models came from.
 
     Models of one family may pad their vocabularies to different sizes. Without tokenizers, sizes must be equal.
 
@@ -238,21 +238,21 @@ def encoders_are_equal(assistant: PreTrainedModel, model: PreTrainedModel) -> bo
 
 
 def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Free the weights of an assistant's encoder that equals the model's: both keep the model's."""
+    """Free the weights of an assistant's encoder that equals the model's; both then use the model's weights."""
     its = model.get_encoder().state_dict(keep_vars=True)
     for name, weight in assistant.get_encoder().state_dict(keep_vars=True).items():
         weight.data = its[name].data
 
 
 def source_by(assistant: PreTrainedModel, read: Source) -> Source:
-    """Let the encoder of an assistant read what the model's has read.
+    """Let the encoder of an assistant read the input of the model's encoder.
 
     Args:
         assistant: an encoder-decoder.
-        read: what the model's encoder has made of it.
+        read: the output of the model's encoder, with its input.
 
     Raises:
-        UnsupportedOptionError: it is not known, or this encoder cannot read it.
+        UnsupportedOptionError: the input is not known, or this encoder cannot read it.
     """
     inputs, name, encoder = read.inputs, assistant.main_input_name, assistant.get_encoder()
     if inputs is None or (name == "input_ids" and not _are_ids(inputs, weight_of(encoder.get_input_embeddings()))):
@@ -268,7 +268,7 @@ def source_by(assistant: PreTrainedModel, read: Source) -> Source:
             outputs = encoder(**{key: each for key, each in given.items() if takes(encoder, key)}, return_dict=True)
     except torch.OutOfMemoryError:
         raise
-    # Their features differ: the width, or how long a piece is.
+    # The features differ, in width or in the length of a piece.
     except (RuntimeError, ValueError) as error:
         raise UnsupportedOptionError(
             f"the encoder of the assistant {type(assistant).__name__} cannot read what the model's reads ({error}); "

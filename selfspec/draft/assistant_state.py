@@ -1,4 +1,4 @@
-"""An assistant's side of a generation: passes over a cache of its own, which follows what is committed."""
+"""An assistant's state in a generation: passes over a cache of its own, which follows the committed text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from selfspec.runtime.runner import ModelRunner
 
 
 class AssistantState:
-    """Reads each row's committed text, and draft tokens after it, into the cache of another model.
+    """Reads each row's committed text, and draft tokens after it, into the cache of the assistant.
 
-    The text alone says what to keep of a draft: when the next one begins, the cursor of each row moves over the nodes
-    that were committed, and other committed tokens are read, in each row as many as it has.
+    The committed text alone decides which nodes of a draft to keep: when the next draft begins, the cursor of each row
+    moves over the committed nodes, and the row's other committed tokens are read.
 
     Args:
-        runner: of the assistant.
-        cache: its own.
+        runner: runner of the assistant.
+        cache: cache of the assistant.
         rows: numbers of the rows of the batch.
-        vocabulary: number of logits that the target gives; others are cut off, missing ones -inf.
+        vocabulary: number of the target's logits; the assistant's are cut to it or filled up with -inf.
         weights: bytes of the assistant's weights.
     """
 
@@ -40,7 +40,7 @@ class AssistantState:
         self._weights = weights
         self._path = LayerPath.full(runner.depth)
         self._tree = Tree.chain(0)
-        # Its nodes that are read, in order, `[rows, nodes]` each; None: not even the last committed token is.
+        # Tokens of the draft's nodes read so far, `[rows, nodes]` each; None: the last committed token is not read yet.
         self._drafted: list[HostCopy] | None = None
 
     @property
@@ -49,7 +49,7 @@ class AssistantState:
         return self._weights + self._cache.most_bytes
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        """Read what is committed, and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
+        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
         self._keep_committed(view)
         self._drop(view.running)
         self._cache.reserve(max(map(view.text_length, self._rows)))
@@ -71,14 +71,14 @@ class AssistantState:
         return self._logits(self._known(tokens), first)
 
     def _drop(self, running: Sequence[int]) -> None:
-        """Drop the rows that passes of the target run no more."""
+        """Drop the rows that the target no longer runs."""
         if self._rows == list(running):
             return
         self._cache.narrow([self._rows.index(row) for row in running])
         self._rows = list(running)
 
     def _keep_committed(self, view: RowsView) -> None:
-        """Move the cursors over the last committed token of the round before, and the draft tokens that were kept."""
+        """Move the cursors over the last committed token of the round before and the committed draft tokens."""
         if self._drafted is None:
             return
         runs, texts = torch.cat([each.read() for each in self._drafted], 1).tolist(), self._unread_texts(view)
@@ -88,7 +88,7 @@ class AssistantState:
         self._drafted = None
 
     def _followed(self, run: Sequence[int], text: Sequence[int]) -> list[int]:
-        """Return the nodes, with tokens `run`, that a text goes along: the last committed token, -1, first."""
+        """Return the path of a text through the nodes with tokens `run`; it starts at the last committed token, -1."""
         path = [-1]
         for token in text[1:]:
             children = self._tree.children[path[-1] + 1]
@@ -99,9 +99,9 @@ class AssistantState:
         return path
 
     def _catch_up(self, view: RowsView) -> list[list[int]]:
-        """Read all that does not fit into one pass with the last token; return what is left of each row, that included.
+        """Read the tokens that do not fit into one pass with the last one; return the rest of each row, it included.
 
-        Recurrent layers would take into their state what fills up the rows with less to read.
+        Layers with a recurrent state read all but the last token here: filler of shorter rows would change their state.
         """
         most = self._cache.slack if self._cache.rolls_back_by_cursor else 0
         while True:
@@ -126,7 +126,7 @@ class AssistantState:
         return self._known(to_device(rows, self._runner.device))
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Put some token that the assistant knows in the place of those that it does not: it may read anything."""
+        """Replace tokens that the assistant does not know by one that it knows; it may read any."""
         return tokens.clamp(max=self._runner.vocabulary - 1)
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What may follow a text that ends in certain tokens: the likeliest candidates that passes of the target last gave."""
+"""A table of the likeliest next tokens after contexts, as passes of the target last gave them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from selfspec.cache.tree import Tree
 
 NONE = -1
-"""In place of a candidate where none is known, and of a token before the beginning of a text."""
+"""Stands for an unknown candidate, and for a token before the beginning of a text."""
 
 # Odd factor and shift of the hash of a context.
 _FACTOR, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
-# Of a context that a text holds more often, the last places decide: so many for each candidate kept.
+# Places of a context that count in one text, the last ones, for each candidate kept.
 _PLACES = 2
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of some places.
+    """Holds the candidates found at some places.
 
     Attributes:
         candidates: the likeliest first, `NONE` where there is none, `[..., kept]`.
-        lengths: tokens of the longest context that is known at each place, 0 for none, `[...]`.
+        lengths: tokens of the longest known context at each place, 0 for none, `[...]`.
     """
 
     candidates: NDArray[np.int32]
@@ -33,13 +33,13 @@ class Found:
 
 
 class CandidateTable:
-    """The likeliest next tokens after contexts of one to a few tokens, as the target last gave them.
+    """Keeps the likeliest next tokens after contexts of one to a few tokens, as the target last gave them.
 
-    With contexts of one token it is the matrix of Token Recycling. It takes no more than its bytes: contexts lie at the
-    place of their hash, and a newer one takes the place of an older one. Several generations may share it.
+    With contexts of one token it is the matrix of Token Recycling. Its size is limited: a context lies at the place of
+    its hash, where a newer context replaces an older one. Several generations may share a table.
 
-    `kept` candidates are kept for each context of up to `longest` tokens. Where the table knows less than the one under
-    it, that one counts; it is not changed.
+    `kept` candidates are kept for each context of up to `longest` tokens. Where the table `under` it knows a longer
+    context, that table is read; it is never changed.
     """
 
     def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
@@ -61,11 +61,11 @@ class CandidateTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the contexts held take."""
+        """Bytes of the contexts that it holds."""
         return int(np.count_nonzero(self._keys)) * (8 + 4 * self.kept)
 
     def find(self, contexts: NDArray[np.int64]) -> Found:
-        """Return what is known after contexts, `[..., longest]`, of each by as many of its last tokens as are known."""
+        """Return the candidates after contexts, `[..., longest]`, for the longest known end of each context."""
         keys = _keys(contexts.reshape(-1, self.longest))
         lengths, places = np.arange(self.longest), self._places(keys)
         known = self._keys[lengths, places] == keys
@@ -79,7 +79,7 @@ class CandidateTable:
         return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
 
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
-        """Replace the candidates after some contexts; of one that comes twice the last ones count.
+        """Replace the candidates after some contexts; if a context comes twice, its last candidates count.
 
         Contexts are `[n, longest]`, candidates `[n, kept]` or fewer, the likeliest first.
         """
@@ -90,14 +90,14 @@ class CandidateTable:
         self._rows[lengths, places] = np.pad(candidates, ((0, 0), (0, missing)), constant_values=NONE)[:, None]
 
     def learn_text(self, tokens: Sequence[int]) -> None:
-        """Take in a text that no pass has judged: what follows a context there becomes its first candidate."""
+        """Learn from a text that no pass has judged: the token after a context becomes its first candidate."""
         if len(tokens) < 2:
             return
         padded = np.array([*[NONE] * (self.longest - 1), *tokens])
         contexts = np.lib.stride_tricks.sliding_window_view(padded, self.longest)[:-1]
         followers = padded[self.longest :]
         for length, keys in enumerate(_keys(contexts).T):
-            # How often each context comes again in the text: those that come again most are taken in first.
+            # How often each context comes again later in the text; those with most repetitions are learnt first.
             order = np.argsort(keys, kind="stable")
             _, firsts, counts = np.unique(keys[order], return_index=True, return_counts=True)
             again = np.repeat(firsts + counts, counts) - 1 - np.arange(len(order))
@@ -116,26 +116,26 @@ class CandidateTable:
             if parent not in known:
                 known[parent] = self.find(ends[parent]).candidates
             found = known[parent][:, rank]
-            # Any guess is as exact as another.
+            # Any guess keeps the output exact.
             tokens[:, node] = np.where(found == NONE, ends[parent][:, -1], found)
             ends[node] = np.column_stack([ends[parent][:, 1:], tokens[:, node]])
         return tokens
 
     def take(self, other: CandidateTable) -> None:
-        """Take over all that another table knows of itself; it keeps as many candidates of contexts as long."""
+        """Copy all contexts that another table holds itself; both tables have the same `kept` and `longest`."""
         for length, keys in enumerate(other._keys):
             held = np.flatnonzero(keys)
             places = self._places(keys[held])
             self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
 
     def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The candidates of contexts, `[n, kept]`, `NONE` of those that are not known."""
+        """Return the candidates after contexts, `[n, kept]`, `NONE` for unknown contexts."""
         places = self._places(keys)
         below = NONE if self._under is None else self._under._held(length, keys)
         return np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], below)
 
     def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
-        """Put a token before the other candidates of each of some contexts, all different."""
+        """Put one token before the other candidates of each context; all contexts differ."""
         places = self._places(keys)
         rows = self._held(length, keys)
         same = rows == tokens[:, None]
@@ -149,7 +149,7 @@ class CandidateTable:
 
 
 def _keys(contexts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a number for the last token of each context, its last two, ... all: `[n, longest]`; 0 for none."""
+    """Return a hash of the last token of each context, its last two, ... all: `[n, longest]`; 0 is for no context."""
     tokens = (contexts[:, ::-1] + 2).astype(np.uint64)
     keys = np.empty_like(tokens)
     key = np.ones(len(tokens), dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Several drafters under one verifier: each drafts where those before it have nothing that promises more."""
+"""Several drafters under one verifier: each drafts if the sources before it have nothing that promises more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfspec.values import shown
 
 
 class Gain:
-    """What drafts of one source have lately committed for what they cost."""
+    """Measures the tokens that recent drafts of one source committed for their cost."""
 
     _TRIALS = 4
     _MEMORY = 0.9  # weight of a round relative to the next
@@ -30,16 +30,16 @@ class Gain:
 
     @property
     def rate(self) -> float:
-        """Tokens per plain step of recent rounds; 1 before the first."""
+        """Committed tokens per plain step in recent rounds; 1 before the first."""
         return self._tokens / self._cost if self._cost else 1.0
 
     @property
     def is_new(self) -> bool:
-        """Whether there were too few rounds to judge by."""
+        """True if there were too few rounds to judge by."""
         return self.rounds < self._TRIALS
 
     def promises_more(self, behind: Iterable[Gain]) -> bool:
-        """Whether a draft of this source promises more than those of the sources behind it, or is still to be tried."""
+        """Return whether this source promises more than the sources behind it, or is still to be tried."""
         return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
 
     def count(self, tokens: float, cost: float) -> None:
@@ -51,19 +51,19 @@ class Gain:
 
 @dataclass(frozen=True, init=False)
 class JoinedDrafter(Drafter):
-    """A drafter that is made of others.
+    """Joins several drafters.
 
     Attributes:
-        sources: in the order in which they are asked.
+        sources: the joined drafters, in the order in which they are asked.
     """
 
     sources: tuple[Drafter, ...]
 
     def __init__(self, *sources: Drafter) -> None:
-        """Take the sources, at least two. One among them of this same class stands for its own sources.
+        """Take the sources, at least two. A source of this same class is replaced by its own sources.
 
         Raises:
-            DraftConfigError: one of them is no drafter, there are fewer, one is there twice, or two run a model.
+            DraftConfigError: a source is no drafter or is given twice, there are fewer than two, or two run a model.
         """
         wrong = [source for source in sources if not isinstance(source, Drafter)]
         flat = tuple(chain(*(each.sources if type(each) is type(self) else (each,) for each in sources)))
@@ -93,11 +93,11 @@ class JoinedDrafter(Drafter):
 
 @dataclass(frozen=True, init=False)
 class Cascade(JoinedDrafter):
-    """Takes the draft of the first source that has one which promises more than the sources behind it.
+    """Takes the draft of the first source that promises more than the sources behind it.
 
-    Which of them a round takes is the control's choice: by what rounds with drafts of each match length have lately
-    committed for what they cost. A source that runs a model is asked only where none before it is taken. All of them
-    learn from every round. Where rows are apart (see `FixedLength`) this is learnt and chosen for each row by itself.
+    The controller chooses, by the tokens that recent rounds with each match length committed for their cost. A source
+    that runs a model is asked only if no draft before it is taken. All sources learn from every round. Where rows are
+    apart (see `FixedLength`), the choice is learnt and made for each row separately.
     """
 
     @property
@@ -109,7 +109,7 @@ class Cascade(JoinedDrafter):
 
 
 class JoinedProposer(Proposer):
-    """Asks others, in order."""
+    """Passes every call on to its sources, in order."""
 
     def __init__(self, sources: Sequence[Proposer]) -> None:
         self.sources = sources
@@ -152,11 +152,11 @@ class JoinedProposer(Proposer):
 
 
 class CascadeProposer(JoinedProposer):
-    """Proposes what one of the sources does."""
+    """Proposes the draft of one of the sources."""
 
     def __init__(self, sources: Sequence[Proposer]) -> None:
         super().__init__(sources)
-        # Where rows are apart: by row and source, and the source of each row's last draft.
+        # Where rows are apart: gains by row and source, and the source of each row's last draft.
         self._gains: defaultdict[tuple[int, int], Gain] = defaultdict(Gain)
         self._served: dict[int, int] = {}
 
@@ -178,7 +178,7 @@ class CascadeProposer(JoinedProposer):
         return rows.no_draft()
 
     def _apart(self, rows: RowsView, budget: Budget, place: int) -> Draft:
-        """Propose for each row what the first source has for it, from the source at `place` on."""
+        """Propose for each row the draft of the first source with one for it, from the source at `place` on."""
         source, last = self.sources[place], place + 1 == len(self.sources)
         found = source.look_up(rows, budget)
         if found is None or last:
@@ -191,7 +191,7 @@ class CascadeProposer(JoinedProposer):
         return found if last else filled_up(rows, found, budget, lambda rest: self._apart(rows, rest, place + 1))
 
     def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
-        """Leave a draft to the rows that it promises more than the sources behind it."""
+        """Keep a draft only for the rows where it promises more than the sources behind it."""
 
         def prefers(row: int) -> bool:
             behind = (self._gains[row, later] for later in range(place + 1, len(self.sources)))
@@ -206,15 +206,15 @@ class CascadeProposer(JoinedProposer):
         for row, length in zip(rows.running, rows.row_lengths(draft), strict=True):
             if row in verdict.rows and row in self._served and length:
                 place = self._served[row]
-                # What the row's draft would have cost alone.
+                # The cost of the row's draft, had the row run alone.
                 steps = length if MODEL in self.sources[place].matches else 0
                 self._gains[row, place].count(verdict.rows[row].run_length, rows.controller.price(steps, length))
-        # No other round is of these.
+        # These sources count for one round alone.
         self._served = {}
 
 
 def joined_spelling(sources: Sequence[Drafter]) -> str | None:
-    """Return how drafters are written with a `+` between them; None: one has no name, or it means something else."""
+    """Return the drafters' spellings joined by `+`; None: one has no spelling, or the result means something else."""
     names = [source.spelling for source in sources]
     swallows = any(isinstance(source, JoinedDrafter) for source in sources[:-1])
     return None if None in names or swallows else "+".join(filter(None, names))

@@ -1,4 +1,4 @@
-"""A corpus in a file: token ids and the order of their contexts, as safetensors, bound to the tokenizer."""
+"""Corpus files: token ids and the order of their contexts, as safetensors, bound to the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class _About:
-    """What a file says of itself."""
+    """Describes a corpus file."""
 
     format: Literal[2]
     vocabulary: Vocabulary
 
 
 class CorpusFile(DescribedTensors[_About]):
-    """A corpus that `write_corpus` wrote. It is mapped into memory, and read as far as searches go.
+    """Reads a corpus that `write_corpus` wrote. It is mapped into memory, and searches read only the parts they need.
 
     Attributes:
-        corpus: what is searched.
+        corpus: the corpus to search.
 
     Raises:
-        DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
+        DraftConfigError: the file is missing, truncated, damaged, foreign or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -53,7 +53,7 @@ class CorpusFile(DescribedTensors[_About]):
         """Refuse the corpus for a model with other tokens.
 
         Raises:
-            DraftConfigError: saying so.
+            DraftConfigError: the tokens differ.
         """
         if not self.about.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
@@ -69,11 +69,11 @@ def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
 
 
 def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
-    """Write a corpus of texts, token ids each, and return how many tokens it holds: the whole file or none of it.
+    """Write a corpus of texts, given as token ids, in one piece or not at all; return the number of its tokens.
 
     Raises:
         DraftConfigError: the texts hold no tokens.
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     between = np.array([NONE], dtype=np.int32)
     parts: list[Tokens] = [each for text in texts for each in (np.asarray(text, dtype=np.int32), between)]

@@ -1,4 +1,4 @@
-"""What a drafter declares of itself: all that lists, parses or explains drafts reads it."""
+"""Declarations of drafters, which all code that lists, parses or explains drafts reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class Declaration:
-    """How a drafter is written, and what it does.
+    """Says how a drafter is written, and what it does.
 
     Attributes:
-        argument: what follows the name, such as `:FILE`; in brackets what may be left out.
-        help: what it does, in one line.
-        example: how it is written, with an argument that makes sense.
+        argument: the text after the name, such as `:FILE`; optional parts are in brackets.
+        help: one line that says what the drafter does.
+        example: the name with an argument that makes sense.
         written: by itself, behind another draft and a `+`, or before drafts that it joins.
     """
 
@@ -33,7 +33,7 @@ class Declaration:
 
     @property
     def form(self) -> str:
-        """How it is written: `exit:E`."""
+        """Its grammar, such as `exit:E`."""
         return ("draft+" if self.written == "behind" else "") + self.name + self.argument
 
 
@@ -61,7 +61,7 @@ def drafter(
 
 
 def name_of(kind: type[object]) -> str:
-    """What a class of drafters is called: the name that it declares where it is known by that, else `module:Class`."""
+    """Return the name that a class of drafters declares, if it is known by this name; else `module:Class`."""
     declared: tuple[Declaration, ...] = vars(kind).get("declared", ())
     whole = f"{kind.__module__}:{kind.__qualname__}"
     return declared[0].name if declared and (kind.__module__.startswith("selfspec.") or whole in named()) else whole
@@ -69,7 +69,7 @@ def name_of(kind: type[object]) -> str:
 
 @cache
 def named() -> frozenset[str]:
-    """Return the drafters that other packages name by an entry point, as `module:Class`."""
+    """Return the drafters that other packages name in an entry point, as `module:Class`."""
     return frozenset(point.value for point in entry_points(group=GROUP))
 
 
@@ -77,7 +77,7 @@ def read_number(text: str | None) -> int:
     """Read the number of a layer, or of tokens.
 
     Raises:
-        ValueError: it is none. No model has layers, and no text tokens, of more than nine digits.
+        ValueError: the text is no number of at most nine digits; no layer or token has a larger number.
     """
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""A draft: what a drafter proposes for the target to judge, and the most that it may take."""
+"""Drafts, which a drafter proposes for the target to judge, and the budgets that limit their size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from selfspec.runtime.runner import Behind
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that a draft may take.
+    """Limits the size of a draft.
 
     Attributes:
-        depth: draft tokens on one path; 0: no draft.
-        nodes: draft tokens in all, siblings included, at least `depth`.
-        rows: numbers of the rows that the draft is for, where others have one already; None: all.
+        depth: most draft tokens on one path; 0: no draft.
+        nodes: most draft tokens in all, siblings included; at least `depth`.
+        rows: numbers of the rows to draft for, where the other rows have a draft already; None: all rows.
     """
 
     depth: int
@@ -30,11 +30,11 @@ class Budget:
 
     @classmethod
     def chain(cls, length: int) -> Budget:
-        """The budget of a draft without branches."""
+        """Return the budget of a draft of `length` tokens without branches."""
         return cls(length, length)
 
     def within(self, tokens: int) -> Budget:
-        """The budget of a draft of which a row can commit at most `tokens`: every level that is cut has a node."""
+        """Return this budget cut to a depth of `tokens`; each level that is cut takes one node away."""
         if self.depth <= tokens:
             return self
         left = (tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else (0, 0)
@@ -43,14 +43,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Resume:
-    """What of a draft's work the target need not do again.
+    """Holds the exact part of a draft's work, which the target need not repeat.
 
     The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
 
     Attributes:
         start: the first sublayer whose work is not exact; verification resumes there.
-        states: what enters it, for each token the draft ran, `[batch, read, hidden]`: the last committed token and the
-            first nodes of the tree. Of a chain all but the last, which no draft step has read.
+        states: inputs of that sublayer for each token the draft ran, `[batch, read, hidden]`: the last committed token
+            and the first nodes of the tree. The last token of a chain is missing: no draft step has read it.
     """
 
     start: Sublayer
@@ -58,32 +58,31 @@ class Resume:
 
     @property
     def read(self) -> int:
-        """How many tokens the draft ran, the last committed one included."""
+        """Number of tokens that the draft ran, the last committed one included."""
         return self.states.hidden.shape[-2]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens proposed for the target to judge: a tree of them, the same shape in all rows.
+    """Holds the tokens proposed for the target to judge: a tree of the same shape in all rows.
 
-    Siblings may be drawn in any way, with replacement or without, as long as `probs` says what each was really drawn
-    from, given all nodes before it. A node that was drawn must not be left out for its score: that biases the output.
+    Siblings may be drawn with or without replacement, as long as `probs` gives the distribution that each was drawn
+    from, given all nodes before it. Leaving out a drawn node because of its score would bias the output.
 
     Attributes:
-        tokens: of each node, `[rows, nodes]`.
-        tree: which node follows which.
-        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`: drawn without replacement, the
-            later of two siblings has 0 at the earlier one's token, and the rest normalised. None where nothing was
-            drawn (q is one-hot at the tokens), as in greedy drafts, the likeliest tokens of a place, and look-ups.
-        resume: what verification may build on; None where it starts from tokens.
-        steps: draft steps it took.
-        match_length: of a look-up, how many tokens back from its end the text is alike where the draft was found;
-            else 0.
-        row_lengths: how many of its tokens are meant for each row; the others only fill it up. None: all of them.
-        behind: nodes that the pass which verifies reads behind its own; None: there are none.
+        tokens: token of each node, `[rows, nodes]`.
+        tree: the shape, which gives each node its parent.
+        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`. Drawn without replacement, q
+            of the later of two siblings is 0 at the earlier one's token, and normalised. None where nothing was drawn
+            (q is one-hot at the tokens), as in greedy drafts, the likeliest tokens of a place, and look-ups.
+        resume: the work that verification may build on; None: it starts from tokens.
+        steps: number of draft steps.
+        match_length: for a look-up, how many tokens at the end of the text match the place it copies from; else 0.
+        row_lengths: number of draft tokens meant for each row; the rest is filler. None: all of them.
+        behind: further nodes that the verification pass reads behind the draft; None: no such nodes.
 
     Raises:
-        ValueError: `tokens` has another number of nodes than `tree`.
+        ValueError: `tokens` and `tree` differ in their number of nodes.
     """
 
     tokens: Tensor
@@ -109,11 +108,11 @@ class Draft:
         match_length: int = 0,
         row_lengths: tuple[int, ...] | None = None,
     ) -> Draft:
-        """A draft in which each token follows the one before it, `[rows, drafted]`."""
+        """Make a draft in which each token follows the one before it; `tokens` is `[rows, drafted]`."""
         return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
-        """Return the draft of some rows, to judge it: without `resume` and `behind`."""
+        """Return the part of the draft for some rows, without `resume` and `behind`; the verdict needs neither."""
         chosen = to_device(rows, self.tokens.device)
         return replace(
             self,
@@ -126,12 +125,12 @@ class Draft:
 
     @property
     def block(self) -> Tree:
-        """All that the target pass reads behind the last committed token."""
+        """Tree of all nodes that the target pass reads behind the last committed token."""
         return self.tree if self.behind is None else self.behind.tree(self.tree)
 
     @property
     def behind_any_tree(self) -> Behind | None:
-        """What may still be read behind it when other nodes have joined its tree."""
+        """`behind`, if it can still be read after other nodes have joined the tree; else None."""
         return self.behind if self.behind is not None and self.behind.any_tree else None
 
     @property

@@ -1,4 +1,4 @@
-"""What a drafter is: a configuration, whose proposer turns the state of one generation into drafts."""
+"""Base classes: a drafter is a configuration, and its proposer turns the state of one generation into drafts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MODEL = 0
 
 @dataclass(frozen=True)
 class Exit:
-    """Where a draft leaves the network: all it computes is what the target computes first.
+    """Names the place where a draft leaves the network; everything before it is the target's own computation.
 
     Attributes:
         layer: the first layer left out.
-        head: what reads the states there; None: the model's own norm and head.
+        head: the head that reads the states there; None: the model's own norm and head.
     """
 
     layer: int
@@ -40,13 +40,13 @@ class Exit:
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """What a drafter takes in memory beside the model.
+    """Counts the memory that a drafter takes beside the model.
 
     Attributes:
         weights: bytes of its weights.
-        token: bytes of its keys and values of one token of a row.
-        row: bytes of a row whatever its length.
-        copies: bytes of one token of a row that are made again of the model's own keys and values where they lack.
+        token: bytes of its keys and values for one token of a row.
+        row: bytes for a row of any length.
+        copies: bytes for one token of a row of copies of the model's keys and values, which are made anew if missing.
     """
 
     weights: int = 0
@@ -65,30 +65,30 @@ class OwnBytes:
 
 
 class DraftMemory:
-    """What a drafter keeps of texts as long as the wrapper, in `RowsView.memories`."""
+    """Keeps a drafter's memory of texts for as long as the wrapper lives, in `RowsView.memories`."""
 
 
 class Proposer(ABC):
-    """What drafts in one generation, and all that it keeps meanwhile. Made by `Drafter.begin`."""
+    """Drafts in one generation, and keeps the state that this takes. Made by `Drafter.begin`."""
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
     """The match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`."""
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose tokens for each row, a tree of the same shape for all, or none if the controller advises against it.
+        """Propose a tree of tokens, the same shape for all rows, or none if the controller advises against it.
 
-        Leaves the cursors of the cache where they were. The budget has a depth of at least 1.
+        The cursors of the cache stay where they were. The budget has a depth of at least 1.
         """
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft | None:
-        """Propose without asking the controller, if that takes no pass of a model; None: it takes one."""
+        """Propose without asking the controller; return None if a draft takes a pass of a model."""
         return None
 
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return what a proposer without a model offers to each running row, for `Union` to merge.
+        """Return the offers of a proposer without a model to each running row, for `Union` to merge.
 
-        Here its draft, whose tokens are trusted alike.
+        By default they are its draft, with the same trust in all tokens.
         """
         found = self.look_up(rows, budget)
         if found is None or not found.length:
@@ -102,15 +102,15 @@ class Proposer(ABC):
         """Learn from a pass over tokens of prompts, before they are committed.
 
         Args:
-            rows: of the prompts.
-            counts: how many of these tokens each row has; what comes behind them is scrap.
-            features: of these tokens.
+            rows: the rows of the prompts.
+            counts: number of these tokens in each row; anything behind them is scrap.
+            features: the target's states of these tokens.
         """
 
     def ask(self, draft: Draft, target: PassResult) -> None:  # noqa: B027 - most need nothing
-        """Ask the device for what `learn` is to know of a round that was verified and not judged yet.
+        """Start the copies from the device that `learn` will need, after a round is verified and before it is judged.
 
-        Nothing may wait here. The verdict waits for all that was asked for before: see `device.HostCopy`.
+        Nothing may wait here; the verdict waits for all copies started before it: see `device.HostCopy`.
         """
 
     def learn(  # noqa: B027 - most do not
@@ -119,35 +119,35 @@ class Proposer(ABC):
         """Learn from a round before it is committed.
 
         Args:
-            rows: as the draft saw them.
-            draft: by whatever source.
-            target: of the pass that verified it; logits are the target's own, `[rows, nodes + 1, vocab]`.
-            verdict: on the draft.
+            rows: the rows as the draft saw them.
+            draft: the draft of the round, from any source.
+            target: result of the pass that verified it; logits are the target's own, `[rows, nodes + 1, vocab]`.
+            verdict: the verdict on the draft.
         """
 
     @property
     def early_exit(self) -> Exit | None:
-        """Where it leaves the network early, between two layers, having skipped nothing; None: it does not."""
+        """The exit between two layers where it leaves the network, having skipped nothing; None: there is none."""
         return None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, keys and values that it takes beside the model's own."""
+        """Bytes of its weights, keys and values beside the model's own."""
         return 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of these that grow with the rows and their texts."""
+        """The part of `nbytes` that grows with the rows and their texts."""
         return 0
 
     def hold(self, rows: int, tokens: int) -> None:  # noqa: B027 - most keep nothing of rows
-        """Make storage for `rows` rows of `tokens` committed tokens each, as the shared cache has."""
+        """Make storage for `rows` rows of `tokens` committed tokens each, as the shared cache does."""
 
     def join(self, other: Self) -> None:  # noqa: B027 - most keep nothing of rows
-        """Take over what a proposer of the same drafter keeps for the rows of another batch, behind one's own."""
+        """Append the rows of another batch, with the state that a proposer of the same drafter keeps for them."""
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - most keep nothing of rows
-        """Keep only what belongs to some rows, which are numbered anew in the order given."""
+        """Keep the state of some rows alone, renumbered in the order given."""
 
 
 class FreeProposer(Proposer):
@@ -157,7 +157,7 @@ class FreeProposer(Proposer):
 
     @abstractmethod
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose; no tokens where nothing is known of any unfinished row, or none would pay."""
+        """Propose; the draft is empty if nothing is known of any unfinished row, or no draft would pay."""
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         found = self.look_up(rows, budget)
@@ -165,13 +165,13 @@ class FreeProposer(Proposer):
 
 
 class Drafter(ABC):
-    """Proposes tokens. A drafter is configuration alone, hashable: it holds nothing of a model or of a generation.
+    """Proposes tokens. A drafter is a hashable configuration: it holds no state of a model or of a generation.
 
     Attributes:
-        declared: its names, and what is said of it in help and docs: see `selfspec.draft.registry.drafter`.
-        runs: what a draft step runs.
-        bits: of the substitutes that it runs layers with; None: it runs none.
-        sources: the drafters that it is made of, in order; none: it is one itself.
+        declared: its names, and its text in help and docs: see `selfspec.draft.registry.drafter`.
+        runs: the part of a model that a draft step runs.
+        bits: bits of the substitutes that it runs layers with; None: it uses no substitutes.
+        sources: the drafters that it joins, in order; empty: it joins none.
         own_nodes: the most nodes that verification reads for it besides those of a draft.
     """
 
@@ -186,14 +186,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, rows: RowsView) -> Proposer:
-        """Make what drafts in one generation, before any pass.
+        """Make the proposer of one generation, before any pass.
 
         Raises:
             SelfSpecError: the drafter cannot draft for these prompts.
         """
 
     def check(self, depth: int) -> None:
-        """Refuse a network of `depth` layers that this drafter does not fit.
+        """Refuse a network of `depth` layers if the drafter does not fit it.
 
         Raises:
             DraftConfigError: naming what is out of range.
@@ -202,7 +202,7 @@ class Drafter(ABC):
             source.check(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        """Refuse a model that this drafter was not made for. Asked once, when the model is wrapped.
+        """Refuse a model that this drafter was not made for. Called once, when the model is wrapped.
 
         Raises:
             SelfSpecError: naming what does not fit.
@@ -211,20 +211,20 @@ class Drafter(ABC):
             source.check_model(model, adapter)
 
     def features(self, depth: int) -> tuple[Point, ...]:
-        """Return the points of a network of `depth` layers whose states it drafts from."""
+        """Return the points of a network of `depth` layers whose states the drafter reads."""
         return tuple(dict.fromkeys(point for source in self.sources for point in source.features(depth)))
 
     def check_joining(self) -> None:
-        """Refuse to draft for rows that join a running batch and leave it.
+        """Refuse rows that join and leave a running batch, if the drafter cannot draft for them.
 
         Raises:
-            DraftConfigError: what it keeps belongs to the batch as a whole.
+            DraftConfigError: its state belongs to the batch as a whole.
         """
         for source in self.sources:
             source.check_joining()
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        """Read substitutes that the drafter has in a file. Asked when the model is wrapped, and when it was moved.
+        """Read the drafter's substitutes from a file. Called when the model is wrapped, and after it is moved.
 
         Raises:
             SelfSpecError: the file cannot be used, or is another model's.
@@ -233,46 +233,46 @@ class Drafter(ABC):
             source.prepare(model, substitutes)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        """The draft cost ratio c, estimated: a draft step's cost in steps of plain decoding. 0: it runs no model."""
+        """Estimate the draft cost ratio c: the cost of a draft step in plain steps; 0 if it runs no model."""
         return max((source.cost(model, adapter) for source in self.sources), default=0.0)
 
     def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int]) -> float:
-        """Count bytes of the model's keys and values that a draft step reads behind rows of these lengths."""
+        """Count bytes of the model's keys and values that a draft step reads for rows of these lengths."""
         return max((source.cache_bytes_read(model, adapter, lengths) for source in self.sources), default=0.0)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        """Count what it takes beside a model, whose weights may be on the meta device; of substitutes nothing."""
+        """Count its memory beside a model, whose weights may be on the meta device; substitutes do not count."""
         return sum((source.own_bytes(model) for source in self.sources), OwnBytes())
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
-        """Return what drafts the same with a copy of the model that is saved to another folder."""
+        """Return a drafter that drafts the same for a copy of the model that is saved to another folder."""
         return self.mapped(lambda each: each if each is self else each.saved_from(model))
 
     @property
     def last(self) -> Drafter:
-        """The drafter that runs a model, of those it is made of, else the last of them; itself if it is of none."""
+        """The source that runs a model, else the last source; the drafter itself if it has no sources."""
         found = [source.last for source in self.sources] or [self]
         return next((each for each in found if each.runs != "nothing"), found[-1])
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
-        """Return the same with something else in the place of each drafter that it is made of, or of itself."""
+        """Return a copy with `change` applied to each drafter that it is made of, or to itself if it has no parts."""
         return change(self)
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
-        """Return the drafter that is written as this one, `+` and another; None: a cascade of the two."""
+        """Return the drafter that is written `this+behind`; None: a cascade of the two."""
         return None
 
     def in_bits(self, bits: int) -> Drafter | None:
-        """Return the same with its own weights in 8 or 4 bits; None: it has none that can be rounded."""
+        """Return a copy with its own weights in 8 or 4 bits; None: it has no weights that can be rounded."""
         return None
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Drafter:
-        """Return the drafter that is written `name` or `name:argument`; the name is one that it declares.
+        """Return the drafter that is written `name` or `name:argument`; the class declares this name.
 
         Raises:
             ValueError: the argument is not of the grammar.
-            SelfSpecError: what it names cannot be used.
+            SelfSpecError: the argument names something that cannot be used.
         """
         if argument is not None:
             raise ValueError(argument)
@@ -280,17 +280,17 @@ class Drafter(ABC):
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> Drafter:
-        """Return the drafter that is written behind another one, `before+name:argument`; it declares the name.
+        """Return the drafter that is written `before+name:argument`; the class declares this name.
 
         Raises:
-            ValueError: the argument is not of the grammar, or it does not go behind that one.
-            SelfSpecError: what it names cannot be used.
+            ValueError: the argument is not of the grammar, or the drafter does not go behind `before`.
+            SelfSpecError: the argument names something that cannot be used.
         """
         raise ValueError(argument)
 
     @property
     def spelling(self) -> str | None:
-        """How it is written, as `spelled` reads it; None: no name says all of it."""
+        """Its name and argument, as `spelled` reads them; None: they cannot express its whole configuration."""
         try:
             return name_of(type(self)) if self == type(self)() else None
         except TypeError:
@@ -298,17 +298,17 @@ class Drafter(ABC):
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
-        """Return what `selfspec calibrate` tries of this kind on a network of `depth` layers."""
+        """Return the drafters of this class that `selfspec calibrate` tries on a network of `depth` layers."""
         return ()
 
     @classmethod
     def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
-        """Return what `selfspec calibrate` tries of this kind behind another draft, over texts of `context` tokens."""
+        """Return the drafters behind `before` that `selfspec calibrate` tries, on texts of `context` tokens."""
         return ()
 
 
 class Stateless(Drafter, Proposer):
-    """A drafter that keeps nothing: it is its own proposer."""
+    """Drafts without any state, so that the drafter is its own proposer."""
 
     def begin(self, rows: RowsView) -> Proposer:
         return self

@@ -15,7 +15,7 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 @drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")
 @dataclass(frozen=True)
 class EarlyExit(LayerPathDrafter):
-    """Self-speculation from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
+    """Drafts from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
 
     Keys, values and exit states of layers [0, E) are exact, so verification resumes at layer E.
 

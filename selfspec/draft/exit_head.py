@@ -1,4 +1,4 @@
-"""Drafting by leaving the network early through a trained exit head: a side-car that belongs to one base."""
+"""Drafting by leaving the network early through a trained exit head, which belongs to one base model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COPY = "copy the folder that selfspec train exit wrote again"
 
 @dataclass(frozen=True)
 class _Config:
-    """What `exit_head.json` says, as far as drafting needs it."""
+    """Holds the fields of `exit_head.json` that drafting needs."""
 
     format: Literal[2]
     exits: list[int]
@@ -46,10 +46,10 @@ class _Config:
 
 
 class ExitAdapter(nn.Module):
-    """Norm and gated MLP on a residual branch; new, it changes nothing, so that training begins at the plain exit.
+    """Adds a norm and a gated MLP on a residual branch; untrained, it changes nothing and equals the plain exit.
 
-    It looks at one position at a time, so it needs no keys and values, unlike an attention adapter (Kangaroo, Liu et
-    al., 2024): nothing of it has to be computed for the prompt or rolled back. `rank` is the width of the MLP.
+    It reads one position at a time, so unlike an attention adapter (Kangaroo, Liu et al., 2024) it has no keys and
+    values: nothing has to be computed for the prompt or rolled back. `rank` is the width of the MLP.
     """
 
     def __init__(self, hidden: int, rank: int) -> None:
@@ -76,17 +76,17 @@ class ExitAdapter(nn.Module):
 )
 @dataclass(frozen=True, eq=False)
 class ExitHead(LayerPathDrafter):
-    """Self-speculation from an exit layer through a head trained for it, on a base that stays as it is.
+    """Drafts from an exit layer through a head trained for it; the base model is unchanged.
 
     The draft runs layers [0, E), the head's adapter, then the model's own norm and head. Keys, values and exit states
-    are the base's own, so verification resumes at layer E, as for `EarlyExit`. Published relatives: Kangaroo (Liu et
-    al., 2024) and the exits of Draft & Verify's successors.
+    are the base's own, so verification resumes at layer E, as for `EarlyExit`. Related work: Kangaroo (Liu et al.,
+    2024) and the exits of Draft & Verify's successors.
 
     Attributes:
         layer: the exit layer E.
         draft_head: the adapter, and the tokens that can be drafted.
         base: fingerprint of the base's weights.
-        source: where it was read from, for messages.
+        source: the folder it was read from, for messages.
     """
 
     layer: int
@@ -96,10 +96,10 @@ class ExitHead(LayerPathDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, layer: int | None = None) -> ExitHead:
-        """Read an exit of a side-car that `selfspec train exit` wrote; None: the one its training found the best.
+        """Read an exit head from a folder of `selfspec train exit`; without `layer`, the one that was best in training.
 
         Raises:
-            ExitHeadError: the side-car is missing, truncated, corrupt, of another format, or lacks the exit.
+            ExitHeadError: the files are missing, truncated, corrupt, of another format, or lack the exit.
         """
         place = checked_path("folder", folder, ExitHeadError)
         config = read_json(place / CONFIG, _Config, ExitHeadError, _COPY)

@@ -1,4 +1,4 @@
-"""Drafting with fewer experts: a draft step sends each token to the likeliest few of those that the model would."""
+"""Drafting with fewer experts: a draft step sends each token to the likeliest few of the model's choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.values import shown
 
 
 class _WholeNetwork(LayerPathDrafter):
-    """All layers as they are, for a draft that changes something else of them."""
+    """Runs all layers unchanged, as the base of a drafter that changes something else."""
 
     def path(self, depth: int) -> LayerPath:
         return LayerPath.full(depth)
@@ -31,10 +31,9 @@ class _WholeNetwork(LayerPathDrafter):
 )
 @dataclass(frozen=True, eq=False)
 class FewerExperts(AroundLayerPath):
-    """All layers, or another path drafter, with at most `most` routed experts for each token, the likeliest.
+    """Runs all layers, or another path drafter, with at most `most` routed experts for each token, the likeliest.
 
-    Experts that a token is always sent to are run. What weights the chosen experts have is up to the model, as if it
-    had been made with so few.
+    Shared experts always run. The model weights the chosen experts as if it had been made with so few.
     """
 
     draft_with: LayerPathDrafter = field(default_factory=_WholeNetwork)

@@ -1,4 +1,4 @@
-"""Drafting with a model, its own or another: what chooses the tree that is grown, and learns from what is accepted."""
+"""Drafting with a model, the target or another: choosing the tree to grow, and learning from accepted tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selfspec.draft.tree_growth import by_level
 from selfspec.draft.verdict import Verdict
 from selfspec.runtime.runner import PassResult
 
-# What siblings of each rank were accepted at on the models measured, and how many places that counts for.
+# Acceptance rates of siblings by rank on the models measured, and how many places they count for.
 CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
 
 
 class RankChances:
-    """How often the first, second, ... child of a place is accepted where the place is reached.
+    """Estimates the acceptance rate of the first, second, ... child of a place that is reached.
 
-    At first they are held to be `rates`, which counts for `weight` places.
+    The prior is `rates`, which counts for `weight` places.
 
     Attributes:
         counts: how often each rank was accepted, and how often its place was reached, `[2, ranks]`.
@@ -32,9 +32,9 @@ class RankChances:
         self.counts = np.array([[weight * rate for rate in rates], [weight] * len(rates)])
 
     def rates(self) -> tuple[float, ...]:
-        """Return the chance of each rank.
+        """Return the acceptance rate of each rank, which never rises from one rank to the next.
 
-        To one part in fifty, so that shapes of trees change rarely; and no rank's above that of the one before it.
+        Rates are rounded to one part in fifty, so that shapes of trees change rarely.
         """
         accepted, reached = self.counts.tolist()
         rates = (round(50 * each / places) / 50 for each, places in zip(accepted, reached, strict=True))
@@ -43,7 +43,7 @@ class RankChances:
     def count(self, tree: Tree, path: Sequence[int]) -> None:
         """Count which siblings were accepted along a path of a tree.
 
-        In a union other sources put their nodes beside a model's: of ranks beyond its own nothing is learnt.
+        In a union, other sources put their nodes beside a model's; ranks beyond those of `counts` are ignored.
         """
         ranks = range(self.counts.shape[1])
         for place, accepted in zip((-1, *path), (*path, None), strict=True):
@@ -52,9 +52,9 @@ class RankChances:
 
 
 class GrowingProposer(Proposer):
-    """Drafts with a model: a chain, or a tree where the control allows more nodes than levels.
+    """Drafts with a model: a chain, or a tree where the controller allows more nodes than levels.
 
-    `chances` is how often siblings of each rank are held to be accepted before any were.
+    `chances` are the acceptance rates of siblings by rank that it assumes at first.
     """
 
     def __init__(self, chances: Sequence[float] = CHANCES) -> None:

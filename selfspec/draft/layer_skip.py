@@ -16,7 +16,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 
 MOST_LAYERS = 10_000
-"""Far more layers than any model has; a number beyond it is a slip of the hand."""
+"""More layers than any model has; a larger number is a mistake."""
 
 
 _PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
@@ -31,10 +31,10 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 )
 @dataclass(frozen=True, init=False)
 class LayerSkip(LayerPathDrafter):
-    """Self-speculation with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
+    """Drafts with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
 
-    Everything before the first skipped sublayer is exact, so verification resumes there. `attention` and `mlp` are
-    layers whose attention or MLP is left out, `layers` those left out whole.
+    Everything before the first skipped sublayer is exact, so verification resumes there. `attention` and `mlp` list
+    the layers whose attention or MLP is skipped, `layers` the layers that are skipped whole.
     """
 
     attention: tuple[int, ...]
@@ -108,10 +108,10 @@ def _range(numbers: str) -> range:
 
 
 def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return a list of layer numbers that somebody gave under some name.
+    """Return the layer numbers that the caller gave for the argument `name`.
 
     Raises:
-        DraftConfigError: it is no list of integers, names one twice, or lists more layers than any model has.
+        DraftConfigError: they are no list of integers, name a layer twice, or are more than any model has.
     """
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")

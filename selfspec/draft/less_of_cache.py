@@ -1,4 +1,4 @@
-"""Drafting over less of the cache: copies in fewer bits, a window, or the keys that the target attended to most."""
+"""Drafting over less of the cache: copies in fewer bits, a window, or the keys that the target attends to most."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from selfspec.values import shown
 )
 @dataclass(frozen=True, eq=False)
 class CacheInBits(OverLessOfCache):
-    """Another path drafter, whose draft steps read the keys and values of committed tokens in `cache_bits` bits.
+    """Runs another path drafter, whose draft steps read the keys and values of committed tokens in `cache_bits` bits.
 
-    They lie beside the exact ones, which the target reads, and take an eighth of their bytes in 4 bits of float32.
-    QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts so.
+    The copies lie beside the exact keys and values, which the target reads; 4 bits take an eighth of the bytes of
+    float32. QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts this way.
     """
 
     needs_masks = "reads its cache in another order, so that a draft cannot read copies of it"
@@ -76,7 +76,7 @@ class CacheInBits(OverLessOfCache):
 
 
 LEAST = 4 * CHUNK
-"""The fewest keys."""
+"""The fewest keys that a draft may attend to."""
 
 
 @drafter(
@@ -88,11 +88,11 @@ LEAST = 4 * CHUNK
 )
 @dataclass(frozen=True, eq=False)
 class TopOfCache(OverPartOfCache):
-    """Another path drafter, whose draft steps attend to `keys` tokens: a quarter of them the latest of the text.
+    """Runs another path drafter, whose draft steps attend to `keys` tokens; a quarter of them are the latest.
 
-    The others are the passages that the target's attention to was largest, all its layers and heads together, which is
-    asked every 64 tokens by a plain step that keeps its attention. Layers with a sliding window attend to that.
-    SpecExtend (Cha et al., 2025, arXiv 2505.20776) and SparseSpec (2025, arXiv 2512.01278) draft this way.
+    The rest are the passages with most of the target's attention, summed over its layers and heads. A plain step that
+    keeps its attention measures this every 64 tokens. Layers with a sliding window attend to their window. SpecExtend
+    (Cha et al., 2025, arXiv 2505.20776) and SparseSpec (2025, arXiv 2512.01278) draft this way.
     """
 
     needs_masks = "makes its masks itself, so that a draft cannot attend to some of its keys"
@@ -124,8 +124,8 @@ class TopOfCache(OverPartOfCache):
 
 
 SINKS = 4
-"""First tokens that stay in sight, as StreamingLLM has them."""
-# No text is longer.
+"""Number of first tokens that stay visible, as in StreamingLLM."""
+# More tokens than any text has.
 _MOST = 10**9 - 1
 
 
@@ -138,11 +138,11 @@ _MOST = 10**9 - 1
 )
 @dataclass(frozen=True, eq=False)
 class CacheWindow(OverPartOfCache):
-    """Another path drafter, whose draft steps attend to the `recent` latest tokens and to the first few, the `sinks`.
+    """Runs another path drafter, whose draft steps attend to the `recent` latest tokens and the first few, the sinks.
 
-    At long contexts a step reads more of the cache than of the weights; this bounds what a draft step reads. The target
-    attends to all. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec (Sadhukhan et al.,
-    2024, arXiv 2408.11049) drafts this way.
+    At long contexts a step reads more bytes of the cache than of the weights; the window bounds them for draft steps.
+    The target attends to all tokens. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec
+    (Sadhukhan et al., 2024, arXiv 2408.11049) drafts this way.
     """
 
     needs_masks = "makes its masks itself, so that a draft cannot attend to a window"

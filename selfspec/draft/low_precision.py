@@ -37,7 +37,7 @@ from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
 _GROUPS = (32, 64, 128, 256)
-# What siblings of each rank are held to be accepted at.
+# Acceptance rates of siblings by rank that are assumed at first.
 _CHANCES = (0.95, 0.03, 0.01)
 
 
@@ -53,21 +53,21 @@ _CHANCES = (0.95, 0.03, 0.01)
 )
 @dataclass(frozen=True, init=False)
 class LowPrecision(LayerPathDrafter):
-    """Self-speculation with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
+    """Drafts with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
 
     The draft runs all layers, those before an exit or those that a skip set leaves, with substitutes of their linear
-    layers and experts: weights rounded once, read by weight-only kernels. What has no substitute runs exactly.
+    layers and experts: weights rounded once, read by weight-only kernels. Modules without a substitute run exactly.
     Everything before the first layer that is left out or has substitutes is exact, so verification resumes there; with
-    none before it, verification starts from tokens. Keys and values of the draft are overwritten.
+    no exact layer, verification starts from tokens. Keys and values of the draft are overwritten.
 
     Attributes:
-        bits: of a weight, 8 or 4.
+        bits: bits of a weight, 8 or 4.
         group_size: weights that share a scale, in 4 bits; 8 bits have one scale for each output.
         layers: numbers of the layers that run with substitutes; None: all.
         exit: the layer before which the draft leaves the network; None: it runs to the end.
         head_too: whether the language-model head is in fewer bits as well.
         saved: the file that substitutes are read from; None: they are made when they are first used.
-        skip: what it leaves out in place of what comes behind an exit; None: nothing.
+        skip: the skip set of the draft, which then has no exit; None: it skips nothing.
     """
 
     bits: int
@@ -115,10 +115,10 @@ class LowPrecision(LayerPathDrafter):
 
     @classmethod
     def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
-        """Draft with substitutes that `save` or `selfspec quantize` wrote; bits, layers and head are the file's.
+        """Draft with substitutes that `save` or `selfspec quantize` wrote; bits, layers and head come from the file.
 
-        The weights are read when a model is wrapped. The draft leaves the network before layer `exit`; None: it runs to
-        the end.
+        The weights are read when a model is wrapped. The draft leaves the network before layer `exit`, or, if that is
+        None, runs to the end.
 
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
@@ -139,16 +139,16 @@ class LowPrecision(LayerPathDrafter):
         """Make the substitutes of a model and write them to a file, for `from_file`.
 
         Args:
-            file: what to write, bound to the model's weights by their fingerprint.
+            file: the file to write, bound to the model's weights by their fingerprint.
             model: any causal LM of a supported architecture.
             adapter: where it keeps its layers, for an architecture that selfspec does not know.
-            texts: token ids, each `[rows, tokens]`, without padding: errors of 4 bits are compensated on what layers
-                are given there, which lifts acceptance (GPTQ; Frantar et al., 2023). None: scales alone are fitted.
-            progress: is called with how many weights are rounded, and how many there are.
+            texts: token ids, each `[rows, tokens]`, without padding. Errors of 4 bits are compensated on the layers'
+                inputs there, which raises acceptance (GPTQ; Frantar et al., 2023). Empty: scales alone are fitted.
+            progress: called with the number of weights rounded so far, and the number of all weights.
 
         Raises:
-            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, or texts are for 8
-                bits or no token ids of the model.
+            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, texts are given for
+                8 bits, or they are no token ids of the model.
             UnsupportedModelError, UnsupportedOptionError: an argument has the wrong type.
             StorageError: the file cannot be written.
         """
@@ -223,7 +223,7 @@ class LowPrecision(LayerPathDrafter):
 
     @property
     def fewer(self) -> LayerPathDrafter | None:
-        """What says which layers it leaves out; None: it runs all of them."""
+        """The drafter whose path leaves layers out; None: all layers run."""
         return self.skip if self.exit is None else EarlyExit(self.exit)
 
     @property
@@ -266,7 +266,7 @@ class LowPrecision(LayerPathDrafter):
             )
         if any(True for module in modules for _ in substituted_weights(module, path.precision)):
             return
-        # What was read from a quantised file may be computed in floating point all the same.
+        # Weights of a quantised file may still be computed in floating point.
         if getattr(model.config, "quantization_config", None) is not None:
             raise DraftConfigError(
                 f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
@@ -276,7 +276,6 @@ class LowPrecision(LayerPathDrafter):
 
 
 def _check_texts(texts: object, model: PreTrainedModel) -> None:
-    """Refuse texts that are no token ids of a model."""
     rows = weight_of(model.get_input_embeddings()).shape[0]
     for text in texts if isinstance(texts, list | tuple) else (texts,):
         is_ids = isinstance(text, Tensor) and text.dtype in (torch.int64, torch.int32)

@@ -1,4 +1,4 @@
-"""Drafting without a model from what sources offer: one tree of it, by how often such offers were accepted."""
+"""Drafting without a model: the offers of all sources are merged into one tree, by their acceptance rates so far."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from selfspec.runtime.runner import PassResult
 
 
 class MergingProposer(FreeProposer):
-    """Drafts a tree of what is offered to each row. Nothing is drawn, so q is one-hot at each node.
+    """Drafts a tree from the offers to each row. Nothing is drawn, so q is one-hot at each node.
 
-    Rows share the shape of a tree. So where rows are apart each has a chain, of what is offered to it alone.
+    Rows share the shape of a tree. So where rows are apart, each has a chain instead, from the offers to it alone.
 
     Attributes:
         proposed: its last draft, whether or not the round took it.
-        offered: what that was made of, by running row.
+        offered: the offers that this draft was made from, by running row.
     """
 
     def __init__(self, rows: RowsView) -> None:
@@ -36,14 +36,14 @@ class MergingProposer(FreeProposer):
 
     @abstractmethod
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return what is offered to each running row, by every source."""
+        """Return the offers of all sources to each running row."""
 
     def trust(self, row: int) -> Trust:
-        """Return the trust in what is offered to a row: its own where rows are apart, else that of all of them."""
+        """Return the trust in offers to a row: its own where rows are apart, else the one that all rows share."""
         return self._trust[row if self.rows_apart else -1]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a tree; none where nothing is offered to an unfinished row, or nothing would pay."""
+        """Propose a tree; none if no unfinished row has an offer, or no tree would pay."""
         self.offered = self.offers(rows, budget)
         if self.rows_apart:
             self.proposed = self._chains(rows, budget)
@@ -57,7 +57,7 @@ class MergingProposer(FreeProposer):
         found = merged(reach, budget, promise, branches=not rows.chains_only)
         if not found.parents:
             return rows.no_draft()
-        # What a batch can hope for is set by the row with least to go by. A match of 1 is a recycled candidate.
+        # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
         least = min(max((offer.kind for offer in self.offered[index]), default=0) for index, _ in going)
         self.proposed = Draft(filled(rows, found), Tree(found.parents), match_length=max(least, 2))
         return self.proposed
@@ -81,7 +81,7 @@ class MergingProposer(FreeProposer):
         return chains(rows, found, match_length=2)
 
     def _learn_apart(self, draft: Draft, verdict: Verdict) -> None:
-        """Learn of the rows that were given its chains, whatever others were given."""
+        """Learn from the rows that drafted with this proposer's chains, whatever the other rows drafted with."""
         lengths = self.proposed.row_lengths if self.proposed is not None and draft.length else None
         for row, offers, length in zip(verdict.running, self.offered, lengths or (), strict=lengths is not None):
             if length and row in verdict.rows:
@@ -90,9 +90,9 @@ class MergingProposer(FreeProposer):
 
 
 def filled(rows: RowsView, found: Merged) -> Tensor:
-    """Return the tokens of merged nodes, `[rows, nodes]`: where a row has none, its last token again.
+    """Return the tokens of merged nodes, `[rows, nodes]`.
 
-    Any guess is as exact as another.
+    Where a row has none, its last token fills in: any guess keeps the output exact.
     """
     last = last_known(rows)
     tokens = [[token] * len(found.parents) for token in last]

@@ -1,4 +1,4 @@
-"""What sources without a model offer for the next tokens: paths with chances, merged into one tree."""
+"""Offers of sources without a model for the next tokens: paths with probabilities, merged into one tree."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from selfspec.draft.tree_shape import sizes_within
 
 Path = tuple[int, ...]
 
-# No source is surer than this of a token, and how many places count for what is held of a kind at first.
+# The highest probability that a source may give a token, and how many places the prior of a kind counts for.
 _SUREST, _WEIGHT = 0.98, 4.0
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one source proposes after the text of one row.
+    """Holds the paths that one source proposes after the text of one row.
 
     Attributes:
-        kind: groups offers that are trusted alike, such as the length of a match; a larger one promises more.
-        shares: for each path of tokens, the probability that the source gives its last token after the others. Each
-            path comes after its own prefixes.
+        kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
+        shares: for each path of tokens, the probability that the source gives the path's last token after the tokens
+            before it. Prefixes of a path come first.
     """
 
     kind: int
@@ -30,14 +30,14 @@ class Offer:
 
     @classmethod
     def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
-        """Make the offer of one row's part of a draft, down to a depth; its tokens are held to be right."""
+        """Make an offer of one row's part of a draft, down to depth `length`; each token has probability 1."""
         paths = (path for path in draft.tree.paths if len(path) <= length)
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[Path, float]:
-        """Return for each path the chance that all its tokens are accepted.
+        """Return, for each path, the probability that all its tokens are accepted.
 
-        `trust` is the accepted tokens of such offers, divided by the sum of their shares.
+        `trust` is the number of accepted tokens of such offers, divided by the sum of their shares.
         """
         reach: dict[Path, float] = {(): 1.0}
         for path, share in self.shares.items():
@@ -54,9 +54,9 @@ class Trust:
         self._promised: dict[Hashable, float] = {}
 
     def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
-        """Return for each path offered to a row the chance that all its tokens are accepted, by the surest source.
+        """Return, for each path offered to a row, the highest probability by any source that all tokens are accepted.
 
-        Trust is learnt for each place in a draft by itself.
+        Trust is learnt separately for each `place` in a draft.
         """
         reach: dict[Path, float] = {}
         for source, offer in enumerate(offers):
@@ -79,9 +79,9 @@ class Trust:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the draft of one row: the tokens of its nodes, and the path that was accepted.
+    """Holds the draft of one row and its accepted path.
 
-    Nodes before number `first` do not count: they are of another source.
+    Nodes before number `first` do not count: they come from another source.
     """
 
     tree: Tree
@@ -90,7 +90,7 @@ class Outcome:
     first: int = 0
 
     def places(self) -> Iterator[tuple[Path, list[int], int | None]]:
-        """The places that were reached: the tokens before, those of the children that count, the accepted child's."""
+        """Yield, for each place reached, the tokens before it, its children that count, and the accepted child."""
         for depth, place in enumerate((-1, *self.path)):
             before = tuple(self.tokens[node] for node in self.path[:depth])
             children = [self.tokens[node] for node in self.tree.children[place + 1] if node >= self.first]
@@ -113,7 +113,7 @@ def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
 
 @dataclass(frozen=True)
 class Merged:
-    """Nodes of what was offered to rows, the same for all: parents and, by row, tokens; `None` where it has none."""
+    """Holds the merged offers of all rows: the nodes' parents, and each row's tokens, `None` where it has none."""
 
     parents: tuple[int, ...]
     tokens: list[list[int | None]]
@@ -126,19 +126,19 @@ def merged(
     branches: bool,
     under: Sequence[dict[Path, int]] = (),
 ) -> Merged:
-    """Merge what is offered to each row into the tree that promises most for its cost.
+    """Merge the offers to each row into the tree that promises most for its cost.
 
-    Rows share the shape of the tree and not its tokens. So a node means the first, second, ... likeliest child of
-    another, and the nodes are taken that are reached most often over all rows.
+    Rows share the shape of the tree, not its tokens: a node is the first, second, ... likeliest child of its parent.
+    The tree takes the nodes that are reached most often over all rows.
 
     Args:
-        rows: the chance of each path, of each row, as `Trust.reach` gives them.
+        rows: for each row, the probability of each path, as `Trust.reach` returns it.
         most: the largest tree.
-        promise: what a tree of so many nodes is worth that commits so many tokens in expectation; no tree may be worth
-            more than any.
+        promise: returns the worth of a tree, given its number of nodes and the tokens that it commits in expectation;
+            the empty tree may be worth more than any other.
         branches: whether a node may have several children; else the tree is a chain.
-        under: of each row the nodes that a draft has already, by the tokens of their paths, the same numbers in all:
-            the tree is of further ones, and numbered after these.
+        under: for each row, the nodes that a draft has already, by the tokens of their paths, with the same numbers in
+            all rows. The tree holds further nodes, numbered after these.
     """
     drawn = under or [{}] * len(rows)
     ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
@@ -158,7 +158,7 @@ def merged(
 
 
 def _place_of(node: int) -> Path:
-    """The place of a node that a draft has already: ranks of others are no less than 0."""
+    """Return the place of a node that a draft has already: below 0, where no rank is."""
     return (-1 - node,)
 
 
@@ -169,7 +169,7 @@ class _Node:
 
 
 def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, branches: bool) -> dict[Path, _Node]:
-    """The likeliest nodes of a row, by how many likelier siblings they and those before them have."""
+    """Return the likeliest nodes of a row, by the ranks among siblings along their paths."""
     likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
     ranks: dict[Path, Path] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
     children: dict[Path, int] = {}
@@ -187,9 +187,9 @@ def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, bra
 
 
 def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
-    """Return how likely each token of weighted continuations is where those before it stand, by how often it comes.
+    """Return the probability of each token of weighted continuations after the tokens before it, by its count.
 
-    What was never seen has the share of the tokens that were (Witten and Bell, 1991, method C).
+    Unseen tokens share a probability by the number of distinct tokens seen (Witten and Bell, 1991, method C).
     """
     counts: dict[Path, float] = {(): 0.0}
     kinds: dict[Path, int] = {}

@@ -1,4 +1,4 @@
-"""Drafting along one of a family of paths: all of them are tried every few rounds, and the best one drafts."""
+"""Drafting along the best of a family of paths, all of which are tried every few rounds."""
 
 from __future__ import annotations
 
@@ -25,33 +25,32 @@ from selfspec.model.registry import find_adapter
 from selfspec.runtime.runner import PassResult
 from selfspec.values import shown
 
-# Paths of a family, and paths whose recorded passes a wrapper keeps.
+# The most paths of a family, and the most paths whose recorded passes a wrapper keeps.
 FAMILY = 6
 # Tokens of a trial, all rows together.
 TOKENS = 4
 # The most rounds between two trials.
 _LONGEST = 32
-# How much faster a path must promise to be than the one that drafts.
+# The speed-up over the path that drafts which another path must promise to replace it.
 _CLEAR = 1.01
-# How much what a trial said counts at the next one, and for how many tokens it counts that a path is like all others.
+# The weight of a trial relative to the next one, and the tokens that the prior counts for, the mean of all paths.
 _MEMORY, _PRIOR = 0.8, 2.0
 
 
 class ChosenPath(Drafter):
-    """Drafts along one path of a family, all of which leave out whole layers, and chooses among them as it goes.
+    """Drafts along one path of a family, all of which leave out whole layers, and chooses the path during generation.
 
-    Every few rounds verification tries all paths on the first tokens that it reads; see `PathTrial`. What it
-    says of accepted tokens counts: how often a path's tokens would be accepted, for what the path costs. Trials become
-    rare while family and choice stay the same. These depend on earlier rounds alone, so the output is exact under every
-    rule.
-    Where drafts of a row may not depend on other rows (see `FixedLength`), the first path drafts.
+    Every few rounds, verification tries all paths on the first tokens that it reads; see `PathTrial`. The choice weighs
+    how often a path's tokens would be accepted, at accepted tokens, against the path's cost. Trials become rare while
+    family and choice stay the same. Both depend on earlier rounds alone, so the output is exact under every rule. Where
+    drafts of a row may not depend on other rows (see `FixedLength`), the first path drafts.
     """
 
     runs = "layers"
 
     @abstractmethod
     def family(self, depth: int) -> Sequence[LayerPathDrafter]:
-        """Return the paths for a network of `depth` layers, the first of which drafts before any trial.
+        """Return the paths for a network of `depth` layers; the first one drafts before any trial.
 
         Raises:
             DraftConfigError: the network has no such paths.
@@ -63,7 +62,7 @@ class ChosenPath(Drafter):
 
     @property
     def looked_for(self) -> int:
-        """How many layers sets leave out that trials add to the family; 0: it stays as it is."""
+        """Size of the skip sets that trials add to the family; 0: the family never changes."""
         return 0
 
     def check(self, depth: int) -> None:
@@ -81,32 +80,32 @@ class ChosenPath(Drafter):
 
 
 def tokens_of(rows: RowsView) -> int:
-    """Return how many tokens of each row a trial is to read."""
+    """Return the number of tokens of each row that a trial reads."""
     return max(TOKENS // len(rows.running), 1)
 
 
 @dataclass
 class Worth:
-    """What trials said of a path: their tokens, how many of them would have been accepted, and what a step costs."""
+    """Holds what trials found of a path: tokens tried, how many of them would be accepted, and the cost of a step."""
 
     cost: float
     accepted: float = 0.0
     tokens: float = 0.0
 
     def count(self, chance: float, tokens: int) -> None:
-        """Count a trial, of so many tokens that are accepted with this chance."""
+        """Count a trial with its acceptance rate and its number of tokens."""
         self.accepted = _MEMORY * self.accepted + chance * tokens
         self.tokens = _MEMORY * self.tokens + tokens
 
 
 class RecentPaths(DraftMemory):
-    """The paths that a wrapper has lately drafted along."""
+    """Remembers the paths that a wrapper drafted along recently."""
 
     def __init__(self) -> None:
         self._paths: OrderedDict[LayerPath, None] = OrderedDict()
 
     def use(self, path: LayerPath, rows: RowsView) -> None:
-        """Note that a path drafts, and drop what was recorded for the one that has not for longest."""
+        """Note that a path drafts; beyond `FAMILY` paths, drop the recorded passes of the least recently used one."""
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > FAMILY:
@@ -114,12 +113,12 @@ class RecentPaths(DraftMemory):
 
 
 class ChosenPathProposer(LayerPathProposer):
-    """Drafts for one generation.
+    """Drafts along the chosen path for one generation.
 
     Attributes:
-        family: the paths, with what is known of each.
-        chosen: the one that drafts.
-        votes: how often each layer was left out by the sets that trials found, of late.
+        family: the paths, each with its trial results.
+        chosen: the path that drafts.
+        votes: how often the skip sets of recent trials left out each layer.
     """
 
     def __init__(self, drafter: ChosenPath, rows: RowsView) -> None:
@@ -144,7 +143,7 @@ class ChosenPathProposer(LayerPathProposer):
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         draft = super().propose(rows, budget)
         if self._looked_for:
-            # Verification would resume at another sublayer for each set, and each would have a recorded pass.
+            # Verification would resume at another sublayer for each set, with another recorded pass each time.
             draft = replace(draft, resume=None)
         if not draft.steps or self._rounds < self._due or rows.rows_apart:
             return draft
@@ -163,13 +162,13 @@ class ChosenPathProposer(LayerPathProposer):
             for token in range(tried.chances.shape[1])
             if number in verdict.rows
         ]
-        # Rejected tokens are none of the text. But a path none of whose tokens is accepted must be left, too.
+        # Rejected tokens are not part of the text. But a path must also lose its place if no token of it is accepted.
         standing = [(place, token) for place, token, accepted in read if accepted]
         self._count(tried, standing or [(place, token) for place, token, _ in read if not token])
         self._choose(rows)
 
     def _count(self, tried: Tried, read: Sequence[tuple[int, int]]) -> None:
-        """Count what a trial says of some tokens, each given by its row's place and its number."""
+        """Count the result of a trial at some tokens, each given by its row's place and its number."""
         places, tokens = map(list, zip(*read, strict=True))
         chances: list[float] = tried.chances[places, tokens].mean(0).tolist()
         for worth, chance in zip(self.family.values(), chances[1 + self._looked_for :], strict=True):
@@ -187,16 +186,16 @@ class ChosenPathProposer(LayerPathProposer):
         self._add(voted)
 
     def _exchanged(self) -> LayerSkip:
-        """Return the set that drafts with one layer of it exchanged for another, each time other ones."""
+        """Return the chosen skip set with one layer exchanged for another, a new pair in each call."""
         out = sorted(each.layer for each in self.chosen.path(self._depth).skipped if each.part is Part.ATTENTION)
         others = [layer for layer in range(self._depth) if layer not in out]
         self._exchanges += 1
-        # Far from the last one, and in the end all of them.
+        # The layer is far from the last one, and in the end every layer comes up.
         out[self._exchanges % len(out)] = others[int(self._exchanges * 0.618 * len(others)) % len(others)]
         return LayerSkip(layers=sorted(out))
 
     def _add(self, path: LayerPathDrafter) -> None:
-        """Take a path into the family, in place of the worst other one."""
+        """Add a path to the family; if that is full, in place of the worst path other than the chosen one."""
         if path in self.family:
             return
         if len(self.family) == FAMILY:
@@ -205,13 +204,13 @@ class ChosenPathProposer(LayerPathProposer):
         self.family[path] = self._unknown(path)
 
     def _rates(self) -> dict[LayerPathDrafter, float]:
-        """How often tokens of each path are accepted, drawn towards the mean of all."""
+        """Return the acceptance rate of each path, shrunk towards the mean of all paths."""
         worths = self.family.values()
         mean = sum(each.accepted for each in worths) / sum(each.tokens for each in worths)
         return {path: (each.accepted + _PRIOR * mean) / (each.tokens + _PRIOR) for path, each in self.family.items()}
 
     def _choose(self, rows: RowsView) -> None:
-        """Draft along the path that commits most for its cost, at the draft length that is best for it."""
+        """Choose the path that commits most for its cost, at the best draft length for each path."""
 
         def speed(path: LayerPathDrafter) -> float:
             steps, rate = self.family[path].cost / self._first_cost, rates[path]
@@ -242,13 +241,13 @@ class ChosenPathProposer(LayerPathProposer):
 )
 @dataclass(frozen=True)
 class ChosenExit(ChosenPath):
-    """Self-speculation from an exit that follows the text, as in DEL (Zarch et al., 2025, arXiv 2504.05598).
+    """Drafts from an exit layer that adapts to the text, as in DEL (Zarch et al., 2025, arXiv 2504.05598).
 
-    The draft length is the control's choice, as for all drafts.
+    The controller chooses the draft length, as for all drafts.
 
     Attributes:
         earliest: the first exit layer.
-        latest: the last one.
+        latest: the last exit layer.
     """
 
     earliest: int
@@ -290,10 +289,10 @@ class ChosenExit(ChosenPath):
 )
 @dataclass(frozen=True)
 class ChosenSkips(ChosenPath):
-    """Self-speculation with a skip set that follows the text, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
+    """Drafts with a skip set that adapts to the text, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
 
     Attributes:
-        layers: how many layers a draft leaves out, M. The first set leaves out every so many.
+        layers: size M of the skip set. The first set spreads its layers evenly.
     """
 
     layers: int
@@ -311,7 +310,7 @@ class ChosenSkips(ChosenPath):
             raise DraftConfigError(
                 f"a draft leaves out {shown(self.layers)} layers; this model has {depth}, choose 1..{depth - 2}"
             )
-        # Neither the first layer nor the last.
+        # The first layer and the last one are never skipped.
         inner = depth - 2
         return [LayerSkip(layers=[1 + (2 * each + 1) * inner // (2 * self.layers) for each in range(self.layers)])]
 

@@ -1,8 +1,8 @@
-"""Trying paths of a network in a pass that runs anyway: what each would have said after some of its tokens.
+"""Trying paths of a network in a pass that runs anyway, to see what each path predicts after some of its tokens.
 
-So weights are read once, whatever the number of paths. Exits are read off the states of the pass itself. Where layers
-are left out, tokens are read again, once for each column: along the whole network, along each path that is given, and
-along those that dynamic programming makes as the pass goes, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
+So weights are read once for any number of paths. Exits use the states of the pass itself. Paths that leave out layers
+read tokens again, once for each column: along the whole network, along each given path, and along paths that dynamic
+programming makes during the pass, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from selfspec.runtime.runner import Behind, ModelRunner, PassResult
 
 @dataclass(frozen=True)
 class Trial(Behind):
-    """What is tried, on some of the first tokens of a block, each once for each column. Column 0 is the whole network.
+    """Tries paths on some of the first tokens of a block, one path for each column; column 0 is the whole network.
 
-    What comes of it is a `Tried`.
+    The result is a `Tried`.
 
     Attributes:
-        tokens: the most that are tried.
+        tokens: the most tokens to try.
         greedy: whether decoding takes the likeliest tokens.
     """
 
     any_tree = True
     first: ClassVar[int]
-    """The first node that is tried."""
+    """The first node to try."""
 
     tokens: int
     greedy: bool
@@ -45,7 +45,7 @@ class Trial(Behind):
     @property
     @abstractmethod
     def columns(self) -> int:
-        """How often a token is tried."""
+        """Number of paths that a token is tried on, the whole network included."""
 
     def tree(self, draft: Tree) -> Tree:
         return draft
@@ -55,46 +55,46 @@ class Trial(Behind):
         rows, width = block.shape
         tokens = self.added_to(block, draft)
         result = runner.changed(tokens, lambda whole: self.view(whole, runner.adapter, width, choices), taps)
-        # What is tried lies in further rows or behind the block.
+        # The trial's tokens lie in further rows or behind the block.
         return result.split(rows, width, self.tried(result.logits, width, choices))
 
     def added_to(self, block: Tensor, tree: Tree) -> Tensor:
-        """Return the tokens of a draft's block and of these nodes, `[rows, 1 + nodes]`."""
+        """Return the tokens of a draft's block and of the trial's own nodes, `[rows, 1 + nodes]`."""
         return block
 
     @abstractmethod
     def view(self, model: nn.Module, adapter: Adapter, behind: int, choices: list[Tensor]) -> nn.Module:
-        """Make a view of a model that tries the paths: called like it, it gives their logits behind the block's.
+        """Make a view of a model that tries the paths: it is called like the model, and appends the paths' logits.
 
         Args:
             model: a causal LM, or a view of one.
             adapter: where its layers are.
-            behind: tokens of the block, which are read as ever.
-            choices: receives for each layer which columns leave it out, `[rows, tokens, most]`, if any may.
+            behind: number of tokens in the block, which are read as without a trial.
+            choices: receives, for each layer, which columns leave it out, `[rows, tokens, most]`, if any may.
         """
 
     @abstractmethod
     def by_column(self, logits: Tensor, behind: int) -> Tensor:
-        """Return what this view gives as `[rows, tokens, columns, vocab]`."""
+        """Return the logits of this view as `[rows, tokens, columns, vocab]`."""
 
     def tried(self, logits: Tensor, behind: int, choices: list[Tensor]) -> Tried:
-        """Return what came of it, by the logits and choices that the view gave."""
+        """Return the result of the trial, given the logits and choices of the view."""
         probs = self.by_column(logits, behind).float().softmax(-1)
         best, shared = probs.argmax(-1), torch.minimum(probs, probs[:, :, :1]).sum(-1)
         chances = self._chances(shared, (best == best[:, :, :1]).float()) if self.greedy else shared
         return Tried(chances, torch.stack(choices, -1) if choices else None)
 
     def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
-        """Return the chances of greedy decoding."""
+        """Return the acceptance rates under greedy decoding."""
         return agree
 
 
 @dataclass(frozen=True)
 class ExitTrial(Trial):
-    """Leaves the network at each of some exits, on nodes of the block itself: their states there are exact.
+    """Tries exit layers on the nodes of the block itself, whose states there are exact.
 
     Attributes:
-        exits: the first layer that each leaves out, at least 1.
+        exits: the first layer that each exit leaves out, at least 1.
     """
 
     first = -1
@@ -121,7 +121,7 @@ class ExitTrial(Trial):
     def _append(self, run: Callable[..., Any], left: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
         states = output[0] if isinstance(output, tuple) else output
-        # As further rows, which norm and head read by themselves.
+        # They become further rows, so that the model's norm and head read them.
         states = torch.cat([states, *(left[layer] for layer in self.exits)], -3)
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
@@ -132,14 +132,14 @@ class ExitTrial(Trial):
 
 @dataclass(frozen=True)
 class PathTrial(Trial):
-    """Leaves layers out, on tokens of a draft that are read again, in nodes of their own.
+    """Tries skip sets on tokens of a draft, which are read again in nodes of their own.
 
-    Column j of the `most` after the first has after each layer the state nearest to column 0's that leaves out j of the
-    layers so far: its own one after the layer, or that of column j - 1 before it.
+    Columns 1 to `most` search a skip set. After each layer, column j has the state nearest to column 0's that skips j
+    of the layers so far: either its own state after the layer, or the state of column j - 1 before the layer.
 
     Attributes:
-        most: how many layers the set leaves out that is looked for; 0: none is.
-        skipped: the layers that each path leaves out which is given.
+        most: size of the skip set to search for; 0: no search.
+        skipped: the layers that each given path leaves out.
     """
 
     first = 0
@@ -152,7 +152,7 @@ class PathTrial(Trial):
         return 1 + self.most + len(self.skipped)
 
     def tree(self, draft: Tree) -> Tree:
-        # They see what the tokens that they read again see.
+        # Each node sees the same tokens as the token that it reads again.
         tokens = range(min(self.tokens, draft.trunk))
         return Tree((*draft.parents, *(node - 1 for node in tokens for _ in range(self.columns))))
 
@@ -172,13 +172,13 @@ class PathTrial(Trial):
     ) -> Any:
         output = layer(*args, **kwargs)
         states = output[0] if isinstance(output, tuple) else output
-        # Some models keep several streams of hidden states, before the batch.
+        # Some models keep several streams of hidden states, in a dimension before the batch.
         before, after = (self._columns(each[..., behind:, :]) for each in (hidden_states(args, kwargs), states))
         kept = list(after.unbind(-2))
         if self.most:
             own, other = after[..., 1 : self.most + 1, :], before[..., : self.most, :]
             run, skip = (_nearness(each, after[..., :1, :]) for each in (own, other))
-            # Before this layer no column has left out more layers than there are.
+            # A column cannot skip more layers than have come so far.
             run[..., index:] = -torch.inf
             choices.append(skip > run)
             kept[1 : self.most + 1] = torch.where(choices[-1][..., None], other, own).unbind(-2)
@@ -196,25 +196,25 @@ class PathTrial(Trial):
         return columns
 
     def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
-        # All paths cost about the same, and where they agree says less of few tokens than how far.
+        # All paths cost about the same; on few tokens, the shared probability tells more than agreement alone.
         return (shared + agree) / 2
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a trial.
+    """Holds the result of a trial.
 
     Attributes:
-        chances: that a token which is drawn along a path is accepted, `[rows, tokens, columns]`: 1 - TV(p, q) where it
-            is drawn; where it is the likeliest one, whether it is the target's.
-        choices: which columns of those by dynamic programming leave out which layers, `[rows, tokens, most, layers]`.
+        chances: acceptance rates of tokens drafted along each path, `[rows, tokens, columns]`: 1 - TV(p, q) for a drawn
+            token; for the likeliest token, whether it is the target's.
+        choices: which columns of the search leave out which layers, `[rows, tokens, most, layers]`; None: no search.
     """
 
     chances: Tensor
     choices: Tensor | None
 
     def found(self, row: int, token: int) -> list[int]:
-        """Return the layers to leave out after a token."""
+        """Return the skip set that the search found after a token."""
         if self.choices is None:
             return []
         skipped, choices = [], self.choices[row, token].tolist()
@@ -227,6 +227,6 @@ class Tried:
 
 
 def _nearness(states: Tensor, target: Tensor) -> Tensor:
-    """The cosine between the states of each column and the target's, `[rows, tokens, columns]`."""
+    """Return the cosine between the states of each column and the target's, `[rows, tokens, columns]`."""
     near = cosine_similarity(states.float(), target.float(), dim=-1)
     return near.mean(0) if near.ndim > 3 else near

@@ -1,4 +1,4 @@
-"""Drafting without any pass of the model: what followed the last time that the text ended as it does now."""
+"""Drafting without a model: the tokens that followed when the text last ended as it does now."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _LONGEST = 64
 @drafter("lookup", help="copies from the text so far")
 @dataclass(frozen=True)
 class PromptLookup(Drafter):
-    """Prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023): copies from prompt and output.
+    """Copies from prompt and output: prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023).
 
-    The draft is deterministic, so q is one-hot at its tokens. A row whose text ends as nowhere before gets its own last
-    token for a draft, which is as exact as any other guess.
+    The draft is deterministic, so q is one-hot at its tokens. A row without a match gets its own last token as filler;
+    any guess keeps the output exact.
 
     Attributes:
         shortest: tokens of the shortest match that counts, at least 1.
-        longest: tokens of a match that count, at most 64; among places the one with the longest match is taken, and
-            the latest of these.
+        longest: the most tokens of a match that count, at most 64. The latest of the longest matches is copied.
     """
 
     shortest: int = 2
@@ -50,17 +49,17 @@ class PromptLookup(Drafter):
 
 
 class LookUpProposer(FreeProposer):
-    """Copies from each row's own text, and from its source; the lengths of matches are those of `PromptLookup`."""
+    """Copies from each row's own text and its source; `PromptLookup` sets the match lengths."""
 
     def __init__(self, shortest: int, longest: int, sources: Sequence[Sequence[int]]) -> None:
         self._shortest, self._longest = shortest, longest
         self._texts = [OwnText(source) for source in sources]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a chain; none where no unfinished row has a match, or too few rows for it to pay."""
+        """Propose a chain; none if no unfinished row has a match, or too few rows have one for it to pay."""
         pacing = rows.pacing
         found: list[list[int]] = []
-        # Matches of the rows that matter: in one generation, what others gain does not end the batch sooner.
+        # Match lengths of the pacing rows: in one generation, progress of other rows does not end the batch sooner.
         behind: list[int] = []
         for row in rows.running:
             text = self._texts[row]
@@ -73,7 +72,7 @@ class LookUpProposer(FreeProposer):
             return rows.no_draft()
         share = sum(match > 0 for match in behind) / len(behind)
         most = min(budget.depth, rows.controller.look_up_length(share))
-        # What a batch can hope for is set by the row with least to go by.
+        # The row with the shortest match limits the batch.
         least = max(min(behind), self._shortest)
         return chains(rows, [row[:most] for row in found], match_length=least)
 

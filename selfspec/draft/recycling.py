@@ -1,4 +1,4 @@
-"""Drafting from what earlier passes left over: their candidates for each place, grown into a tree for nothing."""
+"""Drafting from the candidates that earlier passes left over for each place, grown into a tree without a model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from selfspec.errors import DraftConfigError
 from selfspec.runtime.runner import PassResult
 from selfspec.values import shown
 
-# The match length of drafts of recycled candidates: they are one source of drafts.
+# The match length of all drafts of recycled candidates, which count as one source.
 _CANDIDATES = 1
 
 _RANGES = (("candidates", 1, 64), ("longest", 1, 16), ("most_bytes", 1 << 13, 1 << 34))
-# Of what a row learns apart from others, at most.
+# The most bytes of a row's own table.
 _ROW_BYTES = 8 << 20
-# What candidates of each rank were accepted at on the models measured, after contexts of one token and of more, and how
-# many places that counts for.
+# Acceptance rates of candidates by rank on the models measured, after contexts of one token and of more, and how many
+# places they count for.
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
 
 
@@ -43,21 +43,21 @@ _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.
 class Recycling(Drafter):
     """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
 
-    A table holds, for each token and for each few tokens in a row, the candidates that followed when the target last
-    ran them, in whatever text and place, rejected nodes included; and what followed in prompts. The draft is the tree
-    that these candidates grow into, after the longest context that is known at each place: of text that comes again it
-    is that text, as in REST (He et al., 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et al., 2024, arXiv
-    2411.04975), with the target's other candidates beside it. Nothing is drawn, so q is one-hot at each node.
+    A table holds, for contexts of one to a few tokens, the candidates that followed when the target last ran them, in
+    any text and place, rejected nodes included, and the tokens that followed in prompts. The draft is the tree that
+    these candidates grow into, after the longest known context at each place. Text that comes again is drafted as in
+    REST (He et al., 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), with the
+    target's other candidates beside it. Nothing is drawn, so q is one-hot at each node.
 
-    The table is the wrapper's: later generations draft from what earlier ones left. Under greedy decoding and under
-    `coupled` that changes speed alone; sampled otherwise, a seed repeats its tokens with a new wrapper. Where rows are
-    apart (see `FixedLength`) a row has a chain, of what was known before the call and what the row itself left since;
-    the wrapper learns that once the last row has ended.
+    The table belongs to the wrapper: later generations draft from the candidates of earlier ones. Under greedy decoding
+    and under `coupled` that changes speed alone; with other sampling, a seed repeats its tokens only with a new
+    wrapper. Where rows are apart (see `FixedLength`), a row has a chain, from the table before the call and from the
+    row's own candidates since; the wrapper's table takes these over once the last row has ended.
 
     Attributes:
-        candidates: kept for each context, 1 to 64.
-        longest: tokens of the longest context, 1 to 16; 1 is the table of the paper.
-        most_bytes: of the table, 8 KiB to 16 GiB. A new context takes the place of an older one where there is no room.
+        candidates: number kept for each context, 1 to 64.
+        longest: tokens of the longest context, 1 to 16; 1 gives the table of the paper.
+        most_bytes: size of the table, 8 KiB to 16 GiB. When it is full, new contexts replace older ones.
     """
 
     candidates: int = 8
@@ -82,11 +82,11 @@ class Recycling(Drafter):
 
 
 class RecyclingMemory(DraftMemory):
-    """What the drafter keeps as long as the wrapper: candidates, and how often those of each rank are accepted.
+    """Keeps candidates and the acceptance rates of their ranks for as long as the wrapper lives.
 
     Attributes:
-        table: candidates of each context.
-        chances: of the ranks, in drafts after contexts of one token, of two, ...
+        table: the candidates after each context.
+        chances: the acceptance rates by rank, in drafts after contexts of one token, of two, ...
     """
 
     def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
@@ -96,13 +96,13 @@ class RecyclingMemory(DraftMemory):
         self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
 
     def of_row(self) -> CandidateTable:
-        """Make a table that knows what this one knows, and learns by itself."""
+        """Make a table for one row, which reads this one and learns separately."""
         candidates, longest, nbytes = self._size
         return CandidateTable(candidates, longest, min(nbytes, _ROW_BYTES), under=self.table)
 
 
 class RecyclingProposer(FreeProposer):
-    """Drafts from the wrapper's table, or where rows are apart from tables of their own over it."""
+    """Drafts from the wrapper's table, or, where rows are apart, from each row's own table over it."""
 
     matches = (_CANDIDATES,)
 
@@ -114,9 +114,9 @@ class RecyclingProposer(FreeProposer):
         # Its last draft, whether or not the round took it, and how long the known context of each row was then.
         self._proposed: Draft | None = None
         self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        # Of the round that is judged: its draft tokens, and the target's candidates after each place.
+        # Draft tokens of the round that is judged, and the target's candidates after each place.
         self._asked: tuple[HostCopy, HostCopy] | None = None
-        # What rows learn apart, and what was known of ranks before.
+        # The rows' own tables, and the rates of ranks before this generation.
         self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
         self._rates = [chances.rates() for chances in memory.chances]
         for row in range(rows.size):
@@ -127,10 +127,10 @@ class RecyclingProposer(FreeProposer):
         return self._memory.table.nbytes + sum(table.nbytes for table in self._tables.values())
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a tree; none where nothing is known of some unfinished row, or none would pay."""
+        """Propose a tree; none if no unfinished row has a known context, or no tree would pay."""
         contexts = self._contexts(rows)
         self._lengths = self._known(rows, contexts)
-        # What a batch can hope for is set by the row with least to go by.
+        # The row with the shortest context limits the batch.
         lengths = [self._lengths[index] for index, row in enumerate(rows.running) if row in rows.unfinished]
         if not any(lengths):
             return rows.no_draft()
@@ -144,7 +144,7 @@ class RecyclingProposer(FreeProposer):
         return self._proposed
 
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return what is offered to each running row: the tree of `look_up`, for each row by itself."""
+        """Return the offer to each running row: the tree of `look_up`, for each row by itself."""
         contexts = self._contexts(rows)
         lengths = self._known(rows, contexts).tolist()
         return [
@@ -170,14 +170,14 @@ class RecyclingProposer(FreeProposer):
             return
         for index, (row, length) in enumerate(zip(rows.running, rows.row_lengths(draft), strict=True)):
             if row in verdict.rows:
-                # What only fills the row up is another number of tokens beside other rows.
+                # Beyond its length the row holds filler, which depends on the other rows.
                 self._table(row).learn(contexts[index, : length + 1], candidates[index, : length + 1])
         if all(found.ended for found in verdict.rows.values()):
             for _, table in sorted(self._tables.items()):
                 self._memory.table.take(table)
 
     def _table(self, row: int) -> CandidateTable:
-        """Return what a row drafts from and teaches: where rows are apart its own, over what was known before."""
+        """Return the table that a row drafts from and teaches: its own where rows are apart, else the wrapper's."""
         return self._tables[row] if self._rows_apart else self._memory.table
 
     def _offer(self, row: int, context: NDArray[np.int64], length: int, budget: Budget) -> Offer:
@@ -187,12 +187,12 @@ class RecyclingProposer(FreeProposer):
         tokens: list[int] = self._table(row).grown(context[None], tree)[0].tolist()
         shares: dict[tuple[int, ...], float] = {}
         for path, rank in zip(tree.paths, tree.ranks, strict=True):
-            # A candidate that is there twice has the chance of the first.
+            # A candidate that comes twice has the rate of the first.
             shares.setdefault(tuple(tokens[node] for node in path), chances[rank])
         return Offer(length, shares)
 
     def _known(self, rows: RowsView, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of the longest context that is known of each running row, `[rows]`."""
+        """Count the tokens of the longest known context of each running row, `[rows]`."""
         if not self._rows_apart:
             return self._memory.table.find(contexts).lengths
         each = zip(rows.running, contexts, strict=True)
@@ -207,15 +207,15 @@ class RecyclingProposer(FreeProposer):
         return chains(rows, found, match_length=_CANDIDATES)
 
     def _contexts(self, rows: RowsView) -> NDArray[np.int64]:
-        """The last tokens of each running row, `[rows, longest]`."""
+        """Return the last tokens of each running row, `[rows, longest]`."""
         ends = [rows.text(row, max(rows.text_length(row) - self._longest, 0)) for row in rows.running]
         return np.array([[*[NONE] * (self._longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
 def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-    """Return the last tokens at the last committed token and at each node, `[rows, nodes + 1, longest]`.
+    """Return the context that ends at the last committed token and at each node, `[rows, nodes + 1, longest]`.
 
-    `contexts` are the last tokens of each row, `[rows, longest]`, `tokens` those of each node, `[rows, nodes]`.
+    `contexts` are the last tokens of each row, `[rows, longest]`; `tokens` are those of the nodes, `[rows, nodes]`.
     """
     ends = np.empty((len(contexts), len(tree) + 1, contexts.shape[1]), dtype=np.int64)
     ends[:, 0] = contexts

@@ -29,10 +29,10 @@ from selfspec.values import checked_path, shown
 )
 @dataclass(frozen=True, eq=False)
 class ReducedVocabulary(AroundLayerPath):
-    """Another path drafter, whose draft steps read only the rows of the head that belong to some distinct tokens.
+    """Runs another path drafter, whose draft steps read only the rows of the head for some distinct tokens.
 
-    Exact under every lossless rule, because q is 0 at the other tokens: the target may still choose them, and then the
-    draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
+    It is exact under every lossless rule, because q is 0 at all other tokens: the target may still choose them, and
+    then the draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +53,7 @@ class ReducedVocabulary(AroundLayerPath):
 
     @classmethod
     def from_file(cls, draft_with: LayerPathDrafter, file: str | Path) -> ReducedVocabulary:
-        """With the tokens of a file that `selfspec train vocabulary` wrote: JSON with a list under `tokens`.
+        """Read the tokens from a file of `selfspec train vocabulary`: JSON with a list under `tokens`.
 
         Raises:
             DraftConfigError: the file cannot be read or lists no tokens.
@@ -95,6 +95,6 @@ class ReducedVocabulary(AroundLayerPath):
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a file of `selfspec train vocabulary` holds, as far as drafting needs it."""
+    """Holds the fields of a file of `selfspec train vocabulary` that drafting needs."""
 
     tokens: tuple[int, ...]

@@ -23,23 +23,23 @@ from selfspec.draft.drafter import Drafter
 from selfspec.errors import DraftConfigError, SelfSpecError
 
 PLAIN = "none"
-"""What plain decoding, without a draft, is called."""
+"""Name of plain decoding, without a draft."""
 
 AUTO = "auto"
-"""What the draft of a calibration profile is called; it takes a model to say what that is."""
+"""Name of the draft of a calibration profile, which depends on the model."""
 
-# Characters from which on a list of all drafts says how one is called, and not how it is written.
+# A list of all drafts shows longer forms by their name alone.
 _LONG_FORM = 13
-# A kind and what belongs to it, whatever is between them.
+# A kind and a number, with any separator between them.
 _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 
 
 @cache
 def kinds() -> Mapping[str, type[Drafter]]:
-    """Return the declared drafters by name: those of this package first, and of these what runs the model.
+    """Return the declared drafters by name: those of this package first, and of these the ones that run its layers.
 
     Raises:
-        DraftConfigError: a package declares a name that is taken, or what it names is no drafter.
+        DraftConfigError: a package declares a name that is taken, or names something that is no drafter.
     """
     found: dict[str, type[Drafter]] = {}
     for module in sorted(each.name for each in pkgutil.walk_packages(selfspec.draft.__path__, "selfspec.draft.")):
@@ -57,7 +57,7 @@ def kinds() -> Mapping[str, type[Drafter]]:
 
 
 def declarations() -> list[Declaration]:
-    """Return what all declared drafters say of themselves."""
+    """Return the declarations of all drafters."""
     return [each for name, kind in kinds().items() for each in kind.declared if each.name == name]
 
 
@@ -65,8 +65,8 @@ def parse_draft(text: str) -> Drafter | None:
     """Return the drafter that `text` names; None for plain decoding.
 
     Raises:
-        DraftConfigError: it is not of the grammar, or a file that it names cannot be used.
-        SelfSpecError: what it names on disk cannot be used.
+        DraftConfigError: the text is not of the grammar, or a file that it names cannot be used.
+        SelfSpecError: something else on disk that it names cannot be used.
     """
     if not isinstance(text, str) or "\0" in text:
         raise _misread(text)
@@ -75,14 +75,14 @@ def parse_draft(text: str) -> Drafter | None:
     try:
         return _joined(parts_of(text.strip()))
     except ValueError as error:
-        # Errors of selfspec say themselves what is wrong.
+        # Errors of selfspec have a message of their own.
         if isinstance(error, SelfSpecError):
             raise
         raise _misread(text) from None
 
 
 def draft_name(drafter: Drafter | None) -> str:
-    """What a draft is called: `exit:4`, `lookup+int8`, `none`, or how any other represents itself."""
+    """Return the name of a draft: `exit:4`, `lookup+int8`, `none`; its `repr` if it has no name."""
     return PLAIN if drafter is None else drafter.spelling or repr(drafter)
 
 
@@ -94,7 +94,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def _joined(parts: Sequence[str]) -> Drafter:
-    """Return the drafter of the parts between `+`."""
+    """Return the drafter that the parts between `+` name."""
     sources: list[Drafter] = []
     for place, part in enumerate(parts):
         name, colon, argument = part.partition(":")
@@ -178,7 +178,7 @@ def _misread(text: object) -> DraftConfigError:
 
 
 def _meant(part: str, names: Sequence[str]) -> str:
-    """Return the nearest kind of draft in place of a kind that there is not."""
+    """Return the part with an unknown kind replaced by the nearest known one."""
     kind, colon, rest = part.strip().partition(":")
     if kind in names:
         return part.strip()

@@ -1,4 +1,4 @@
-"""What a drafter sees of a generation: its rows, the controller, the model, and nothing else of the loop."""
+"""The view that a drafter has of a generation: its rows, the controller, the model, and nothing else of the loop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A child of each of some nodes, `[rows, nodes]`, and the q that it is scored with, `[rows, nodes, vocab]`.
+    """Holds a drawn child of each of some nodes, `[rows, nodes]`, and the q it was drawn from, `[rows, nodes, vocab]`.
 
-    Greedily there is none: it is scored by being the target's own choice.
+    Under greedy decoding q is None: a token is accepted if it is the target's own choice.
     """
 
     token: Tensor
@@ -29,7 +29,7 @@ class DrawnToken:
 
 
 class DraftController(Protocol):
-    """What a drafter may ask the controller of a generation.
+    """Answers a drafter's questions to the controller of a generation.
 
     Attributes:
         most: the largest budget of a round.
@@ -38,46 +38,46 @@ class DraftController(Protocol):
     most: Budget
 
     def tries(self, match: int) -> bool:
-        """Whether a source may draft in this round: a look-up that matched so many tokens, or the model (0).
+        """Return whether a source may draft in this round: a look-up with a match of `match` tokens, or the model (0).
 
-        Ask once a round for each.
+        Ask once for each source in a round.
         """
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        """Whether a look-up of so long a match promises more than the sources behind it, which are as in `tries`.
+        """Return whether a look-up with this match length promises more than the sources behind it, as in `tries`.
 
-        By the tokens that rounds with such drafts have lately committed for what they cost.
+        The measure is the tokens that recent rounds with such drafts committed for their cost.
         """
 
     def round_cost(self, steps: int, nodes: int) -> float:
-        """Return the cost of a round of so many draft steps and draft tokens, in plain steps."""
+        """Return the cost in plain steps of a round with this many draft steps and draft tokens."""
 
     def price(self, steps: float, nodes: int) -> float:
-        """Return what a round is held to cost where drafts of different sources are compared, in plain steps.
+        """Return the cost in plain steps of a round, for comparing drafts of different sources.
 
-        Unlike `round_cost` it is an estimate that no length is chosen by, and the same in batches of any size.
+        Unlike `round_cost` it is an estimate that is the same for every batch size; no draft length depends on it.
         """
 
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
         """Choose the shape of the model's draft where it may have branches.
 
-        `chances` are that the sibling of each rank is accepted where its place is reached, the likeliest first.
+        `chances` are the acceptance rates of siblings by rank where their place is reached, the likeliest first.
         """
 
     def look_up_length(self, share: float) -> int:
-        """Return the most tokens worth looking up where this share of the slowest rows has a match; 0: none."""
+        """Return the most tokens worth looking up if this share of the pacing rows has a match; 0: none."""
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        """Whether to draft another token after the last one, which is kept in any case.
+        """Return whether to draft another token after the last one, which is kept in any case.
 
-        That one is the first of its level in a tree. `confidences` gives the largest probability of each row where it
-        was drawn, 0 where there was no distribution; it waits for the device, so it is called only if that matters.
-        Dropping a token because of its score would bias the output; ending the draft after it does not.
+        In a tree, the last one is the first token of its level. `confidences` returns, for each row, the largest
+        probability where it was drawn, 0 without a distribution; it waits for the device, so it is called only if
+        needed. Dropping a token because of its score would bias the output; ending the draft after it does not.
         """
 
 
 class RowsView(Protocol):
-    """The rows of a generation before a round. Rows have numbers, which stay theirs while they run."""
+    """Shows the rows of a generation before a round. A row keeps its number while it runs."""
 
     @property
     def size(self) -> int:
@@ -101,66 +101,66 @@ class RowsView(Protocol):
 
     @property
     def last_tokens(self) -> Tensor:
-        """The last committed token of each running row, `[rows, 1]`."""
+        """Last committed token of each running row, `[rows, 1]`."""
         ...
 
     @property
     def are_text(self) -> bool:
-        """Whether prompts are token ids alone: no embeddings, and no past of other tokens."""
+        """True if prompts are token ids alone, without embeddings and without a past of other tokens."""
         ...
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """Return the prompt and the committed tokens of a row, without padding, from number `start` on."""
+        """Return the prompt and the committed tokens of a row, without padding, from token `start` on."""
         ...
 
     def source(self, row: int) -> list[int]:
-        """Return the tokens that an encoder has read for a row, if it has the text's own vocabulary; else none."""
+        """Return the tokens that an encoder has read for a row, if its vocabulary is the text's; else none."""
         ...
 
     def text_length(self, row: int) -> int:
-        """Count these tokens."""
+        """Count the prompt and committed tokens of a row."""
         ...
 
     def remaining(self, row: int) -> int:
-        """Return the most tokens that a row may still grow by."""
+        """Return the most tokens that a row may still commit."""
         ...
 
     @property
     def longest(self) -> int:
-        """The largest committed length of any row, prompt included."""
+        """Largest committed length of any row, prompt included."""
         ...
 
     @property
     def controller(self) -> DraftController:
-        """What decides how long drafts are."""
+        """The controller, which decides how long drafts are."""
         ...
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows take the likeliest token."""
+        """True if all rows take the likeliest token."""
         ...
 
     @property
     def chains_only(self) -> bool:
-        """Whether logits processors with memory judge drafts place by place, which takes chains."""
+        """True if logits processors with memory judge drafts place by place, which takes chains."""
         ...
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether logits processors depend on the tokens before a place."""
+        """True if logits processors depend on the tokens before a place."""
         ...
 
     @property
     def rows_apart(self) -> bool:
-        """Whether drafts of a row must be those that it would have alone. The same all through a generation."""
+        """True if drafts of a row must be those that it would have alone; constant in a generation."""
         ...
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether rows are cut to what the slowest commits of this round.
+        """True if all rows commit only as many tokens of this round as the slowest row does.
 
-        What one of them accepts of the first tokens of a draft must then say nothing of later tokens of another. So the
-        shape of a level may depend on tokens down to it, and on no later ones.
+        Then the tokens that one row accepts early in a draft must not depend on later tokens of another row. So the
+        shape of a level may depend on the tokens down to it, and on no later ones.
         """
         ...
 
@@ -181,7 +181,7 @@ class RowsView(Protocol):
         ...
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return what draft tokens are drawn by, `[rows, places, vocab]`: logits as processors and warpers leave them.
+        """Return the scores to draw draft tokens by, `[rows, places, vocab]`: logits after processors and warpers.
 
         `drafted` are the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
         """
@@ -190,37 +190,37 @@ class RowsView(Protocol):
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
         """Draw a child of each of some nodes at one depth from their scores, `[rows, nodes, vocab]`.
 
-        `node` is the number of the first of these nodes, -1 for the last committed token; `place` of the first draw,
-        the number of tokens that were drawn for this draft before.
+        `node` is the number of the first of these nodes, -1 for the last committed token; `place` is the number of
+        tokens drawn for this draft before.
         """
         ...
 
     def draws(self, steps: int) -> Draws | None:
-        """Return the draws of a chain where each takes the logits of its place alone, on a CPU; else None."""
+        """Return the draws of a chain if each takes the logits of its place alone, on a CPU; else None."""
         ...
 
     @property
     def runner(self) -> ModelRunner:
-        """Runs the model over the shared cache."""
+        """The runner of the model over the shared cache."""
         ...
 
     @property
     def programs(self) -> GraphCache | None:
-        """The wrapper's recorded passes; None: the stock modules run all."""
+        """The wrapper's recorded passes; None: the stock modules run every pass."""
         ...
 
     @property
     def memories(self) -> dict[Hashable, object]:
-        """What drafters keep as long as the wrapper, by drafter."""
+        """The memories that drafters keep as long as the wrapper lives, by drafter."""
         ...
 
 
 def own_programs(rows: RowsView, owner: Hashable) -> GraphCache | None:
-    """Return the programs of a model that a drafter brings along, kept as long as the wrapper; None: it makes none.
+    """Return the programs of a drafter's own model, kept as long as the wrapper; None: the wrapper makes none.
 
     Args:
-        rows: of the target.
-        owner: the drafter, or that of its models whose they are.
+        rows: the target's rows.
+        owner: the drafter, or the one of its models that the programs belong to.
     """
     if rows.programs is None:
         return None

@@ -23,7 +23,7 @@ from selfspec.values import checked_path
 
 @dataclass(frozen=True)
 class _Content:
-    """What a skip file holds, as far as drafting needs it."""
+    """Holds the fields of a skip file that drafting needs."""
 
     format: Literal[2]
     base: str
@@ -35,7 +35,7 @@ class _Content:
 @drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
-    """A `LayerSkip` for the one checkpoint whose fingerprint is `base`, named by the file it was read from."""
+    """Drafts with a `LayerSkip` for the one checkpoint whose fingerprint is `base`; named by the file it came from."""
 
     skip: LayerSkip
     base: str
@@ -43,10 +43,10 @@ class SkipFile(LayerPathDrafter):
 
     @classmethod
     def from_file(cls, file: str | Path) -> SkipFile:
-        """Read what `selfspec search` wrote.
+        """Read a skip file that `selfspec search` wrote.
 
         Raises:
-            DraftConfigError: the file is missing, unreadable, or something else.
+            DraftConfigError: the file is missing, unreadable, or no skip file.
         """
         remedy = "give a skip set that selfspec search wrote, or write the set itself, as in skip:attn=3,5;mlp=4"
         found = read_json(checked_path("file", file, DraftConfigError), _Content, DraftConfigError, remedy)
@@ -71,10 +71,10 @@ class SkipFile(LayerPathDrafter):
 
 
 def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:
-    """Write a skip set, the fingerprint of the weights it is for, and whatever else is worth knowing about it.
+    """Write a skip set, the fingerprint of the weights it is for, and further facts about it.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     found = _Content(2, base, list(skip.attention), list(skip.mlp), list(skip.layers))
     write_sealed(file, {**asdict(found), **about})

@@ -1,4 +1,4 @@
-"""Drafting by counts: what followed wherever texts ended as this one does, several continuations of it in one tree."""
+"""Drafting by counts: the tokens that followed wherever a text ended as this one does, merged into one tree."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.runtime.runner import PassResult
 
-# Places that are enough to count; where fewer are alike in as many tokens, those alike in fewer count too, less each.
+# Matches that are enough to count. With fewer of one length, shorter matches count too, each with a lower weight.
 _ENOUGH, _SHORTER = 8, 0.3
-# Matches this long or longer are trusted alike.
+# Matches at least this long have the same trust.
 _LONG_MATCH = 12
 
 
@@ -37,20 +37,20 @@ _LONG_MATCH = 12
 )
 @dataclass(frozen=True)
 class Suffixes(Drafter):
-    """Suffix trees of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
+    """Drafts from suffixes of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
 
     Continuations of the longest matches in the prompt, the output, earlier texts of the wrapper and a corpus are merged
     into one tree, weighted by how often each was found (arXiv 2311.08252, 2411.04975). Nothing is drawn, so q is
     one-hot at each node.
 
-    Earlier texts are the wrapper's, prompts included. Under greedy decoding and under `coupled` they change speed
-    alone; sampled otherwise, a seed repeats its tokens with a new wrapper. Where rows are apart (see `FixedLength`) a
-    row has a chain, and draws nothing from texts that end during the call.
+    Earlier texts belong to the wrapper, prompts included. Under greedy decoding and under `coupled` they change speed
+    alone; with other sampling, a seed repeats its tokens only with a new wrapper. Where rows are apart (see
+    `FixedLength`), a row has a chain, and copies nothing from texts that end during the call.
 
     Attributes:
         corpus: a file of `selfspec index`; None: no corpus.
-        most_bytes: of earlier texts, at most 64 MiB; the oldest make room. 0: none are kept. Each round reads through
-            all of them.
+        most_bytes: size of earlier texts, at most 64 MiB; the oldest make room. 0: none are kept. Each round reads
+            through all of them.
 
     Raises:
         DraftConfigError: `most_bytes` is out of range, or the corpus cannot be used.
@@ -87,7 +87,7 @@ class Suffixes(Drafter):
 
 
 class SuffixProposer(MergingProposer):
-    """Counts what followed in each row's text, in earlier texts of the wrapper and in a corpus, if there is one."""
+    """Counts continuations in each row's text, in earlier texts of the wrapper and in the corpus, if there is one."""
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
         super().__init__(rows)
@@ -117,14 +117,14 @@ class SuffixProposer(MergingProposer):
 
     @property
     def _earlier(self) -> Tokens:
-        """Earlier texts: where rows are apart those before this generation, else also rows of it that have ended."""
+        """Texts that ended before; where rows are apart, only those before this generation."""
         return self._at_first if self.rows_apart else self._memory.tokens
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
         own = self._texts[row]
         own.extend(rows.text(row, own.length))
         context: list[int] = own.tokens[-LONGEST:].tolist()
-        # Of a loop that reaches the end of the text, what follows is its beginning.
+        # A loop that reaches the end of the text continues with its beginning.
         found = [_Found(own.tokens, places_in(own.tokens, context, LONGEST), goes_round=True)]
         found.append(_Found(self._earlier, places_in(self._earlier, context, LONGEST)))
         if self._corpus is not None:
@@ -136,10 +136,10 @@ class SuffixProposer(MergingProposer):
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a context was found in a text, as `places_in` gives it.
+    """Holds the places of a context in a text, as `places_in` returns them.
 
     Attributes:
-        goes_round: whether the text goes on at the place itself where it ends.
+        goes_round: whether a continuation that reaches the end of the text starts again at its place.
     """
 
     tokens: Tokens
@@ -147,7 +147,7 @@ class _Found:
     goes_round: bool = False
 
     def continuations(self, length: int, depth: int) -> Counter[tuple[int, ...]]:
-        """Count what follows the places alike in `length` tokens and no more, as far as that is known."""
+        """Count the continuations, up to `depth` tokens, after places that match in exactly `length` tokens."""
         if length > len(self.places):
             return Counter()
         places = self.places[length - 1]
@@ -166,7 +166,7 @@ def _up_to_end(tokens: list[int]) -> tuple[int, ...]:
 
 
 def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Continuations of the longest matches, and of shorter ones until there are enough."""
+    """Yield continuations of the longest matches, and of shorter matches until there are enough."""
     places = 0
     for length in range(longest, 0, -1):
         for each in found:

@@ -1,4 +1,4 @@
-"""Where a text has ended before as it ends now: in itself, in texts that were kept, or in a sorted corpus."""
+"""Finding earlier places that end as a text does now: in the text itself, in kept texts, or in a sorted corpus."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from selfspec.draft.drafter import DraftMemory
 Tokens = NDArray[np.int32]
 
 NONE = -1
-"""Between two texts, where nothing matches."""
+"""Separator between two texts, which matches no token."""
 
 MOST_PLACES = 64
-"""Of one match length: the latest of a text, and of a corpus some that are evenly spread."""
+"""The most places of one match length: the latest of a text, or evenly spread ones of a corpus."""
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-    """Find where a context, of which no token is `NONE`, occurs in a text that may end with it, followed by something.
+    """Find a context in a text that may end with it; the match at the end does not count, as nothing follows it.
+
+    No token of the context may be `NONE`.
 
     Returns:
-        Places of what followed, by the number of tokens alike before it, from one to `longest`; none of a length
-            that no place has.
+        Places of the tokens that follow a match, for each match length from one to `longest` that occurs.
     """
     found: list[NDArray[np.int64]] = []
     ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
@@ -41,11 +42,11 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
 
 @dataclass(frozen=True)
 class Match:
-    """The latest earlier place that ends as a text does.
+    """Holds the latest earlier place that ends as a text does.
 
     Attributes:
-        end: number of the token that followed it there.
-        length: how many tokens are alike, counted back from the end.
+        end: number of the token that follows it.
+        length: number of equal tokens, counted back from the end.
     """
 
     end: int
@@ -53,7 +54,7 @@ class Match:
 
 
 def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
-    """Find where most of the last `longest` tokens of a text, at least `shortest`, came last before its end."""
+    """Find the longest earlier match, of `shortest` to `longest` tokens, of the end of a text; the latest of these."""
     places = places_in(tokens, tokens[-longest:].tolist(), longest) if len(tokens) else []
     if len(places) < shortest:
         return None
@@ -63,19 +64,19 @@ def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
 
 
 def following(tokens: Tokens, match: Match, length: int) -> list[int]:
-    """Return the `length` tokens after a match; what reaches the end of the text goes round, as a loop would."""
+    """Return the `length` tokens after a match; at the end of the text they start again behind the match, as a loop."""
     found: list[int] = tokens[match.end + np.arange(length) % (len(tokens) - match.end)].tolist()
     return found
 
 
 class OwnText:
-    """The text of a row, which grows, behind what it is made of.
+    """Holds the growing text of a row, behind the row's source.
 
     Args:
-        source: tokens before the text: what an encoder has read.
+        source: tokens before the text, which an encoder has read.
 
     Attributes:
-        length: of the text so far, which the source is no part of.
+        length: tokens of the text so far, without the source.
     """
 
     def __init__(self, source: Sequence[int] = ()) -> None:
@@ -87,11 +88,11 @@ class OwnText:
 
     @property
     def tokens(self) -> Tokens:
-        """So far, those of the source first."""
+        """Tokens of the source, then those of the text so far."""
         return self._tokens[: self._before + self.length]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what comes next."""
+        """Append tokens to the text."""
         start = self._before + self.length
         if start + len(tokens) > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
@@ -100,10 +101,10 @@ class OwnText:
 
 
 class TextMemory(DraftMemory):
-    """Texts one after another, the latest that its bytes have room for. Each search reads through all of them.
+    """Keeps the latest texts that fit into its bytes, one after another. Each search reads through all of them.
 
     Attributes:
-        tokens: of the texts, with `NONE` after each; another array once there is one more.
+        tokens: tokens of the texts, with `NONE` after each; adding a text makes a new array.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -111,7 +112,7 @@ class TextMemory(DraftMemory):
         self.tokens: Tokens = np.empty(0, dtype=np.int32)
 
     def add(self, text: Sequence[int]) -> None:
-        """Take in a text, and drop of the oldest what there is no room for."""
+        """Add a text, and drop the oldest tokens that no longer fit."""
         if not self._most:
             return
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
@@ -119,14 +120,14 @@ class TextMemory(DraftMemory):
 
 
 class SortedCorpus:
-    """Texts with `NONE` between them, whose places `sorted_ends` sorted, so that a context is found by halving."""
+    """Holds texts with `NONE` between them, and their places sorted by `sorted_ends`, for binary search of contexts."""
 
     def __init__(self, tokens: Tokens, ends: Tokens) -> None:
         self.tokens = tokens
         self._ends = ends
 
     def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-        """As `places_in`, but for which places of many are returned."""
+        """Find a context as `places_in` does; of many places, return evenly spread ones."""
         found: list[NDArray[np.int64]] = []
         low, high = 0, len(self._ends)
         for length, token in enumerate(reversed(context[-longest:]), 1):
@@ -145,10 +146,10 @@ class SortedCorpus:
 
 
 def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
-    """Sort the places after each token of a text by the tokens before them, the nearest first; `[tokens]`.
+    """Sort the places after each token of a text by the tokens before them, compared from the nearest on; `[tokens]`.
 
-    By doubling (Manber and Myers, 1993): once sorted by some tokens, ranks sort by twice as many. Places that are alike
-    in at least `longest` tokens are in order of the text.
+    It works by doubling (Manber and Myers, 1993): ranks by some tokens sort by twice as many. Places with at least
+    `longest` equal tokens keep the order of the text.
     """
     ranks, known = tokens.astype(np.int64) - NONE + 1, 1
     while True:

@@ -1,4 +1,4 @@
-"""Growing a draft level by level: each draft step reads all nodes of a level that have children, and draws these."""
+"""Growing a draft level by level: each draft step reads all nodes of a level with children, and draws the children."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.runtime.chain import Chain
 
 Read = Callable[[Tensor, int], Tensor]
-"""A draft step over consecutive nodes: tokens `[rows, nodes]` and the first one's number to `[rows, nodes, vocab]`."""
+"""A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""
 
 
 def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
     """Draft a tree, or the first levels of it where the controller ends the draft.
 
-    Siblings are drawn without replacement from one q: each from what its earlier siblings leave of it, normalised. That
-    is Gumbel top-k (Kool et al., 2019, arXiv 1903.06059) in the order of its scores. Greedily they are the likeliest
-    tokens, and of a coupled draft those that the noise of their position likes best. None is left out for its score.
+    Siblings are drawn without replacement from one q: each from q without its earlier siblings, normalised. That is
+    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059) in the order of its scores. Greedy siblings are the likeliest
+    tokens; in a coupled draft, the noise of their position chooses them. None is left out because of its score.
 
     Args:
-        rows: before the round.
-        tree: as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
-        read: gives the logits after some nodes.
+        rows: the rows before the round.
+        tree: a tree as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
+        read: returns the logits after some nodes.
     """
     rows.open_block(tree)
     growth = growth_of(tree, rows.last_tokens.device)
@@ -54,7 +54,7 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
 
 
 def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
-    """Draft by a chain of at most so many steps, until the controller ends the draft."""
+    """Draft along a chain of at most `most` steps, until the controller ends the draft."""
     tokens: list[Tensor] = []
     for step in chain.steps:
         tokens.append(step.token)
@@ -66,13 +66,13 @@ def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
 
 @dataclass(frozen=True)
 class Level:
-    """What one draft step reads and draws.
+    """Describes one draft step.
 
     Attributes:
         first: number of the first node that it reads; -1: the last committed token.
-        draws: the draws that gave the tokens of these nodes, `[nodes]`; None: all so far are the path to one.
+        draws: the draws that gave the tokens of these nodes, `[nodes]`; None: one node, and all draws lead to it.
         paths: the draws on the path to each of these nodes.
-        families: how many of these nodes have a first child, how many a second, and so on: always the first of them.
+        families: number of these nodes with a first child, with a second child, and so on; most children come first.
     """
 
     first: int
@@ -83,7 +83,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a tree is grown: the draft steps, and the draw that gave each node, `[nodes]`; None: in their order."""
+    """Describes how a tree is grown: the draft steps, and each node's draw, `[nodes]`; None: node and draw agree."""
 
     levels: tuple[Level, ...]
     draws: Tensor | None
@@ -91,7 +91,7 @@ class Growth:
 
 @lru_cache(maxsize=64)
 def growth_of(tree: Tree, device: torch.device) -> Growth:
-    """How a tree is grown that is numbered by level."""
+    """Return how to grow a tree that is numbered by level."""
     draws: dict[int, int] = {}
     levels = []
     inner = [-1, *(node for node in range(len(tree)) if tree.children[node + 1])]
@@ -111,9 +111,9 @@ def growth_of(tree: Tree, device: torch.device) -> Growth:
 
 @lru_cache(maxsize=256)
 def by_level(tree: Tree) -> Tree:
-    """Return the tree with other numbers: first the nodes with children, level by level, then the leaves.
+    """Return the tree renumbered: first the nodes with children, level by level, then the leaves.
 
-    In a level those with most children come first.
+    Within a level, nodes with more children come first.
     """
     inner: list[int] = []
     leaves: list[int] = []
@@ -136,7 +136,7 @@ def upper_levels(tree: Tree, depth: int) -> Tree:
 
 
 def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Level) -> Tensor:
-    """Return what the children of each node are drawn by, `[rows, nodes, vocab]`: each has its own path before it."""
+    """Return the scores that the children of each node are drawn by, `[rows, nodes, vocab]`, given the node's path."""
     if not rows.reads_prefixes or level.draws is None:
         return rows.draft_scores(logits, tokens)
     drawn = torch.cat(list(tokens), 1)
@@ -145,14 +145,14 @@ def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Lev
 
 
 def confidences_of(scores: Tensor) -> list[float]:
-    """The largest probability of each row's first place, `[rows]`; 0 where there is none. Waits for the device."""
+    """Return the largest probability at each row's first place, `[rows]`; 0 if it is NaN. Waits for the device."""
     largest = scores[:, 0].softmax(-1).amax(-1)
     confidences: list[float] = largest.nan_to_num(0.0).tolist()
     return confidences
 
 
 def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
-    """Return draws in some order, `[rows, nodes, ...]`; None: the last ones as they are."""
+    """Return draws in the given order, `[rows, nodes, ...]`; None: the last draws unchanged."""
     return draws[-1] if order is None else torch.cat(list(draws), 1)[:, order]
 
 

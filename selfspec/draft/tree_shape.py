@@ -1,4 +1,4 @@
-"""The tree that promises most for what it costs, of candidates that cost no draft step."""
+"""Choosing the tree that promises most for its cost, of candidates that cost no draft step."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree of candidates, siblings likeliest first, and the draft tokens that it commits in expectation."""
+    """Holds a tree of candidates, siblings likeliest first, and the draft tokens that it commits in expectation."""
 
     tree: Tree
     expected: float
 
 
 def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
-    """Return the tree of at most `most` that commits most for the cost of its pass, in plain steps by its nodes.
+    """Return the tree within `most` that commits most for the cost of its pass, in plain steps by number of nodes.
 
-    `chances` are that the candidate of each rank is accepted where its place is reached, the likeliest first.
+    `chances` are the acceptance rates of candidates by rank where their place is reached, the likeliest first.
     """
     shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
     return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
 
 
 def sizes_within(nodes: int) -> list[int]:
-    """Nodes of the trees that are tried: few, so that few kinds of passes need a program."""
+    """Return the sizes of trees to try: few, so that few kinds of passes need a program."""
     return [size for size in _SIZES if size <= nodes]
 
 
 @lru_cache(maxsize=256)
 def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shape:
-    """Return the tree of `nodes` nodes that commits most, were a rank accepted with the same chance at every place.
+    """Return the tree of `nodes` nodes that commits most if a rank has the same acceptance rate at every place.
 
-    These are the nodes with the largest products of chances along their paths (Sequoia, Chen et al., 2024, arXiv
+    It holds the nodes with the largest products of rates along their paths (Sequoia, Chen et al., 2024, arXiv
     2402.12374). It has fewer nodes where `depth` has no room for more.
     """
     parents: list[int] = []

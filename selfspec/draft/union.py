@@ -1,4 +1,4 @@
-"""Several sources in one tree: what costs nothing, beside what a model drew."""
+"""Several sources in one tree: offers of sources without a model, beside the draft of a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.verdict import Verdict
 from selfspec.runtime.runner import PassResult
 
-# In trust: nodes beside a model's.
+# The place, in `Trust`, of nodes beside a model's.
 _BESIDE = "beside"
-# Tokens that a round with the model's draft is held to commit at first, and how many rounds that counts for.
+# Tokens that a round with the model's draft is assumed to commit at first, and how many rounds that counts for.
 _COMMITS, _ROUNDS = 2.0, 4.0
 
 
@@ -37,19 +37,17 @@ _COMMITS, _ROUNDS = 2.0, 4.0
 )
 @dataclass(frozen=True, init=False)
 class Union(JoinedDrafter):
-    """Merges what sources without a model know into one tree, and puts it beside what a model draws.
+    """Merges the offers of sources without a model into one tree, and puts them beside the draft of a model.
 
-    A round takes the tree of the sources without a model where that promises more than the model's draft. Else the
-    model drafts a chain, and where they differ from it the likeliest other tokens are judged after its own. These were
-    not drawn, so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings. Rows
-    in lockstep get the chain alone.
+    A round takes the tree of the sources without a model if it promises more than the model's draft. Else the model
+    drafts a chain, and the likeliest offered tokens that differ from it are judged after its own. They are not drawn,
+    so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings. Rows in lockstep
+    get the chain alone.
 
-    How often the nodes of each source are accepted is learnt apart, and apart beside a model.
+    The acceptance rates of each source are learnt separately, and separately again for nodes beside a model's.
 
-    Where rows are apart (see `FixedLength`) each has a chain: of the sources without a model if they know of one, else
-    the model's.
-
-    The source that runs a model, if any, is asked last.
+    Where rows are apart (see `FixedLength`), each has a chain: of the sources without a model if they offer one, else
+    the model's. The source that runs a model, if any, is asked last.
     """
 
     @property
@@ -69,7 +67,7 @@ class Union(JoinedDrafter):
 
 
 class FreeUnionProposer(MergingProposer, JoinedProposer):
-    """Merges what several sources without a model offer."""
+    """Merges the offers of several sources without a model."""
 
     def __init__(self, rows: RowsView, sources: Sequence[Proposer]) -> None:
         MergingProposer.__init__(self, rows)
@@ -85,15 +83,15 @@ class FreeUnionProposer(MergingProposer, JoinedProposer):
 
 
 class UnionProposer(JoinedProposer):
-    """Puts what sources without a model offer beside what one with a model drew."""
+    """Puts the offers of sources without a model beside the draft of a source with a model."""
 
     def __init__(self, free: FreeUnionProposer, drawn: Proposer) -> None:
         super().__init__([free, drawn])
         self._free = free
         self._drawn = drawn
-        # Tokens that rounds with the model's draft commit, a mean over recent ones.
+        # Mean number of tokens that recent rounds with the model's draft committed.
         self._length = _COMMITS
-        # The last draft of the model that others were put beside, and how many of its nodes are the model's.
+        # The model's last draft with offers beside it, and how many of its nodes are the model's.
         self._joined: Draft | None = None
         self._nodes = 0
 
@@ -105,7 +103,7 @@ class UnionProposer(JoinedProposer):
         if found.length and control.prefers(found.match_length, [MODEL]) and control.tries(found.match_length):
             return found
         drawn = self._drawn.propose(rows, Budget.chain(budget.depth))
-        # What is put beside a chain depends on all of its tokens.
+        # The nodes beside a chain depend on all of its tokens.
         alone = rows.chains_only or rows.in_lockstep
         return drawn if alone or not drawn.length else self._beside(rows, budget, drawn)
 
@@ -122,7 +120,6 @@ class UnionProposer(JoinedProposer):
                     self._free.trust(number).count(offers, outcome, _BESIDE)
 
     def _beside(self, rows: RowsView, budget: Budget, drawn: Draft) -> Draft:
-        """Put what the other sources offer beside a draft."""
         nodes = len(drawn.tree)
         going = [index for index, row in enumerate(rows.running) if row in rows.unfinished]
         reach = [self._free.trust(rows.running[index]).reach(self._free.offered[index], _BESIDE) for index in going]

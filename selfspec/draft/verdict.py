@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The outcome of a round for one unfinished row.
+    """Counts the outcome of a round for one unfinished row.
 
     Attributes:
         judged: draft tokens the target judged.
         accepted: draft tokens accepted, committed or not.
         committed: tokens committed, the bonus or recovered token included.
         dropped: tokens accepted and then dropped to keep rows in lockstep.
-        strayed: accepted tokens off the first nodes of the tree, of which each is the child of the one before it.
+        strayed: accepted tokens off the chain that the first nodes of the tree form.
     """
 
     judged: int
@@ -29,20 +29,20 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class RowVerdict:
-    """The verdict on one unfinished row.
+    """Holds the verdict on one unfinished row.
 
-    A run is what the rule lets the row commit: the accepted draft tokens and the target's token after them, up to the
-    end of the row. Lockstep may drop the last tokens of a run.
+    A run is the tokens that the rule lets the row commit: the accepted draft tokens and the target's token after them,
+    up to the end of the row. Lockstep may drop the last tokens of a run.
 
     Attributes:
         drafted: its draft tokens, one for each node.
         path: the nodes that the rule accepted, in order.
-        judged: how many places the rule judged: those of the accepted nodes, and one where it rejected all children.
+        judged: number of places the rule judged: those of the accepted nodes, and one where it rejected all children.
         tokens: the part of its run that it commits.
-        dropped: how many tokens of its run lockstep dropped.
+        dropped: number of tokens of its run that lockstep dropped.
         ended: whether the row ends with `tokens`.
         finite: whether the target's logits after the accepted tokens were finite; if not, the run has no token there.
-        overlap: for a coupled draft the diagnostic of `selfspec.decode.accept_draws` at each draft token; else empty.
+        overlap: for a coupled draft, the diagnostic of `selfspec.decode.accept_draws` at each draft token; else empty.
     """
 
     drafted: Sequence[int]
@@ -68,7 +68,7 @@ class RowVerdict:
         return self.judged if tokens > len(self.path) else tokens
 
     def outcome(self) -> RowOutcome:
-        """Return what the controller learns of this row."""
+        """Return the counts that the controller learns from."""
         accepted = self.accepted_of(self.run_length)
         along = next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
         judged = self.judged_of(self.run_length)
@@ -81,11 +81,11 @@ class RowVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one round.
+    """Holds the verdict of one round.
 
     Attributes:
-        running: number of each row in the order in which tensors hold them.
-        rows: by number, of each unfinished row.
+        running: numbers of the rows, in the order in which tensors hold them.
+        rows: the verdict on each unfinished row, by its number.
         last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
     """
 
@@ -94,9 +94,9 @@ class Verdict:
     last_tokens: Tensor
 
     def outcomes(self) -> list[RowOutcome | None]:
-        """Return what the controller learns of each running row, in the order of tensors; None for finished rows.
+        """Return the outcome of each running row for the controller, in the order of tensors; None for finished rows.
 
-        It learns from tokens that lockstep dropped, too: they are dropped for what other rows accepted, and their
-        places are drawn again, so their verdicts are evidence as good as any. Statistics leave them out.
+        The controller also learns from tokens that lockstep dropped: only the other rows decide that they are dropped,
+        and their places are drawn again, so their verdicts are valid evidence. Statistics leave them out.
         """
         return [self.rows[row].outcome() if row in self.rows else None for row in self.running]

@@ -1,1 +1,1 @@
-"""Files: JSON from anywhere is read safely, output is checked before work and written whole or not at all."""
+"""Read JSON from anywhere safely, check output places before work, and write files whole or not at all."""

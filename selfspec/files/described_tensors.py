@@ -1,4 +1,4 @@
-"""Files of tensors that say what they are, with checksums: safetensors, so nothing is unpickled."""
+"""Read and write safetensors files with a description and checksums; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ _About = TypeVar("_About")
 
 @dataclass(frozen=True)
 class _Written:
-    """The SHA-256 of each tensor by name, and the checksum of all that the file says."""
+    """The SHA-256 of each tensor by name, and the checksum of the description."""
 
     sha256: dict[str, str]
     checksum: str
 
 
 class DescribedTensors(Generic[_About]):
-    """A file of tensors for a draft that `write_described` wrote. They are read one by one.
+    """A file of tensors for a draft, written by `write_described`. Tensors are read one by one.
 
     Args:
-        file: what to read.
-        what: it should be, for messages.
-        key: of the description in the metadata.
+        file: the file to read.
+        what: name of the kind of file, for messages.
+        key: key of the description in the metadata.
         kind: dataclass of the description, `about`.
         remedy: what to do about a file that cannot be used.
 
     Raises:
-        DraftConfigError: it is missing, truncated, foreign or of another format, or what it says of itself is
-            damaged.
+        DraftConfigError: the file is missing, truncated, foreign or of another format, or its description is damaged.
     """
 
     def __init__(self, file: str | Path, what: str, key: str, kind: type[_About], remedy: str) -> None:
@@ -52,7 +51,7 @@ class DescribedTensors(Generic[_About]):
             said = (self._tensors.metadata() or {}).get(key, "")
             self.about = parsed(said, kind)
             self._sha256 = parsed(said, _Written).sha256
-        # ValueError: it says nothing of itself, or something else.
+        # ValueError: the description is missing or wrong.
         except (OSError, SafetensorError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise DraftConfigError(f"{file} cannot be read as {what} ({reason}); {remedy}") from error
@@ -60,14 +59,14 @@ class DescribedTensors(Generic[_About]):
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return list(self._tensors.keys())
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Refuse a file that has other tensors than these.
+        """Refuse a file whose tensors are not exactly these.
 
         Raises:
-            DraftConfigError: naming one that it lacks, or has beside them.
+            DraftConfigError: it names a tensor that is missing or unexpected.
         """
         wanted, found = set(names), set(self.names)
         for what, others in (("lacks", wanted - found), ("has beside its own tensors", found - wanted)):
@@ -89,10 +88,10 @@ class DescribedTensors(Generic[_About]):
         return found
 
     def read_like(self, name: str, like: Tensor) -> Tensor:
-        """Read a tensor of the type and shape of another.
+        """Read a tensor that must have the dtype and shape of `like`.
 
         Raises:
-            DraftConfigError: the file lacks it, or has it with others.
+            DraftConfigError: the file lacks the tensor, or its dtype or shape differs.
         """
         found = self.read(name)
         if (found.dtype, found.shape) != (like.dtype, like.shape):
@@ -104,12 +103,10 @@ class DescribedTensors(Generic[_About]):
 
 
 def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, and what they are: the whole file or none of it.
-
-    The description is under a key of the metadata, as `DescribedTensors` reads it.
+    """Write tensors and their description, under `key` of the metadata: the whole file or none of it.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     said = sealed({**about, "sha256": {name: _digest(values) for name, values in tensors.items()}})
     with whole(file) as draft:
@@ -117,7 +114,6 @@ def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Map
 
 
 def _digest(values: Tensor) -> str:
-    """SHA-256 of the dtype, the shape and the values of a tensor."""
     found = hashlib.sha256(f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}\n".encode())
     found.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""Reading JSON that anyone may have written: whatever is wrong with it is a typed error."""
+"""Read JSON from any author; every fault in it is a typed error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_json(text: str) -> Any:
     """Return the value that a JSON text holds. All its integers fit a float.
 
     Raises:
-        ValueError: it is no JSON, is nested too deeply, or holds a number with too many digits or half a character.
+        ValueError: it is not JSON, is nested too deeply, or holds a number with too many digits or half a character.
     """
     value = from_json(text)
     digits = _LONG_INTEGER.search(text)
@@ -43,11 +43,11 @@ def _has_long_integer(value: Any) -> bool:
 def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError], remedy: str) -> _Content:
     """Read a JSON file that holds a dataclass. Fields that the dataclass lacks are left out.
 
-    Each field must have the type it declares, and no other that could be turned into it.
+    Each field must have the type it declares; values are not converted.
 
     Raises:
-        SelfSpecError: of type `error`, if the file cannot be read, is no JSON, or holds something else; the line
-            names file, field and remedy.
+        SelfSpecError: of type `error`, if the file cannot be read, is not JSON, or does not fit the dataclass; the
+            message names file, field and remedy.
     """
     try:
         return parsed(Path(file).read_bytes(), kind)
@@ -61,34 +61,34 @@ def parsed(text: str | bytes, kind: type[_Content]) -> _Content:
     """Return the dataclass that a JSON text holds, as `read_json` does.
 
     Raises:
-        ValueError: naming the first field that is wrong, and how; or the text is not what was written.
+        ValueError: a field is wrong (the message names the first), or the checksum does not fit the text.
     """
     try:
         found = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as wrong:
         raise ValueError(first_error(wrong)) from None
     content = json.loads(text)
-    # People may write such files by themselves; these have none.
+    # Files that people write by hand have no checksum.
     if isinstance(content, dict) and _CHECKSUM in content and content != sealed(content):
         raise ValueError(f"its {_CHECKSUM} does not fit: it is damaged, or was changed (then remove the {_CHECKSUM})")
     return found
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a JSON file is to hold, with a checksum by which `parsed` sees that it is what was written.
+    """Return the content of a JSON file with a checksum, by which `parsed` detects changes.
 
     Raises:
-        ValueError: it holds a number that JSON has not.
+        ValueError: it holds NaN or an infinite number, which JSON lacks.
     """
     kept = {name: value for name, value in content.items() if name != _CHECKSUM}
-    # As it will be read: JSON has other types than Python.
+    # Take the content as it will be read: JSON has other types than Python.
     read = json.loads(json.dumps(kept, allow_nan=False))
     text = json.dumps(read, sort_keys=True)
     return {**read, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def first_error(wrong: ValidationError) -> str:
-    """Say in one line which field is wrong first, and how."""
+    """Say in one line which field is the first wrong one, and why."""
     first = wrong.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return ": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))

@@ -1,4 +1,4 @@
-"""Output files and folders: checked before work begins, and written whole or not at all."""
+"""Check output files and folders before work begins, and write them whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from safetensors import SafetensorError
 from selfspec.errors import SelfSpecError, StorageError
 from selfspec.files.json_text import sealed
 
-# What torch says where its file could not be written, as a bare RuntimeError.
+# Parts of torch's messages, in a bare RuntimeError, if its file could not be written.
 _TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
 
 
 def check_output_folder(folder: Path) -> None:
-    """Refuse a folder that results cannot be written to, before there are any. Nothing is left there.
+    """Refuse a folder that cannot be written to, before there are results. Nothing is left there.
 
-    If it does not exist, the nearest one above it that does is checked.
+    If it does not exist, its nearest existing parent is checked.
 
     Raises:
-        StorageError: it is no folder, may not be written to, or the disk is full.
+        StorageError: it is not a folder, may not be written to, or the disk is full.
     """
     with writing(folder):
         there = folder.absolute()
         while not _exists(there):
             there = there.parent
-        # Said at once if `there` is a file, or if nothing can be written.
+        # Raises at once if `there` is a file or cannot be written to.
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(b"\0")
 
 
 def check_output_file(file: Path) -> None:
-    """Refuse a file that results cannot be written to, before there are any. What it holds stays as it is.
+    """Refuse a file that cannot be written to, before there are results. Its content does not change.
 
     Raises:
         StorageError: it is a folder or a device, may not be written to, or the disk is full.
@@ -54,13 +54,13 @@ def check_output_file(file: Path) -> None:
 
 @contextmanager
 def whole(file: Path, kept: str = "") -> Iterator[Path]:
-    """Yield a place to write to, which becomes the file when all went well and is gone when not.
+    """Yield a path to write to; it becomes the file on success, and is deleted on failure.
 
-    Readers, and others who write the same file, see the old one or the new one. Missing folders are made. `kept` is as
-    in `writing`.
+    Readers and other writers of the file see the old file or the new one. Missing folders are made. `kept` is as in
+    `writing`.
 
     Raises:
-        StorageError: it cannot be written; what was there before is whole.
+        StorageError: it cannot be written; the old file is unchanged.
     """
     draft = file.parent / f".{uuid.uuid4().hex}{file.suffix}"
     with writing(file, kept):
@@ -74,10 +74,10 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
 
 
 def check_new(place: Path, remedy: str) -> None:
-    """Refuse a place where something is.
+    """Refuse a place that holds a file or a folder that is not empty.
 
     Raises:
-        StorageError: it is taken; says the remedy.
+        StorageError: the place is taken; the message says the remedy.
     """
     with writing(place):
         if _exists(place) and not (place.is_dir() and not any(place.iterdir())):
@@ -86,12 +86,12 @@ def check_new(place: Path, remedy: str) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill, which takes the folder's place when all went well and is gone when not.
+    """Yield an empty folder to fill; it replaces the folder on success, and is deleted on failure.
 
-    What was there before stays until then, and goes as a whole. Missing folders above it are made.
+    The old content stays until then, and is removed as a whole. Missing parent folders are made.
 
     Raises:
-        StorageError: it cannot be written; what was there before is whole.
+        StorageError: it cannot be written; the old folder is unchanged.
     """
     place = folder.absolute()
     draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
@@ -117,7 +117,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _mode_of_new_files(folder: Path) -> int:
-    """The rights that a new file has here: some writers keep theirs to their user alone."""
+    """Return the mode of a new file in a folder; some writers give access to their user alone."""
     probe = folder / f".{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -128,12 +128,12 @@ def _mode_of_new_files(folder: Path) -> int:
 
 @contextmanager
 def writing(place: Path, kept: str = "") -> Iterator[None]:
-    """Turn what a full disk or a missing right raises into an error that says so in one line.
+    """Turn errors of a full disk or a missing permission into a one-line error.
 
-    `kept` says what is not lost and how to go on.
+    `kept` is text for it that says what is not lost and how to continue.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the place cannot be written.
     """
     try:
         yield
@@ -154,14 +154,14 @@ def write_json(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
 
 
 def write_sealed(file: Path, content: Mapping[str, Any], kept: str = "") -> None:
-    """Write JSON that is read again, with a checksum by which `read_json` sees damage. Else as `write_json`."""
+    """Write JSON as `write_json` does, with a checksum by which `read_json` detects damage."""
     with writing(file, kept):
         whole_content = sealed(content)
     write_json(file, whole_content, kept)
 
 
 def _exists(place: Path) -> bool:
-    """Whether something is there; unlike `Path.exists`, raises where the system does not say."""
+    """Return whether a path exists; unlike `Path.exists`, raise if the system does not tell."""
     try:
         place.stat()
     except FileNotFoundError:

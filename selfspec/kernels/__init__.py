@@ -1,1 +1,1 @@
-"""Products of few rows and of weights in few bits. Nothing here knows of models."""
+"""Compute products of few rows and of weights in few bits. This package does not depend on models."""

@@ -1,7 +1,7 @@
-"""Weights in pages of 2 MiB where the system has them: a pass that reads them looks up fewer addresses.
+"""Keep weights in pages of 2 MiB where the system has them, so that a pass looks up fewer addresses.
 
-A pass reads every weight once. In pages of 4 KiB it looks up an address every 64 lines, and the tables of addresses do
-not stay in the caches from one pass to the next.
+A pass reads every weight once. With pages of 4 KiB it looks up an address every 64 cache lines, and the address tables
+do not stay in the caches from one pass to the next.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from selfspec.process_memory import free_bytes
 
 _PAGE = 1 << 21
 _MOST_PAGES = 32
-# Of a cache, in bytes.
+# Bytes of a cache line.
 _LINE = 64
 
 
 class LargePages:
-    """Room for tensors that stay, in pieces that grow. A piece goes when the last tensor in it goes."""
+    """Memory for tensors, in pieces that grow. A piece is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._piece: mmap.mmap | None = None
@@ -29,7 +29,7 @@ class LargePages:
         self._pages = 1
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in large pages; the tensor itself where there are none, and off the CPU."""
+        """Return a copy of a tensor in large pages; without such pages, and off the CPU, return the tensor itself."""
         is_here = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
         if not is_here or not hasattr(mmap, "MADV_HUGEPAGE"):
             return tensor
@@ -38,7 +38,7 @@ class LargePages:
             try:
                 piece = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 piece.madvise(mmap.MADV_HUGEPAGE)
-            # This kernel has none, or the process may not take more memory.
+            # This kernel has no large pages, or the process may not take more memory.
             except OSError:
                 return tensor
             self._piece, self._used, self._pages = piece, 0, min(2 * self._pages, _MOST_PAGES)
@@ -49,7 +49,7 @@ class LargePages:
 
 @torch.no_grad()
 def move_weights(model: nn.Module) -> None:
-    """Move a model's weights to large pages, where there is free memory for a copy of them."""
+    """Move a model's weights to large pages if there is free memory for a copy of them."""
     weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
     wanted = sum(weight.nbytes for weight in weights)
     if not hasattr(mmap, "MADV_HUGEPAGE") or free_bytes() < wanted:

@@ -1,9 +1,9 @@
-"""Linear layers and experts in fewer bits, packed for the kernels of a device.
+"""Define linear layers and experts in fewer bits, packed for the kernels of a device.
 
-The products read a quarter or a sixth of float32's bytes: on a CPU by selfspec's kernels if they were built (4 bits in
-groups of 32), on a CUDA device by those in Triton where it is installed, all else by ATen's own weight-only kernels,
-which take bfloat16 inputs. They take plain tensors, so passes with them can be recorded. A draft may round as it likes:
-q is what it makes of the states.
+The products read a quarter or a sixth of float32's bytes. On a CPU they use selfspec's kernels if they were built (4
+bits in groups of 32), on a CUDA device those in Triton if it is installed, and otherwise ATen's weight-only kernels,
+which take bfloat16 inputs. They take plain tensors, so passes with them can be recorded. Rounding in a draft keeps
+outputs exact: q is the distribution that the draft computes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from selfspec.kernels import native
 from selfspec.kernels.rounded import RoundedWeight
 from selfspec.kernels.trial import runs_triton
 
-# With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes, or is wrong.
+# With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes or is wrong.
 _ATEN_INPUTS = 16
-# What its kernel for 4 bits on a CUDA device takes multiples of.
+# ATen's kernel for 4 bits on a CUDA device takes multiples of these.
 _ATEN_INPUTS_IN_FOUR_BITS, _ATEN_OUTPUTS = 128, 8
 # A multiple of the rows in any block of ATen's kernels for 4 bits.
 _ROWS_AT_ONCE = 1024
-# Inputs and outputs of the weight that a device is tried with: every kernel takes it.
+# Inputs and outputs of the weight that a device is tested with: every kernel takes it.
 _PROBED = 128
 
 
 class Kernels(Enum):
-    """Whose products run."""
+    """The library whose products run."""
 
     ATEN = auto()
     NATIVE = auto()
@@ -42,7 +42,7 @@ class Kernels(Enum):
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """The fastest kernels for weights on a device."""
+    """Return the fastest kernels for weights on a device."""
     if device.type == "cpu" and native.load_kernels():
         return Kernels.NATIVE
     return Kernels.TRITON if runs_triton(device) else Kernels.ATEN
@@ -50,7 +50,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 @cache
 def has_kernels(kind: str) -> bool:
-    """Whether layers in fewer bits run on a kind of device, such as "cuda": torch is asked for a small product."""
+    """Return whether layers in fewer bits run on a kind of device, such as "cuda", as a small product shows."""
     if kind in ("cpu", "cuda", "meta"):
         return kind != "meta"
     try:
@@ -58,23 +58,23 @@ def has_kernels(kind: str) -> bool:
         levels, scales = torch.zeros(_PROBED, _PROBED, device=kind), row.new_ones(_PROBED)
         torch.ops.aten._weight_int8pack_mm(row, levels.to(torch.int8), scales)
         torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2].to(torch.uint8).contiguous(), 8)
-    # What is missing is a NotImplementedError, which is one.
+    # A missing operation is a NotImplementedError, which is a RuntimeError.
     except RuntimeError:
         return False
     return True
 
 
 class LowBitsLinear(nn.Module, ABC):
-    """A linear layer whose weight is kept in fewer bits. Gives what the layer gives, roughly.
+    """A linear layer whose weight is kept in fewer bits; its output approximates the original layer's.
 
     Args:
         rounded: the layer's weight, `[out, in]`.
-        bias: of the layer, `[out]`; None: it has none. It is not copied.
-        dtype: of the layer.
+        bias: bias of the layer, `[out]`; None: it has none. It is not copied.
+        dtype: dtype of the layer.
 
     Attributes:
-        bias: the same.
-        in_features, out_features: sizes of the layer, for modules that look at them besides calling it.
+        bias: the same bias.
+        in_features, out_features: sizes of the layer, for modules that read them.
 
     Raises:
         RuntimeError: no kernel takes this size.
@@ -90,40 +90,40 @@ class LowBitsLinear(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The rounded weight, `[out, in]`, for modules that look at it besides calling the layer.
+        """The rounded weight, `[out, in]`, for modules that read it.
 
-        It is made anew whenever its values are asked for, and not for its dtype or shape.
+        Its values are computed each time they are read; its dtype and shape need no values.
         """
         return _MadeWhenRead(self)
 
     def dequantised(self) -> Tensor:
-        """Make the rounded weight, `[out, in]`."""
+        """Compute the rounded weight, `[out, in]`."""
         device = next(self.parameters()).device
         return self._product(torch.eye(self.in_features, dtype=self._dtype, device=device)).t().to(self._dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, the bias left out, which is the layer's own."""
+        """Bytes of the layer without the bias, which it shares with the original layer."""
         return sum(weight.nbytes for name, weight in self.named_parameters() if name != "bias")
 
     def forward(self, states: Tensor) -> Tensor:
-        """Multiply, `[..., in]` to `[..., out]`."""
+        """Apply the layer, `[..., in]` to `[..., out]`."""
         product = self._product(states)
         if product.dtype != states.dtype:
             product = product.to(states.dtype)
         return product if self.bias is None else product + self.bias
 
     def scaled(self, states: Tensor) -> Tensor:
-        """The inputs, `[..., in]`, as the rounded weight takes them, in their dtype."""
+        """Return the inputs, `[..., in]`, multiplied by the factors, in their dtype."""
         return (states * self.factors).to(states.dtype)
 
     @abstractmethod
     def _product(self, states: Tensor) -> Tensor:
-        """Multiply states, `[..., in]` to `[..., out]`, in the dtype of the kernel."""
+        """Multiply states, `[..., in]` to `[..., out]`, in the kernel's dtype."""
 
 
 class _MadeWhenRead(Tensor):
-    """The weight of a layer in fewer bits, which has values while an operation reads them."""
+    """The weight of a layer in fewer bits, whose values exist only while an operation reads them."""
 
     layer: LowBitsLinear
 
@@ -143,7 +143,7 @@ class _MadeWhenRead(Tensor):
 
 
 class EightBitsLinear(LowBitsLinear):
-    """Weights in 8 bits, symmetric, with a scale for each output. Arguments as in `LowBitsLinear`."""
+    """A linear layer in 8 bits, symmetric, with a scale for each output. Arguments as in `LowBitsLinear`."""
 
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(rounded, bias, dtype)
@@ -155,7 +155,7 @@ class EightBitsLinear(LowBitsLinear):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a kernel takes weights with this number of inputs, `[..., in]`."""
+        """Return whether a kernel takes weights with this number of inputs, `[..., in]`."""
         return weight.shape[-1] % _ATEN_INPUTS == 0 or kernels_of(weight.device) is not Kernels.ATEN
 
     def _product(self, states: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class EightBitsLinear(LowBitsLinear):
 
 
 class FourBitsLinear(LowBitsLinear):
-    """Weights in 4 bits, with a scale and a zero for each group of inputs. Arguments as in `LowBitsLinear`."""
+    """A linear layer in 4 bits, with a scale and a zero for each group of inputs. Arguments as in `LowBitsLinear`."""
 
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(rounded, bias, dtype)
@@ -180,7 +180,7 @@ class FourBitsLinear(LowBitsLinear):
             self.levels, self.scales, self.zeros = map(_fixed, (rounded.levels, rounded.scales, rounded.zeros))
             return
         if self._kernels is Kernels.NATIVE:
-            # A few rows at a time: copies of a whole head would take more memory than its substitute.
+            # Only some rows at a time: copies of a whole head would take more memory than its substitute.
             kept = (rounded.levels, rounded.scales, rounded.zeros)
             parts = zip(*(part.split(_ROWS_AT_ONCE) for part in kept), strict=True)
             self.levels = _fixed(torch.cat([native.in_blocks(*part) for part in parts]))
@@ -191,7 +191,7 @@ class FourBitsLinear(LowBitsLinear):
     def _fastest(self, rounded: RoundedWeight) -> Kernels:
         kernels = kernels_of(rounded.levels.device)
         aten_takes = self.in_features % _ATEN_INPUTS_IN_FOUR_BITS == 0 == self.out_features % _ATEN_OUTPUTS
-        # In 4 bits ATen's are a little faster than those in Triton, but they do not take every size.
+        # In 4 bits ATen's kernels are a little faster than those in Triton, but they do not take every size.
         if (kernels is Kernels.NATIVE and self.group_size != native.GROUP_SIZE) or (
             kernels is Kernels.TRITON and aten_takes
         ):
@@ -211,7 +211,7 @@ class FourBitsLinear(LowBitsLinear):
 
 
 class LowBitsExperts(nn.Module):
-    """Experts of a mixture in fewer bits: two products each. A pass reads those alone that its tokens are sent to."""
+    """Experts of a mixture in fewer bits, with two products each. A pass reads only the experts of its tokens."""
 
     def __init__(
         self, up: Iterable[LowBitsLinear], activation: Callable[[Tensor], Tensor], down: Iterable[LowBitsLinear]
@@ -222,16 +222,16 @@ class LowBitsExperts(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take, biases left out."""
+        """Bytes of the experts without biases."""
         return sum(linear.nbytes for linear in (*self.up, *self.down) if isinstance(linear, LowBitsLinear))
 
     def forward(self, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Add up what the experts of each token give.
+        """Sum the outputs of each token's experts.
 
         Args:
             states: `[tokens, hidden]`.
             chosen: numbers of each token's experts, `[tokens, experts of a token]`.
-            shares: of these in the sum, same shape.
+            shares: weights of these experts in the sum, same shape.
 
         Returns:
             `[tokens, hidden]`.
@@ -245,7 +245,7 @@ class LowBitsExperts(nn.Module):
 
 
 def _by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    # It is not everywhere.
+    # Triton is not installed everywhere.
     from selfspec.kernels.triton_products import low_bits_product
 
     shape = [int(size) for size in states.shape]
@@ -256,7 +256,7 @@ def _by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, 
 
 
 def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    # Numbers, and no part of what a program may record.
+    # Plain numbers, which no program records.
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
     if rows <= native.MOST_ROWS:
@@ -266,18 +266,18 @@ def _few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tenso
 
 
 def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """What ATen's kernels take and give: `[rows, in]`, in bfloat16."""
+    """Call one of ATen's kernels, which take and return `[rows, in]` and `[rows, out]`, in bfloat16."""
     shape = [int(size) for size in states.shape]
     found = product(states.reshape(math.prod(shape[:-1]), shape[-1]).to(torch.bfloat16))
     return found.view(*shape[:-1], int(found.shape[-1]))
 
 
 def _packed(pairs: Tensor) -> Tensor:
-    """Levels of 4 bits, two a byte, in the layout of the device's kernel."""
+    """Return levels of 4 bits, two in a byte, in the layout of the device's kernel."""
     if pairs.device.type != "cpu":
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
         return packed
-    # A few rows at a time, whose layout is their own: the kernel takes levels of 32 bits.
+    # Only some rows at a time, whose layout does not depend on other rows: the kernel takes levels of 32 bits.
     some = pairs.split(_ROWS_AT_ONCE)
     levels = (torch.stack([rows >> 4, rows & 15], -1).flatten(1).to(torch.int32) for rows in some)
     return torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows, 1) for rows in levels])

@@ -1,7 +1,7 @@
-"""Products of few rows by a small C++ extension, built on demand and kept for later processes.
+"""Compute products of few rows by a small C++ extension, built on demand and kept for later processes.
 
-torch multiplies one row by one thread, and reads a third of what memory gives. The extension reads each weight once
-for up to ten rows at a time, on all threads. Nothing needs it: where it was not built, torch's own products run.
+torch multiplies one row on one thread, at a third of the memory's speed. The extension reads each weight once for up
+to ten rows at a time, on all threads. It is optional: if it was not built, torch's own products run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.library import impl, register_fake
 from selfspec.errors import UnsupportedOptionError
 
 MOST_ROWS = 1024
-"""Rows that one product takes at most."""
+"""The most rows of one product."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Of the weights that it takes, besides int8."""
+"""Dtypes of weights that the extension takes, besides int8."""
 
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
@@ -42,17 +42,17 @@ def build_kernels(verbose: bool = False) -> Path:
     docs/exactness.md.
 
     Returns:
-        The file of the extension: in the user's cache, or the folder of extensions in `TORCH_EXTENSIONS_DIR`.
+        The file of the extension: in the user's cache, or in the folder that `TORCH_EXTENSIONS_DIR` names.
 
     Raises:
-        UnsupportedOptionError: there is no compiler, or it fails; with what it says.
+        UnsupportedOptionError: there is no compiler, or it fails; the message holds its output.
     """
     from torch.utils import cpp_extension
 
     library = _library()
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Moved into place at the end: a build that was interrupted leaves nothing that could be loaded.
+        # Moved into place at the end, so that an interrupted build leaves nothing that could be loaded.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             try:
                 cpp_extension.load(
@@ -95,7 +95,7 @@ def load_kernels() -> bool:
 
 
 def are_loaded() -> bool:
-    """Whether the extension is loaded in this process."""
+    """Return whether the extension is loaded in this process."""
     return hasattr(torch.ops.selfspec, "few_rows")
 
 
@@ -105,7 +105,7 @@ def few_rows(
     """Multiply at most `MOST_ROWS` rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
     Each output is summed in the same order for any number of rows and threads. A weight in int8 has scales `[out]`.
-    Inputs are multiplied by `factors`, `[in]`, before, in float32.
+    Inputs are first multiplied by `factors`, `[in]`, in float32.
     """
     product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales, factors)
     return product
@@ -114,19 +114,19 @@ def few_rows(
 def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, `[..., in]` to `[..., out]`.
 
-    Each output is summed in the same order for any number of rows and threads. Inputs are multiplied by `factors`,
-    `[in]`, before, in float32.
+    Each output is summed in the same order for any number of rows and threads. Inputs are first multiplied by
+    `factors`, `[in]`, in float32.
     """
     product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight, factors)
     return product
 
 
 def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Lay a weight in 4 bits and groups of 32 out for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
+    """Lay out a weight in 4 bits and groups of 32 for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
 
-    Four groups after each other are a block: scales, zeros, and of each group 16 bytes with its first 16 levels in the
-    lower bits and its last 16 in the higher. Levels are `[out, in / 2]`, the first of two in the higher bits; scales
-    and zeros `[out, groups]` in bfloat16.
+    Four consecutive groups are a block: scales, zeros, and 16 bytes for each group, with its first 16 levels in the
+    lower bits and its last 16 in the higher bits. Levels are `[out, in / 2]`, the first of two in the higher bits;
+    scales and zeros are `[out, groups]` in bfloat16.
     """
     # Groups of 16 pairs; then half a group and 16 levels.
     halves = torch.stack([levels >> 4, levels & 15], -1).unflatten(1, (-1, 2, 8)).flatten(3)
@@ -137,13 +137,13 @@ def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of each token, `[..., size]` to the same, in float32: `weight * states / sqrt(mean square + epsilon)`."""
+    """Normalize each token, `[..., size]`, by RMSNorm in float32: `weight * states / sqrt(mean square + epsilon)`."""
     normalized: Tensor = torch.ops.selfspec.rms_norm(states, weight, epsilon)
     return normalized
 
 
 def _tell_compilers() -> None:
-    """Say what sizes the kernels give."""
+    """Tell torch's compilers the shapes of the kernels' results."""
     for product in ("few_rows", "few_rows_in_four_bits"):
         register_fake(f"selfspec::{product}", lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
     register_fake("selfspec::rms_norm", lambda x, *_: x.new_empty(x.shape))
@@ -157,7 +157,7 @@ def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """What programs do in one step; here for those who watch a pass before it is one."""
+    """Compute attention by torch while a pass is not yet a program; programs do it in one step."""
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
     scores = queries @ keys.transpose(2, 3) * scale
@@ -176,7 +176,7 @@ def _library() -> Path:
 
 @cache
 def _name() -> str:
-    """A name that holds all that the machine code depends on."""
+    """Return a name with a hash of all that the machine code depends on."""
     depends_on = (
         *(source.read_text() for source in _SOURCES),
         torch.__version__,
@@ -188,7 +188,7 @@ def _name() -> str:
 
 
 def _processor() -> str:
-    """What the processor can do; home folders are shared between machines."""
+    """Return the processor's features, since machines may share a home folder."""
     try:
         found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -1,7 +1,7 @@
-"""Weights rounded to 8 or 4 bits, with scales for rows or groups: the same on every machine, packed by no kernel.
+"""Round weights to 8 or 4 bits, with scales for rows or groups, the same on every machine and not packed for a kernel.
 
-Columns of unlike size are what costs acceptance in few bits. So each is divided by a factor first, and its input
-multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
+Columns of different sizes lower the acceptance rate in few bits. So each column is first divided by a factor, and its
+input multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 # Weights that are rounded at once: copies of a whole head would take more memory than all substitutes.
 _AT_ONCE = 1 << 17
-# Times that scales and zeros are fitted to the levels that they gave: an eighth less squared error in 4 bits.
+# Times that scales and zeros are fitted to their levels: this lowers the squared error by an eighth in 4 bits.
 _FITS = 3
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How weights of substitutes are kept.
+    """The precision in which weights of substitutes are kept.
 
     Attributes:
-        bits: of a weight, 8 or 4.
-        group_size: weights that share a scale, in 4 bits.
-        source: the file that they are read from; None: they are rounded in memory.
+        bits: bits of a weight, 8 or 4.
+        group_size: number of weights that share a scale, in 4 bits.
+        source: the file that weights are read from; None: they are rounded in memory.
     """
 
     bits: int
@@ -36,15 +36,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class RoundedWeight:
-    """A weight, `[..., out, in]`, in fewer bits, for inputs that are multiplied by `factors` before.
+    """A weight, `[..., out, in]`, in fewer bits, for inputs that are first multiplied by `factors`.
 
     Attributes:
         levels: in 8 bits int8 in -127..127, `[..., out, in]`; in 4 bits uint8, `[..., out, in / 2]`, two levels of
-            0..15 a byte, the first of them in the higher bits.
-        scales: how far a level is from the next one, in bfloat16, as ATen's kernels take it: `[..., out]` in 8 bits,
+            0..15 in a byte, the first in the higher bits.
+        scales: the distance between two levels, in bfloat16, as ATen's kernels take it: `[..., out]` in 8 bits,
             `[..., out, groups]` in 4.
-        factors: of the inputs, `[..., in]`, float32, by which columns are divided. Columns of zeros have 0: 4 bits do
-            not hold a zero, and inputs that nothing reads may be large.
+        factors: factors of the inputs, `[..., in]`, float32, by which columns are divided. Columns of zeros have 0: 4
+            bits do not hold a zero, and inputs that nothing reads may be large.
         zeros: the value of level 8 in 4 bits, laid out as the scales; None in 8 bits, where level 0 is 0.
     """
 
@@ -55,10 +55,10 @@ class RoundedWeight:
 
     @classmethod
     def empty(cls, shape: Sequence[int], precision: Precision, device: torch.device) -> RoundedWeight:
-        """One without values yet, for a weight of `shape`.
+        """Make a rounded weight without values, for a weight of `shape`.
 
         Raises:
-            RuntimeError: groups do not divide the inputs.
+            RuntimeError: the number of inputs is not a multiple of the group size.
         """
         *outputs, inputs = shape
         factors = torch.empty(*outputs[:-1], inputs, dtype=torch.float32, device=device)
@@ -72,25 +72,25 @@ class RoundedWeight:
         return cls(levels, scales, factors, torch.empty_like(scales))
 
     def __getitem__(self, which: int | slice) -> RoundedWeight:
-        """A view of some of the weights, or of some rows of one."""
+        """Return a view of some of the weights, or of some rows of one weight."""
         zeros = None if self.zeros is None else self.zeros[which]
         factors = self.factors if self.levels.ndim == 2 else self.factors[which]
         return RoundedWeight(self.levels[which], self.scales[which], factors, zeros)
 
     @property
     def inputs(self) -> int:
-        """Of the layer."""
+        """Number of inputs of the layer."""
         return self.levels.shape[-1] if self.zeros is None else 2 * self.levels.shape[-1]
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
+        """Tensors of the weight, by name."""
         parts = {"levels": self.levels, "scales": self.scales, "factors": self.factors, "zeros": self.zeros}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of all these tensors."""
         return sum(part.nbytes for part in self.parts.values())
 
 
@@ -98,11 +98,11 @@ class RoundedWeight:
 def round_weight(weight: Tensor, precision: Precision, factors: Tensor | None = None) -> RoundedWeight:
     """Round a weight, `[..., out, in]`: in 8 bits by its largest value, in 4 bits with little squared error.
 
-    `factors`, `[..., in]`, are those of its inputs; None: the sizes of its columns, which is right where inputs are as
-    much smaller as the column that reads them is larger, as layers learn them.
+    `factors`, `[..., in]`, are those of its inputs; None: the sizes of its columns, which is right where inputs are
+    smaller in proportion as their columns are larger, as layers learn them.
 
     Raises:
-        RuntimeError: groups do not divide `in`.
+        RuntimeError: `in` is not a multiple of the group size.
     """
     rounded = RoundedWeight.empty(weight.shape, precision, weight.device)
     rounded.factors.copy_(column_sizes(weight.detach()) if factors is None else factors)
@@ -137,10 +137,10 @@ def _pieces(weight: Tensor) -> Iterator[slice]:
 
 
 def column_sizes(weight: Tensor) -> Tensor:
-    """The root mean square of each column of a weight, `[..., out, in]`, by their mean: `[..., in]`."""
+    """Return the root mean square of each column of a weight, `[..., out, in]`, divided by their mean: `[..., in]`."""
     if weight.ndim > 2:
         return torch.stack([column_sizes(part) for part in weight])
-    # In float64, so that it does not matter what is added up at once.
+    # In float64, so that the result does not depend on how the sum is split.
     squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
     for some in _pieces(weight):
         squares += weight[some].double().square().sum(0)
@@ -149,11 +149,11 @@ def column_sizes(weight: Tensor) -> Tensor:
 
 
 def evened(weight: Tensor, factors: Tensor) -> Tensor:
-    """A weight, `[out, in]`, with columns divided by their factors, in float32."""
+    """Divide the columns of a weight, `[out, in]`, by their factors, in float32."""
     return weight.float() / factors.clamp(min=_SMALLEST)
 
 
-# Scales are rounded first, and the weights to multiples of what the kernels will use.
+# Scales are rounded first, so that weights are rounded with the scales that the kernels use.
 
 
 def _fill_eight_bits(rounded: RoundedWeight, weight: Tensor) -> None:
@@ -163,7 +163,7 @@ def _fill_eight_bits(rounded: RoundedWeight, weight: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FourBits:
-    """What 4 bits make of a weight, `[out, in]`.
+    """A weight, `[out, in]`, rounded to 4 bits.
 
     Attributes:
         levels: 0 to 15, `[out, in]`.
@@ -177,14 +177,14 @@ class FourBits:
 
 
 def four_bits(weight: Tensor, group_size: int) -> FourBits:
-    """Round a float32 weight, `[out, in]`, with scales and zeros that are fitted to what they give."""
+    """Round a float32 weight, `[out, in]`, with scales and zeros fitted to the levels."""
     groups = weight.unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scales = _as_kept((high - low) / 15)
     zeros = (low + 8 * scales.float()).to(torch.bfloat16)
     levels = nearest_levels(groups, scales, zeros)
     for _ in range(_FITS):
-        # The line through levels and weights with the least squared error; where all levels are one, their mean.
+        # Fit a line of weights by levels with the least squared error; if all levels are equal, use the mean.
         mean = levels.mean(-1, keepdim=True)
         apart = levels - mean
         spread = apart.square().sum(-1, keepdim=True)
@@ -196,7 +196,7 @@ def four_bits(weight: Tensor, group_size: int) -> FourBits:
 
 
 def in_pairs(levels: Tensor) -> Tensor:
-    """Levels of 4 bits, `[out, in]`, two a byte."""
+    """Pack levels of 4 bits, `[out, in]`, two in a byte."""
     pairs: Tensor = levels.to(torch.uint8).unflatten(1, (-1, 2))
     packed: Tensor = pairs[..., 0] << 4 | pairs[..., 1]
     return packed
@@ -207,6 +207,6 @@ def _as_kept(scales: Tensor) -> Tensor:
 
 
 def nearest_levels(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The levels of 4 bits that are nearest to weights, in float32; scales and zeros are broadcast."""
+    """Return the nearest levels of 4 bits for weights, in float32; scales and zeros are broadcast."""
     levels: Tensor = ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
     return levels

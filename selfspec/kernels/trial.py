@@ -1,4 +1,4 @@
-"""Kernels in Triton beside torch's own paths: used where they can run, once they have given what torch gives."""
+"""Try kernels in Triton against torch's own paths, and use those that agree."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from selfspec.device import HostCopy
 
 _LOG = logging.getLogger(__name__)
-# The oldest CUDA devices whose matrix units take what the kernels in Triton give them.
+# The oldest CUDA devices whose matrix units can run the kernels in Triton.
 _LEAST_CAPABILITY = (8, 0)
 
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels in Triton run on a device."""
+    """Return whether kernels in Triton run on a device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
@@ -29,11 +29,11 @@ def runs_triton(device: torch.device) -> bool:
 class Trial:
     """A kernel and whether it is trusted, by kind of call.
 
-    It is tried with the first tensors of each kind that it meets, against torch's own path. Where it differs beyond
-    rounding, or cannot be compiled, torch's path runs from there on, and a warning says so once.
+    It is tried against torch's own path with the first tensors of each kind. If it differs beyond rounding, or cannot
+    be compiled, torch's path runs from then on, and a warning says so once.
 
     Args:
-        name: what the kernel computes.
+        name: name of what the kernel computes, for the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,37 +41,37 @@ class Trial:
         self._passed: dict[Hashable, bool] = {}
 
     def run(self, kind: Hashable, kernel: Callable[[], Tensor], stock: Callable[[], Tensor], most: float) -> Tensor:
-        """Compute something by the kernel if it is trusted, else by torch.
+        """Compute by the kernel if it is trusted, else by torch.
 
         Args:
-            kind: of call.
-            kernel: computes it.
-            stock: the same by torch.
-            most: how far the largest difference may be off, of the largest number.
+            kind: kind of call.
+            kernel: computes the result by the kernel.
+            stock: computes the same by torch.
+            most: the largest difference allowed, relative to the largest number.
         """
         if kind not in self._passed:
             expected = stock()
-            # A capture cannot wait; what it repeats was run before it, and so was tried, unless nothing was learned.
+            # A capture cannot wait; the same call ran before it and was tried then, unless the trial was undecided.
             if expected.is_cuda and torch.cuda.is_current_stream_capturing():
                 return expected
             return kernel() if self.passes(kind, kernel, expected, most) else expected
         return kernel() if self._passed[kind] else stock()
 
     def known(self, kind: Hashable) -> bool | None:
-        """Whether the kernel is trusted; None: it has not been tried."""
+        """Return whether the kernel is trusted; None if it has not been tried."""
         return self._passed.get(kind)
 
     def passes(self, kind: Hashable, kernel: Callable[[], Tensor], expected: Tensor, most: float) -> bool:
-        """Try the kernel for a kind, and note whether it gives what is expected. Waits for the device."""
+        """Try the kernel for a kind, and note whether its result is as expected. Waits for the device."""
         try:
             found = kernel()
             off = (found.double() - expected.double()).abs().amax() / expected.double().abs().amax().clamp(min=1e-30)
             value = _read(off)
-            # Of numbers that are not finite nothing is learned.
+            # Numbers that are not finite leave the trial undecided.
             if value != value and not _read(expected.isfinite().all().double()):
                 return False
             failure = None if value <= most else f"is off by {value:.2g}"
-        # Compilers and drivers fail in ways of their own; whatever is wrong, torch's path is right.
+        # Compilers and drivers raise many types of errors; torch's path is right in every case.
         except Exception as error:
             failure = f"failed: {error}"
         self._passed[kind] = failure is None
@@ -83,6 +83,6 @@ class Trial:
 def _read(number: Tensor) -> float:
     """Return the value of a tensor of one number."""
     copy = HostCopy(number)
-    # Modes that forbid a pass to read values are of one thread, and this is no decision of the pass.
+    # Modes that forbid a pass to read values apply to one thread, and this value does not steer the pass.
     with ThreadPoolExecutor(1) as other:
         return other.submit(lambda: float(copy.read())).result()

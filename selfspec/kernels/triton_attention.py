@@ -1,8 +1,8 @@
-"""Attention of a few tokens over many slots on a CUDA device, in Triton.
+"""Compute attention of a few tokens over many slots on a CUDA device, in Triton.
 
-torch's kernels want keys and values repeated for all heads of a group wherever there is a mask, which copies the cache
-in each layer, and give one row of few heads few programs. Here a program takes all heads of a group and a run of slots,
-and reads those alone that one of its tokens sees. Runs are as long as the number of slots says, whatever the batch is.
+With a mask, torch's kernels need keys and values repeated for all heads of a group, which copies the cache in each
+layer, and they run few programs for one row of few heads. Here a program takes all heads of a group and a run of slots,
+and reads only slots that one of its tokens sees. The length of runs depends on the number of slots, not on the batch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from selfspec.kernels.trial import Trial
 
 MOST_TOKENS = 64
-"""Tokens of each row, at most: more are for kernels of prompts."""
+"""The most tokens of each row; longer blocks use the kernels for prompts."""
 
 MOST_OFF = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By dtype, how far rounding may take the largest difference from torch's attention, of the largest number."""
+"""Largest difference from torch's attention that rounding may make, relative to the largest number, by dtype."""
 
 _TRIAL = Trial("attention of blocks")
 
-# A run is so many slots, or twice as often as makes no more runs than that.
+# Slots of a run, doubled until there are at most this many runs.
 _RUN, _MOST_RUNS = 64, 64
-# Bytes of keys that a program reads together, and of queries; and rows it takes at most: tokens times heads of a group.
+# Bytes of keys and of queries that a program reads together, and its most rows: tokens times heads of a group.
 _TILE, _QUERIES, _ROWS = 16384, 32768, 64
 
 
@@ -66,27 +66,27 @@ def attend_run(
         keys: `[batch, key_heads, slots, width]`.
         values: `[batch, key_heads, slots, value_width]`.
         mask: `[batch, heads, tokens, slots]`, bytes, or numbers to add.
-        output: `[batch, tokens, heads, value_width]`, written; `[runs, ...]`, sums, where one run is not all.
-        largest: score in a run, `[runs, batch, tokens, heads]`, written then.
-        totals: of weights, the same.
-        query_strides: of its four dimensions.
-        key_strides: the same.
-        value_strides: the same.
-        mask_strides: the same.
-        tokens: their number.
-        slots: their number.
-        run: slots of a run.
-        key_heads: their number.
-        group: heads of queries for each of keys.
-        scale: of scores; as an argument it would be rounded to float32.
-        width: of a head of keys.
-        value_width: of a head of values.
-        block_rows: tokens and heads of a program.
-        block_slots: read together.
-        block_width: a power of two that holds the width.
-        block_values: one that holds the width of values.
+        output: `[batch, tokens, heads, value_width]`, written; with several runs sums, `[runs, ...]`.
+        largest: largest score in each run, `[runs, batch, tokens, heads]`, written if there are several.
+        totals: totals of weights, the same.
+        query_strides: strides of the queries' four dimensions.
+        key_strides: strides of the keys.
+        value_strides: strides of the values.
+        mask_strides: strides of the mask.
+        tokens: number of tokens.
+        slots: number of slots.
+        run: number of slots in a run.
+        key_heads: number of heads of keys.
+        group: heads of queries for each head of keys.
+        scale: scale of scores; as a run-time argument it would be rounded to float32.
+        width: width of a head of keys.
+        value_width: width of a head of values.
+        block_rows: tokens times heads of a program.
+        block_slots: slots read together.
+        block_width: a power of two, at least `width`.
+        block_values: a power of two, at least `value_width`.
         is_added: whether the mask is added.
-        is_whole: whether one run is all.
+        is_whole: whether there is only one run.
     """
     # Offsets may pass 2^31.
     batch = (tl.program_id(0) // key_heads).to(tl.int64)
@@ -117,7 +117,7 @@ def attend_run(
         inside = there[:, None] & (slot < slots)[None, :]
         said = tl.load(masked + slot[None, :] * mask_strides[3], mask=inside, other=0)
         sees = inside & ((said.to(wide) > float("-inf")) if is_added else (said != 0))
-        # What nobody sees is not read.
+        # Slots that no token sees are not read.
         seen = tl.max(sees.to(tl.int32), 0) > 0
         key = tl.load(
             key_start + slot[:, None] * key_strides[2] + inner[None, :] * key_strides[3],
@@ -129,7 +129,7 @@ def attend_run(
             scores += said.to(wide)
         scores = tl.where(sees, scores, float("-inf"))
         above = tl.maximum(most, tl.max(scores, 1))
-        # Of a row that has seen nothing yet all weights are 0.
+        # All weights of a row that has seen no slot yet are 0.
         shift = tl.where(above == float("-inf"), 0.0, above)
         weights = tl.exp(scores - shift[:, None])
         less = tl.exp(most - shift)
@@ -158,17 +158,17 @@ def attend_run(
 
 @triton.jit
 def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.constexpr, block_values: tl.constexpr):
-    """Join what the runs gave of one token and head.
+    """Join the results of all runs for one token and head.
 
     Args:
         sums: `[runs, rows, value_width]`.
         largest: `[runs, rows]`.
-        totals: the same.
+        totals: `[runs, rows]`.
         output: `[rows, value_width]`, written.
-        runs: their number.
-        value_width: of a head.
-        block_runs: a power of two that holds them.
-        block_values: one that holds the width.
+        runs: number of runs.
+        value_width: width of a head.
+        block_runs: a power of two, at least `runs`.
+        block_values: a power of two, at least `value_width`.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     run, inner = tl.arange(0, block_runs).to(tl.int64), tl.arange(0, block_values)
@@ -188,7 +188,7 @@ def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.c
 def tried_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, *, stock: Callable[[], Tensor]
 ) -> Tensor:
-    """Compute `block_attention`, or `stock`, the same by torch, where the kernel is not trusted."""
+    """Compute `block_attention`, or `stock`, the same by torch, if the kernel is not trusted."""
     sizes = (queries.shape[-1], values.shape[-1], _rows(queries, keys), _run(keys) < keys.shape[2])
     kind = (queries.device, queries.dtype, mask.dtype, *sizes)
     kernel = partial(block_attention, queries, keys, values, mask, scale)
@@ -200,10 +200,10 @@ def block_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
 
     Args:
         queries: `[batch, heads, tokens, width]`.
-        keys: `[batch, key_heads, slots, width]`, in the same dtype; each is shared by heads that follow each other.
+        keys: `[batch, key_heads, slots, width]`, in the same dtype; consecutive heads of queries share a head of keys.
         values: `[batch, key_heads, slots, value_width]`.
         mask: broadcasts to `[batch, heads, tokens, slots]`: whether a token sees a slot, or numbers to add to scores.
-        scale: of scores.
+        scale: scale of scores.
 
     Returns:
         `[batch, tokens, heads, value_width]`.
@@ -265,12 +265,11 @@ def block_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
 
 
 def _rows(queries: Tensor, keys: Tensor) -> int:
-    """Rows of a program: tokens times heads of a group, as many as the matrix units take at least."""
+    """Return the rows of a program, tokens times heads of a group: at least the 16 that matrix units need."""
     rows = queries.shape[1] // keys.shape[1] * queries.shape[2]
     most = _QUERIES // int(triton.next_power_of_2(queries.shape[-1]) * queries.element_size())
     return max(16, min(_ROWS, most, int(triton.next_power_of_2(rows))))
 
 
 def _run(keys: Tensor) -> int:
-    """Slots of a run."""
     return _RUN * int(triton.next_power_of_2(triton.cdiv(keys.shape[2], _RUN * _MOST_RUNS)))

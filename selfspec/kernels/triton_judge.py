@@ -1,4 +1,4 @@
-"""Token-level rejection sampling of chains on a CUDA device, in Triton: accepts, recovers and draws in one launch."""
+"""Judge chains by token-level rejection sampling on a CUDA device, in Triton, in one launch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from selfspec.kernels.trial import Trial
 
-# Tokens that a program looks at together.
+# Tokens that a program processes together.
 _BLOCK = 4096
 _TRIAL = Trial("judging of chains")
 
 
 @triton.jit
 def _better(best, at, score, token):
-    """The larger scores, place by place, and their tokens: of equal ones those that came first."""
+    """Return the larger scores, place by place, and their tokens; of equal scores the first."""
     higher = score > best
     return tl.where(higher, score, best), tl.where(higher, token, at)
 
@@ -42,19 +42,19 @@ def judge_rows(
     """Judge the chain of a row.
 
     Args:
-        p: of the target, `[rows, nodes + 1, vocabulary]`.
-        q: of the draft, `[rows, nodes, vocabulary]`; read where the draft was drawn.
-        tokens: of the draft, `[rows, nodes]`.
-        uniform: numbers that accept, the same shape; read where something is sampled.
-        judged: whether a node is judged, the same shape; read where some are not.
-        noise: of the race for the token after them, `[rows, vocabulary]`; read where something is sampled.
-        verdict: `[rows, 2]`, written: accepted tokens, and the token after them.
-        nodes: their number.
+        p: target distributions, `[rows, nodes + 1, vocabulary]`.
+        q: draft distributions, `[rows, nodes, vocabulary]`; read if `is_drawn`.
+        tokens: drafted tokens, `[rows, nodes]`.
+        uniform: numbers that accept tokens, the same shape; read if `is_sampled`.
+        judged: whether a node is judged, the same shape; read if `is_cut`.
+        noise: exponentials that draw the token after the accepted ones, `[rows, vocabulary]`; read if `is_sampled`.
+        verdict: `[rows, 2]`, written: number of accepted tokens, and the token after them.
+        nodes: number of nodes.
         vocabulary: number of all tokens.
         is_drawn: whether the draft was drawn from q; else q is one-hot.
-        is_sampled: whether something is; else all chances are 0 and 1, and the likeliest token follows.
+        is_sampled: whether tokens are sampled; else all chances are 0 and 1, and the likeliest token follows.
         is_cut: whether some nodes are not judged.
-        block: tokens looked at together.
+        block: number of tokens processed together.
     """
     row = tl.program_id(0).to(tl.int64)
     own, drawn = p + row * (nodes + 1) * vocabulary, q + row * nodes * vocabulary
@@ -71,7 +71,7 @@ def judge_rows(
         if is_cut:
             stands = stands & (tl.load(judged + row * nodes + node) != 0)
         accepted += stands.to(tl.int32)
-    # After the last node nothing is taken from p; where rounding leaves nothing of a residual, neither.
+    # After the last node, or if rounding leaves a residual empty, p is used as it is.
     is_last = accepted == nodes
     child = tl.minimum(accepted, nodes - 1)
     drafted = tl.load(tokens + row * nodes + child)
@@ -104,23 +104,23 @@ def judge_rows(
 def judge_chain(
     p: Tensor, q: Tensor | None, tokens: Tensor, uniform: Tensor | None, judged: Tensor | None, noise: Tensor | None
 ) -> Tensor:
-    """Accept the tokens of a chain by min(1, p/q) until one is rejected, and draw what follows them.
+    """Accept the tokens of a chain by min(1, p/q) until one is rejected, and draw the token that follows.
 
     Args:
         p: `[rows, nodes + 1, vocabulary]`, float32.
         q: `[rows, nodes, vocabulary]`, float32; None: one-hot at the tokens.
-        tokens: `[rows, nodes]`, at least one.
-        uniform: that tokens are accepted by, `[rows, nodes]`, float64; None: all chances are 0 and 1.
+        tokens: `[rows, nodes]`, at least one node.
+        uniform: numbers that accept tokens, `[rows, nodes]`, float64; None: all chances are 0 and 1.
         judged: whether a token is judged, `[rows, nodes]`; None: all are.
-        noise: unit exponentials, not 0, of the token that follows, `[rows, vocabulary]`, float32; None with `uniform`.
+        noise: unit exponentials, not 0, for the following token, `[rows, vocabulary]`, float32; None with `uniform`.
 
     Returns:
-        Accepted tokens, and the one that follows them, `[rows, 2]`.
+        Number of accepted tokens, and the token that follows them, `[rows, 2]`.
     """
     (rows, nodes), vocabulary = tokens.shape, p.shape[-1]
     p, q = p.contiguous(), None if q is None else q.contiguous()
     verdict = tokens.new_empty(rows, 2)
-    # What is None is not read.
+    # Arguments that are None are not read.
     given = [tokens if each is None else each.contiguous() for each in (uniform, judged, noise)]
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(p):
@@ -153,6 +153,6 @@ def tried_verdict(
     noise: Tensor | None,
     stock: Callable[[], Tensor],
 ) -> Tensor:
-    """Judge by `judge_chain`, or `stock`, the same by torch, where the kernel is not trusted."""
+    """Judge by `judge_chain`, or `stock`, the same by torch, if the kernel is not trusted."""
     kind = (p.device, p.dtype, q is None, uniform is None, judged is None)
     return _TRIAL.run(kind, lambda: judge_chain(p, q, tokens, uniform, judged, noise), stock, most=0.0)

@@ -1,4 +1,4 @@
-"""RMSNorm of tokens on a CUDA device in one launch, in Triton: torch's eight outlast a product of one row."""
+"""Compute RMSNorm on a CUDA device in one launch, in Triton; torch's eight take longer than a product of one row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from selfspec.kernels.trial import Trial
 
 MOST_OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""By dtype, how far rounding may take the largest difference from torch's norm, of the largest number."""
+"""Largest difference from torch's norm that rounding may make, relative to the largest number, by dtype."""
 
 _TRIAL = Trial("RMSNorm")
-# Numbers of a token for each warp of its program, and warps at most.
+# Numbers of a token for each warp of its program, and the most warps.
 _OF_WARP, _MOST_WARPS = 512, 16
 
 
@@ -27,10 +27,10 @@ def normalize_token(states, weight, output, width, epsilon, block: tl.constexpr)
     Args:
         states: `[tokens, width]`.
         weight: `[width]`.
-        output: as the states, written.
+        output: `[tokens, width]`, written.
         width: numbers of a token.
         epsilon: added to the mean square.
-        block: a power of two that holds them.
+        block: a power of two, at least `width`.
     """
     start = tl.program_id(0).to(tl.int64) * width
     inner = tl.arange(0, block)
@@ -44,7 +44,7 @@ def normalize_token(states, weight, output, width, epsilon, block: tl.constexpr)
 
 
 def tried_norm(states: Tensor, weight: Tensor, epsilon: float, *, stock: Callable[[], Tensor]) -> Tensor:
-    """Compute `rms_norm`, or `stock`, the same by torch, where the kernel is not trusted."""
+    """Compute `rms_norm`, or `stock`, the same by torch, if the kernel is not trusted."""
     kind = (states.device, states.dtype, states.shape[-1])
     return _TRIAL.run(kind, partial(rms_norm, states, weight, epsilon), stock, MOST_OFF[states.dtype])
 

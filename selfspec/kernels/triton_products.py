@@ -1,8 +1,8 @@
-"""Products of few rows with weights in 8 and 4 bits on a CUDA device, in Triton.
+"""Compute products of few rows with weights in 8 and 4 bits on a CUDA device, in Triton.
 
-ATen's kernel for 8 bits takes longer there than the product in bfloat16. These read each weight once for up to sixteen
-rows, and take states of any dtype. Each output is summed in an order that its sizes alone decide, so that a seed gives
-the same tokens in every process: nothing is tuned while a program runs.
+ATen's kernel for 8 bits takes longer there than the product in bfloat16. These kernels read each weight once for up to
+sixteen rows, and take states of any dtype. Sizes alone decide the order in which an output is summed, so a seed gives
+the same tokens in every process: nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-# Rows of a program where there are several: what the matrix units take at least.
+# Rows of a program if there are several: the fewest that matrix units take.
 _ROWS = 16
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How a product is cut into programs: outputs of each, bytes of an output that it reads together, and its warps."""
+    """Division of a product into programs: outputs of each, bytes of an output read together, warps, and stages."""
 
     outputs: int
     width: int
@@ -29,7 +29,7 @@ class _Blocks:
     stages: int
 
 
-# By bits, and whether there is one row. The fastest over four shapes of 1B and 8B on an H100, of 23 that were tried.
+# By bits, and whether there is one row: the fastest of 23 choices, over four shapes of 1B and 8B models on an H100.
 _BLOCKS = {
     (8, True): _Blocks(4, 512, 4, 3),
     (8, False): _Blocks(32, 128, 4, 4),
@@ -40,7 +40,7 @@ _BLOCKS = {
 
 @triton.jit
 def _add_product(total, states, weights, block_rows: tl.constexpr):
-    """Add `[rows, bytes]` times `[outputs, bytes]`: elementwise for one row, whose total is `[outputs, bytes]`."""
+    """Add `[rows, bytes]` times `[outputs, bytes]`; for one row elementwise, with a total of `[outputs, bytes]`."""
     if block_rows == 1:
         total += states.to(tl.float32) * weights.to(tl.float32)
     else:
@@ -52,7 +52,7 @@ def _add_product(total, states, weights, block_rows: tl.constexpr):
 def _unpacked(
     levels, scales, zeros, outputs, inside, first, groups, group_bytes: tl.constexpr, block_bytes: tl.constexpr
 ):
-    """The values of levels of 4 bits, `[outputs, bytes]`, in groups of `group_bytes` bytes."""
+    """Return the values of levels of 4 bits, `[outputs, bytes]`, in groups of `group_bytes` bytes."""
     group = first // group_bytes + tl.arange(0, block_bytes // group_bytes)
     at = outputs[:, None] * groups + group[None, :]
     there = inside[:, None] & (group < groups)[None, :]
@@ -66,7 +66,7 @@ def _unpacked(
 
 @triton.jit
 def _scaled(states, factors, inside):
-    """States, `[rows, bytes]`, times the factors of their inputs, rounded to the dtype of states."""
+    """Multiply states, `[rows, bytes]`, by the factors of their inputs; round to the dtype of states."""
     factor = tl.load(factors, mask=inside, other=0.0)
     return (states.to(tl.float32) * factor[None, :]).to(states.dtype)
 
@@ -87,22 +87,22 @@ def few_rows(
     block_outputs: tl.constexpr,
     block_bytes: tl.constexpr,
 ):
-    """Some outputs of some rows.
+    """Compute some outputs of some rows.
 
     Args:
         states: `[rows, in]`.
-        factors: `[in]`, float32, that states are multiplied with first.
+        factors: `[in]`, float32; states are first multiplied by them.
         levels: `[outputs, width]`, bytes: a level each, or two, the first in the higher bits.
         scales: `[outputs]`, or in 4 bits `[outputs, groups]`.
         zeros: as the scales; read in 4 bits alone.
         product: `[rows, outputs]`, written.
-        rows: their number.
-        outputs: their number.
+        rows: number of rows.
+        outputs: number of outputs.
         width: bytes of an output.
-        group_bytes: bytes that share a scale, in 4 bits; 0: in 8.
-        block_rows: of a program, 1 or 16.
-        block_outputs: of a program.
-        block_bytes: of an output, read together.
+        group_bytes: bytes that share a scale, in 4 bits; 0: in 8 bits.
+        block_rows: rows of a program, 1 or 16.
+        block_outputs: outputs of a program.
+        block_bytes: bytes of an output that are read together.
     """
     output = (tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)).to(tl.int64)
     row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
@@ -144,10 +144,10 @@ def low_bits_product(states: Tensor, factors: Tensor, levels: Tensor, scales: Te
     """Multiply rows, `[rows, in]` to `[rows, out]` in their dtype, with a weight in 8 or 4 bits.
 
     Args:
-        states: on the device of the weight.
-        factors: `[in]`, float32: of each input, multiplied in first.
+        states: rows on the device of the weight.
+        factors: `[in]`, float32; inputs are first multiplied by them.
         levels: `[out, in]`, int8; in 4 bits `[out, in / 2]`, uint8, the first of two in the higher bits.
-        scales: `[out]`; in 4 bits `[out, groups]`, of a power of two of inputs.
+        scales: `[out]`; in 4 bits `[out, groups]`, where the size of a group is a power of two.
         zeros: the value of level 8, laid out as the scales; None in 8 bits.
     """
     # Triton launches on the current device, whatever its arguments are on.
@@ -184,7 +184,7 @@ def _launched(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, z
         block_bytes=blocks.width,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
-        # Said, since Triton 3.9 warns where it is not.
+        # Given, since Triton 3.9 warns if it is not.
         enable_fp_fusion=True,
     )
     return product

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys on a CUDA device in one launch, in Triton, with the bits of torch's ten."""
+"""Rotate queries and keys to their positions on a CUDA device in one Triton launch, with the bits of torch's ten."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""That it computes in, each as torch does."""
+"""Dtypes that the kernel computes in, each as torch does."""
 
 
 @triton.jit
 def _turned(one, cosine, other, sine, sign: tl.constexpr):
-    """One coordinate: each product is rounded to the dtype of the states, as torch does."""
+    """Rotate one coordinate; each product is rounded to the dtype of the states, as in torch."""
     wide: tl.constexpr = tl.float64 if one.dtype == tl.float64 else tl.float32
     along = (one.to(wide) * cosine.to(wide)).to(one.dtype).to(wide)
     across = (other.to(wide) * sine.to(wide)).to(one.dtype).to(wide)
@@ -43,17 +43,17 @@ def rotate_head(
         queries: `[batch, heads, tokens, 2 * half]`.
         keys: `[batch, key_heads, tokens, 2 * half]`.
         cosines: `[batch or 1, tokens, 2 * half]`.
-        sines: the same.
+        sines: the same shape.
         rotated_queries: `[batch, tokens, heads, 2 * half]`, written.
         rotated_keys: `[batch, tokens, key_heads, 2 * half]`, written.
-        query_strides: of its four dimensions.
-        key_strides: the same.
-        turn_strides: of the three dimensions of cosines and sines; 0 of the first where one row is for all.
-        tokens: their number.
-        heads: of queries.
-        key_heads: of keys.
-        half: of the width of a head.
-        block: a power of two that holds it.
+        query_strides: strides of the queries' four dimensions.
+        key_strides: strides of the keys.
+        turn_strides: strides of the three dimensions of cosines and sines; 0 first if all rows share one.
+        tokens: number of tokens.
+        heads: number of heads of queries.
+        key_heads: number of heads of keys.
+        half: half the width of a head.
+        block: a power of two, at least `half`.
     """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
@@ -82,13 +82,13 @@ def rotate_head(
 
 
 def rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys to their positions (Su et al., 2021), the halves of a head as its two coordinates.
+    """Rotate queries and keys to their positions (Su et al., 2021), the halves of a head as its two coordinates.
 
     Args:
         queries: `[batch, heads, tokens, width]`, in a dtype of `DTYPES`.
-        keys: `[batch, key_heads, tokens, width]`, as all others in the same dtype.
+        keys: `[batch, key_heads, tokens, width]`; all arguments have the same dtype.
         cosines: `[batch or 1, tokens, width]`.
-        sines: the same, laid out alike.
+        sines: the same shape and strides.
 
     Returns:
         Queries and keys, in their shapes.

@@ -1,4 +1,4 @@
-"""Slots of a cache moved on a CUDA device, in Triton: those of all layers in one launch."""
+"""Move slots of a cache on a CUDA device, in Triton: those of all layers in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec.device import to_device
 from selfspec.kernels.trial import Trial
 
-# Slots are moved as whole numbers, so that no bit of them changes.
+# Slots are moved as integers, so that no bit changes.
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TRIAL = Trial("slots of committed paths")
@@ -26,21 +26,21 @@ def move_slots(
     """Move slots of one row and head of a tensor, one after the other.
 
     Args:
-        like: says what is moved; not read.
-        addresses: of the tensors, `[tensors]`, each `[batch, heads, slots, width]`.
-        sources: `[batch, count]`: in rising order, but for slots that stay where they are.
-        targets: the same; none lies behind its source.
-        heads: their number.
-        row_stride: of the tensors, in numbers.
-        head_stride: the same.
-        count: of slots.
-        width: of a slot, in numbers.
-        block: a power of two that holds the width.
+        like: a tensor of the dtype that is moved; not read.
+        addresses: addresses, `[tensors]`, of tensors `[batch, heads, slots, width]`.
+        sources: slots, `[batch, count]`, in rising order, except slots that do not move.
+        targets: slots, the same shape; no target lies behind its source.
+        heads: number of heads.
+        row_stride: distance between rows of the tensors, in numbers.
+        head_stride: distance between heads of the tensors, in numbers.
+        count: number of slots to move.
+        width: numbers in a slot.
+        block: a power of two, at least `width`.
     """
     row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     inner = tl.arange(0, block)
     start = tl.load(addresses + tl.program_id(0)).to(like.dtype) + row * row_stride + head * head_stride + inner
-    # A slot is overwritten only after it was moved, and each thread moves its own numbers of all of them.
+    # A slot is overwritten only after it was moved, and each thread moves its own numbers of all slots.
     for place in range(count):
         source = tl.load(sources + row * count + place)
         target = tl.load(targets + row * count + place)
@@ -48,7 +48,7 @@ def move_slots(
 
 
 def moved_at_once(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> bool:
-    """Move slots as `slots_moved` does, unless the kernel is not trusted. Returns whether they were moved."""
+    """Move slots as `slots_moved` does, unless the kernel failed an earlier trial; return whether they were moved."""
     kind = (sources.device, *sorted({str(part.dtype) for part in parts}))
     trusted = _TRIAL.known(kind)
     if trusted is not None:
@@ -72,9 +72,9 @@ def slots_moved(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> No
     """Move slots of each row in tensors of one device.
 
     Args:
-        parts: `[batch, heads, slots, width]` each, a slot's numbers side by side and the slots of a head too.
-        sources: slots of each row, `[batch, count]`: in rising order, but for slots that stay where they are.
-        targets: where they go, the same shape; none lies behind its source.
+        parts: tensors `[batch, heads, slots, width]`, in which the numbers of a head's slots are contiguous.
+        sources: slots of each row, `[batch, count]`, in rising order, except slots that do not move.
+        targets: slots to move them to, the same shape; no target lies behind its source.
     """
     for _, alike in groupby(sorted(parts, key=_layout), key=_layout):
         tensors = list(alike)

@@ -1,1 +1,1 @@
-"""What a stock model is made of: adapter, layer path of a pass, views that share every weight, checkpoint."""
+"""Stock models: adapters, layer paths of passes, views that share every weight, and checkpoints."""

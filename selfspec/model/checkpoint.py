@@ -1,4 +1,4 @@
-"""A checkpoint from a folder or the hub: model and tokenizer, checked before any weight is read; never unpickled."""
+"""Load checkpoints from a folder or the hub: model and tokenizer, checked before weights are read; no pickles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from selfspec.model.registry import adapter_for, auto_class, check_type
 from selfspec.values import shown
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-"""What weights are computed in; "auto" is the checkpoint's own choice."""
+"""Dtype of weights and computation; "auto" is the checkpoint's own."""
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -45,25 +45,25 @@ _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json")
-# Smaller weights load before a progress bar could be read.
+# Smaller weights load too fast for a progress bar.
 _BAR_FROM_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint: the model, in evaluation mode and on its device, and its tokenizer."""
+    """Holds a loaded checkpoint: the model, in evaluation mode and on its device, and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> Tensor:
-        """Token ids of a prompt, `[1, tokens]`, on the model's device. An empty one is the bos token alone.
+        """Return the token ids of a prompt, `[1, tokens]`, on the model's device; for an empty prompt, the bos token.
 
         Raises:
-            PromptError: it is empty, and the tokenizer has no bos token.
+            PromptError: the prompt is empty, and the tokenizer has no bos token.
         """
         ids: list[int] = self.tokenizer(text).input_ids
-        # Not all tokenizers put it before a text.
+        # Not all tokenizers put the bos token before a text.
         begun = ids or [self.tokenizer.bos_token_id]
         if begun == [None]:
             raise PromptError("the prompt is empty, and this tokenizer has no bos token to start from; give some text")
@@ -79,7 +79,7 @@ def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") 
         device: as in `torch.device`, or "auto": the first CUDA GPU where there is one, else the CPU.
 
     Raises:
-        CheckpointError: files are missing, truncated or unreadable, or the hub does not give them.
+        CheckpointError: files are missing, truncated or unreadable, or the hub does not provide them.
         UnsupportedModelError: selfspec has no adapter for the architecture.
         UnsupportedOptionError: the device is not there.
     """
@@ -106,10 +106,10 @@ def load_without_tokenizer(name: str, dtype: DtypeName = "auto", device: str = "
 
 
 def find_device(device: torch.device | str | int) -> torch.device:
-    """The device of that name or number; "auto" is the first CUDA GPU where there is one, else the CPU.
+    """Return the device of a name or number; "auto" is the first CUDA GPU if there is one, else the CPU.
 
     Raises:
-        UnsupportedOptionError: there is none of that name here.
+        UnsupportedOptionError: there is no such device here.
     """
     if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -133,7 +133,7 @@ def find_device(device: torch.device | str | int) -> torch.device:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The configuration of a checkpoint. Its weights and tokenizer are not looked at.
+    """Read the configuration of a checkpoint, without its weights and tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its configuration is unreadable.
@@ -170,7 +170,7 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
         CheckpointError: it cannot be loaded.
@@ -193,13 +193,13 @@ def load_model(
     tensors: Mapping[str, Tensor] | None = None,
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Load a model with the loader of `transformers`, which renames, casts, joins and splits what the files hold.
+    """Load a model with the loader of `transformers`, which renames, casts, joins and splits tensors of the files.
 
-    What they hold may be given as tensors, by the files' names; else they are read. With tensors the class of the model
-    may be given, too; else the configuration says it.
+    `tensors`, by their names in the files, replace the files. With them `kind` may give the class of the model; else
+    the configuration says it.
 
     Raises:
-        CheckpointError: the loader refuses, or weights are missing or of another shape.
+        CheckpointError: the loader fails, or weights are missing or of another shape.
     """
     options = {
         "dtype": dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
@@ -213,14 +213,14 @@ def load_model(
                     _source(name), config=config, use_safetensors=True, trust_remote_code=False, **options
                 )
         else:
-            # Of a composite configuration it may be the text model's own.
+            # For a composite configuration it may be the text model's own.
             if kind is None:
                 kind, config = _causal_kind(config)
             with without_progress_bar():
                 model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **options)
     except SelfSpecError:
         raise
-    # Quantised checkpoints raise what their libraries do, or the lack of these.
+    # Quantised checkpoints raise errors of their libraries, or of missing libraries.
     except Exception as error:
         raise CheckpointError(f"the weights of {name!r} cannot be loaded: {_one_line(error)}") from error
     _check_complete(name, model, report)
@@ -229,7 +229,7 @@ def load_model(
 
 
 def _causal_kind(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of the model that a configuration describes, and the configuration that this class takes."""
+    """Return the model class that a configuration describes, and the configuration that this class takes."""
     with torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config))
     return type(model), config if type(model.config) is type(config) else model.config
@@ -241,7 +241,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]
     Raises:
         CheckpointError: weights are missing or of another shape.
     """
-    # transformers fills what is missing or of another shape with random numbers.
+    # transformers fills tensors that are missing or of another shape with random numbers.
     missing = sorted(report["missing_keys"])
     misfits = sorted(f"{key} is {found} and not {wanted}" for key, found, wanted in report["mismatched_keys"])
     for what, wrong in (("missing", missing), ("of another shape", misfits)):
@@ -253,7 +253,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that `name` means; None for a name on the hub."""
+    """Return the folder that `name` means; None for a name on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -268,7 +268,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def _source(name: str) -> str:
-    """What `transformers` is given for `name`."""
+    """Return the name or path to give to `transformers`."""
     return str(local_folder(name) or name)
 
 
@@ -289,7 +289,7 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 def _check_weights(files: Sequence[Path]) -> None:
-    """Check that every weight file is as long as its header says. Reads headers alone."""
+    """Check that every weight file is as long as its header says; read only the headers."""
     for file in files:
         if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
             raise CheckpointError(f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder")
@@ -301,7 +301,7 @@ def _check_weights(files: Sequence[Path]) -> None:
 
 
 def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """The safetensors files of a checkpoint, those that `transformers` would read.
+    """Return the safetensors files of a checkpoint that `transformers` would read.
 
     Raises:
         CheckpointError: there are none, or some are missing.
@@ -319,7 +319,7 @@ def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
         )
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is not None:
-        # A class of configurations may name files of parts of a model.
+        # A configuration class may name further files for parts of a model.
         parts = [folder / name for name in getattr(type(config), "extra_files", ())]
         return [*(_shards(found) if found.suffix == ".json" else [found]), *filter(Path.is_file, parts)]
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
@@ -332,7 +332,7 @@ def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
 
 
 def dtype_of_index(folder: Path, config: PreTrainedConfig) -> torch.dtype | None:
-    """The dtype that an index of shards names, which counts where the configuration names none; None: neither does."""
+    """Return the dtype in an index of shards if the configuration names none; None: use the configuration's, if any."""
     index = folder / str(getattr(config, "transformers_weights", None) or _WEIGHTS_INDEX)
     if config.dtype is not None or (folder / _WEIGHTS).is_file() or index.suffix != ".json" or not index.is_file():
         return None
@@ -385,7 +385,7 @@ def without_progress_bar() -> Iterator[None]:
 
 
 def _quiet_if_small(folder: Path | None, config: PreTrainedConfig) -> AbstractContextManager[None]:
-    """Without a progress bar while a small folder loads; downloads and large folders keep it."""
+    """Hide the progress bar while a small folder loads; downloads and large folders keep it."""
     small = folder is not None and sum(file.stat().st_size for file in weight_files(folder, config)) < _BAR_FROM_BYTES
     return without_progress_bar() if small else nullcontext()
 
@@ -394,7 +394,7 @@ _SECONDS = 10.0
 
 
 def check_on_hub(name: str, file: str) -> None:
-    """Refuse a name of which neither the cache nor the hub has a file; one request, of ten seconds at most.
+    """Refuse a name if neither the cache nor the hub has its `file`; makes one request, of at most ten seconds.
 
     Raises:
         CheckpointError: saying what to do about it.
@@ -402,17 +402,17 @@ def check_on_hub(name: str, file: str) -> None:
     try:
         if try_to_load_from_cache(name, file) is None:
             get_hf_file_metadata(hf_hub_url(name, file), timeout=_SECONDS)
-    # What a network raises depends on the library below.
+    # The type of network errors depends on the underlying library.
     except Exception as error:
         raise CheckpointError(f"there is no folder {name!r} here, and {_reason(file, error)}") from error
 
 
 def _reason(file: str, error: Exception) -> str:
-    """Why the hub does not give it, and what to do."""
+    """Say why the hub does not provide the file, and what to do."""
     match error:
         case HFValidationError():
             return "it is no name on the model hub; check the path"
-        # A gated repository is a kind of one that is not found.
+        # GatedRepoError is a subclass of RepositoryNotFoundError.
         case GatedRepoError():
             return "on the model hub it is gated: accept its terms at its page, and log in with `hf auth login`"
         case RepositoryNotFoundError():

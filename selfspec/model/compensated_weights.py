@@ -1,4 +1,4 @@
-"""Weights of a model in 4 bits whose errors are compensated on the states that texts give."""
+"""Weights of a model in 4 bits whose errors are compensated on the states of sample texts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from selfspec.kernels.rounded import (
     round_weight,
 )
 
-# What moments may take at a time, besides the largest; every time all texts are read again.
+# Bytes of moments at a time (more if one is larger); all texts are read again each time.
 _BYTES_AT_ONCE = 1 << 30
 
 Weights = list[tuple[str, Tensor]]
-"""With the parameters' names."""
+"""Weights with their parameters' names."""
 
 
 def compensated_weights(
     model: PreTrainedModel, weights: Weights, precision: Precision, texts: Sequence[Tensor]
 ) -> Iterator[tuple[str, RoundedWeight]]:
-    """Round weights to 4 bits so that errors make up for each other on what the layers are given in texts.
+    """Round weights to 4 bits so that errors compensate each other on the layers' inputs in texts.
 
-    Texts are token ids, `[rows, tokens]` each, without padding. Weights whose layer no text comes to, and experts, have
-    fitted scales alone.
+    Texts are token ids, `[rows, tokens]` each, without padding. Experts, and weights whose layer no text reaches, only
+    get fitted scales.
     """
     for some in _at_once(weights):
         moments = _input_moments(model, [name for name, weight in some if weight.ndim == 2], texts)
@@ -60,7 +60,7 @@ def _at_once(weights: Weights) -> Iterator[Weights]:
 
 @torch.no_grad()
 def _input_moments(model: PreTrainedModel, weights: Iterable[str], texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Sum `x^T x` over the inputs `x` of layers as a model reads texts: `[in, in]` in float32, by the weights."""
+    """Sum `x^T x` over the inputs `x` of layers as a model reads texts: `[in, in]` in float32, by weight."""
     moments: dict[str, Tensor] = {}
 
     def add(weight: str, _layer: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -76,22 +76,22 @@ def _input_moments(model: PreTrainedModel, weights: Iterable[str], texts: Sequen
     return moments
 
 
-# Of the mean second moment. No moment exceeds their sum, so it bounds the condition, and float32 is enough.
+# Share of the mean second moment. No moment exceeds their sum, so it bounds the condition: float32 is enough.
 _DAMPING = 0.05
-# Weights that are rounded at once: copies of them are made in float32.
+# Number of values that are rounded at once, since they are copied to float32.
 _AT_ONCE = 1 << 24
-# Of a mean input: factors of smaller ones are those of such.
+# Share of the mean input: smaller inputs get the factors of this one.
 _LEAST_INPUT = 1e-3
 
 
 @torch.no_grad()
 def round_compensated(weight: Tensor, moments: Tensor, precision: Precision) -> RoundedWeight:
-    """Round a weight to 4 bits, input by input: the inputs still to come take up the error of those before.
+    """Round a weight to 4 bits, input by input: later inputs compensate the errors of earlier ones.
 
     Args:
         weight: `[out, in]`.
-        moments: `x^T x` over inputs `x` of the layer, `[in, in]`, float32. Without any inputs, or where they are not
-            finite, scales alone are fitted.
+        moments: `x^T x` over inputs `x` of the layer, `[in, in]`, float32. If there are no inputs, or some are not
+            finite, only scales are fitted.
         precision: 4 bits.
 
     Raises:
@@ -114,13 +114,13 @@ def round_compensated(weight: Tensor, moments: Tensor, precision: Precision) -> 
 
 
 def _factors(weight: Tensor, moments: Tensor) -> Tensor:
-    """Those that leave inputs and columns, `[in]`, of the same size."""
+    """Return the factors, `[in]`, that even out the sizes of inputs and columns."""
     inputs = moments.diagonal().sqrt()
     return (column_sizes(weight) / (inputs / inputs.mean()).clamp(min=_LEAST_INPUT)).sqrt()
 
 
 def _effects(moments: Tensor, damping: Tensor) -> Tensor:
-    """The upper triangular U of which U^T U inverts the damped moments: row i is what input i does to later ones."""
+    """Return the upper triangular U with U^T U the inverse of the damped moments; row i: effects on later inputs."""
     damped = moments + damping * torch.eye(len(moments), device=moments.device)
     root = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     effects: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root), device=root.device), upper=True)
@@ -128,7 +128,7 @@ def _effects(moments: Tensor, damping: Tensor) -> Tensor:
 
 
 def _fill(rounded: RoundedWeight, left: Tensor, effects: Tensor, group_size: int) -> None:
-    """Round some outputs; `left`, `[in, out]`, is overwritten by what is left to round after each input."""
+    """Round some outputs; `left`, `[in, out]`, is overwritten by the values left to round after each input."""
     assert rounded.zeros is not None
     for group in range(rounded.scales.shape[1]):
         first, end = group * group_size, (group + 1) * group_size

@@ -1,4 +1,4 @@
-"""What of a model, and of what other libraries put into it, cannot be decoded in blocks over a shared cache."""
+"""Refuse models, and additions of other libraries, that cannot be decoded in blocks over a shared cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ADAPTERS = {
 
 
 def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse a model that cannot be decoded as it is now: layers, methods, attention kernel, modules, training mode.
+    """Refuse a model that cannot be decoded as it is: layers, methods, attention kernel, modules, training mode.
 
     Raises:
-        UnsupportedModelError: naming what is in the way.
+        UnsupportedModelError: naming the obstacle.
     """
     adapter.check(model)
     check_loop(model)
     cache_argument(model)
-    # What runs in place of a `forward` around the layers must run around others.
+    # A replacement of a `forward` around the layers must also work around other layers.
     path = adapter.path(model)
     for length in range(len(path)):
         view_with(model.get_submodule(".".join(path[:length])), {})
@@ -61,7 +61,7 @@ def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _check_one_device(model: nn.Module) -> None:
-    """Refuse a model whose layers lie on several devices; those that are offloaded lie on none.
+    """Refuse a model whose layers are on several devices; offloaded layers do not count.
 
     Raises:
         UnsupportedModelError: naming the devices.
@@ -76,10 +76,10 @@ def _check_one_device(model: nn.Module) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Refuse a model that gives a token something else in a pass over several than in a pass over one.
+    """Refuse a model whose output for a token differs between passes over one and over several tokens.
 
     Raises:
-        UnsupportedModelError: naming what does.
+        UnsupportedModelError: naming the cause.
     """
     rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
     if rounding is not None:
@@ -103,7 +103,7 @@ def _check_modules(model: nn.Module) -> None:
 def _rounds_over_the_pass(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
         return False
-    # Weights in 16 bits are multiplied unchanged; those in 8 bits with activations in 8 bits.
+    # Weights in 16 bits take activations unchanged; weights in 8 bits take them in 8 bits.
     return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
 
 

@@ -1,4 +1,4 @@
-"""How a draft path turns its last states into logits: an adapter before the model's norm, fewer rows of its head."""
+"""Draft heads: an adapter before the model's final norm, and fewer rows of the language-model head."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from selfspec.model.view import view_with
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """What lies between the states at the end of a draft path and its logits, besides the model's own norm and head.
+    """Changes how a draft path turns its last states into logits, beside the model's own norm and head.
 
-    Whatever it is, drafts stay exact: q is what it makes of the states, and that is what is drawn from and scored.
+    Output stays exact with any head: tokens are drawn from, and scored by, the q that it makes.
 
     Attributes:
-        adapter: from states at the exit to states for the norm, `[..., hidden]` both; None: unchanged.
-        tokens: ids that can be drafted, distinct; only their rows of the head are read. None: all.
+        adapter: maps states at the exit to states for the norm, `[..., hidden]` both; None: unchanged.
+        tokens: distinct ids that can be drafted; only their rows of the head are read. None: all.
     """
 
     adapter: nn.Module | None = None
@@ -31,13 +31,13 @@ class DraftHead:
     def install(
         self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None, rows: nn.Module | None = None
     ) -> None:
-        """Put it into a view of a model, whose modules on the way to layers and head are views of the view's own.
+        """Install the head in a view of a model that has its own views of the modules on the way to layers and head.
 
-        `layer` is the view's layer whose input is the last state of the path, and which passes it through; None: the
-        path runs to the end, and has no adapter. `rows` gives the logits of `tokens`; None: the head's own rows do.
+        `layer` is the view's layer whose input is the last state of the path, passed through; None: the path runs to
+        the end, without adapter. `rows` computes the logits of `tokens`; None: the head's own rows do.
 
         Raises:
-            UnsupportedModelError: rows cannot be left out of this model's head.
+            UnsupportedModelError: this model's head cannot leave out rows.
         """
         if self.adapter is not None:
             assert layer is not None
@@ -48,35 +48,35 @@ class DraftHead:
             set_head(view, name, rows or _Rows(model.get_submodule(name), self.tokens))
 
     def adapted(self, states: Tensor) -> Tensor:
-        """Change states at the exit into what the model's final norm reads: `[..., hidden]` to the same."""
+        """Map states at the exit to the input of the model's final norm, `[..., hidden]` both."""
         if self.adapter is None:
             return states
         adapted: Tensor = _like(self.adapter, states)(states)
         return adapted
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Spread logits, `[batch, tokens, kept]` to `[batch, tokens, vocabulary]`: -inf, and so q = 0, elsewhere."""
+        """Spread logits, `[batch, tokens, kept]` to `[batch, tokens, vocabulary]`: -inf, so q = 0, elsewhere."""
         if self.tokens is None:
             return logits
         spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
         return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
 
     def alone(self, logits: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, `[..., vocabulary]`, with -inf at tokens that cannot be drafted."""
+        """Set logits, `[..., vocabulary]`, to -inf at tokens that cannot be drafted."""
         if self.tokens is None:
             return logits
         return self.spread(logits[..., self.tokens.to(logits.device)], logits.shape[-1])
 
 
 def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
-    """The module of the view that holds the layer, and under which name."""
+    """Return the module of the view that holds the layer, and the layer's name there."""
     return next(
         (module, name) for module in view.modules() for name, child in module._modules.items() if child is layer
     )
 
 
 def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
-    """The adapter where the weight is and as it is; the adapter itself stays, since others may be drafting with it."""
+    """Return the adapter with the weight's device and dtype; a copy if needed, since other drafts may use it."""
     own = next(adapter.parameters())
     if own.device == weight.device and own.dtype == weight.dtype:
         return adapter
@@ -84,7 +84,7 @@ def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
 
 
 class _Adapted(nn.Module):
-    """A layer of a view, and an adapter over what it gives."""
+    """Runs a layer of a view, then an adapter on its output."""
 
     def __init__(self, layer: nn.Module, adapter: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Adapted(nn.Module):
         return self.adapter(output)
 
     def __getattr__(self, name: str) -> Any:
-        # Some models ask their layers for what kind they are.
+        # Some models read attributes of their layers, such as the type.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -106,7 +106,7 @@ class _Adapted(nn.Module):
 
 
 class _Rows(nn.Module):
-    """Some rows of a linear head."""
+    """Computes some rows of a linear head."""
 
     def __init__(self, head: nn.Module, tokens: Tensor) -> None:
         super().__init__()
@@ -121,21 +121,21 @@ class _Rows(nn.Module):
 
 
 def plain_head(model: PreTrainedModel) -> str | None:
-    """The attribute path to the language-model head; None: it is no separate plain linear layer."""
+    """Return the attribute path to the language-model head; None: it is no separate plain linear layer."""
     head = model.get_output_embeddings()
-    # A subclass may compute more than a product with the weights.
+    # A subclass may compute more than a linear product.
     if type(head) is not nn.Linear:
         return None
     return next((name for name, child in model.named_modules() if child is head), None)
 
 
 def set_head(view: nn.Module, name: str, head: nn.Module) -> None:
-    """Put another head into a view of a model, at the attribute path that `plain_head` gives."""
+    """Replace the head in a view of a model, at the attribute path from `plain_head`."""
     holder, _, rest = name.partition(".")
     if not rest:
         view._modules[name] = head
         return
-    # The view may share what holds the head with the model.
+    # The view may share the module that holds the head with the model.
     view._modules[holder] = inside = view_with(view.get_submodule(holder), {})
     set_head(inside, rest, head)
 

@@ -1,4 +1,4 @@
-"""Routed experts of mixtures: how many a token is sent to, layers that send it to fewer, and what a pass reads of them.
+"""Routed experts of mixtures: how many a token uses, layers that use fewer, and what a pass reads of them.
 
 A router is a module with `top_k`, as in `transformers`; experts are weights of three dimensions beside it.
 """
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from selfspec.architecture import Adapter, Part
 from selfspec.model.view import view_of, view_with, view_with_parts
 
-# Tokens of a pass that the cost of another one is told from.
+# Tokens of a pass over which the cost of a further token is averaged.
 _TOKENS = 5
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of an MLP.
+    """Holds the routed experts of an MLP.
 
     Attributes:
         weights: of all of them, `[experts, ...]` each.
-        active: how many a token is sent to.
+        active: number of experts that a token is sent to.
     """
 
     weights: tuple[Tensor, ...]
@@ -32,13 +32,13 @@ class Experts:
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return int(self.weights[0].shape[0])
 
     def share(self, tokens: int = 1, most: int | None = None) -> float:
-        """Return the share that a pass over some tokens reads, each sent to `most` of them or fewer.
+        """Return the share of the experts that a pass over `tokens` tokens reads, each token sent to at most `most`.
 
-        Tokens are taken to choose apart from each other.
+        Tokens are assumed to choose experts independently.
         """
         return 1 - (1 - min(self.active, most or self.active, self.number) / self.number) ** tokens
 
@@ -59,25 +59,25 @@ def experts_of(model: nn.Module, adapter: Adapter) -> list[Experts]:
 
 
 def shares_read(experts: Sequence[Experts], most: int | None = None) -> Mapping[int, float]:
-    """Return the share of the weights of so many experts that one token reads."""
+    """Return the share of expert weights that one token reads, by the number of experts."""
     return {each.number: each.share(most=most) for each in experts}
 
 
 def widening_by_experts(experts: Sequence[Experts], step: float) -> float:
-    """Return what a further token of a pass reads of other experts, in steps that read `step` bytes."""
+    """Return the cost of the experts that a further token of a pass adds, in steps that read `step` bytes."""
     more = sum((each.share(_TOKENS) - each.share()) * weight.nbytes for each in experts for weight in each.weights)
     return more / (_TOKENS - 1) / step
 
 
 def with_fewer_experts(layer: nn.Module, mlps: Sequence[str], most: int) -> nn.Module:
-    """A view of a layer whose MLPs, of these names, send a token to `most` experts; itself if it is sent to no more."""
+    """Return a view of a layer whose named MLPs send a token to at most `most` experts; itself if they already do."""
     parts = {name: view_of(layer.get_submodule(name), partial(_limited, most)) for name in mlps}
     changed = {name: part for name, part in parts.items() if part is not layer.get_submodule(name)}
     return view_with_parts(layer, changed) if changed else layer
 
 
 def _active(module: nn.Module) -> int:
-    """How many experts a router sends a token to; 0: it is none."""
+    """Return how many experts a router sends a token to; 0 if the module is no router."""
     top_k = vars(module).get("top_k")
     return top_k if type(top_k) is int else 0
 

@@ -1,4 +1,4 @@
-"""Features: states of a model at named points, kept from a pass that runs anyway."""
+"""Features: states of a model at given points, kept from passes that run anyway."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from selfspec.architecture import Adapter
 from selfspec.model.view import hidden_states, replaced, view_with_layers, view_with_parts
 
 Point = int | Literal["last", "normed"]
-"""Where states are kept: at the input of a layer, by number; after the last layer; after the model's final norm."""
+"""Point where states are kept: input of a layer, by number; after the last layer; after the final norm."""
 
 Features = Mapping[Point, Tensor]
 """States of the tokens of a pass, `[rows, tokens, hidden]` each."""
 
 
 class FeatureTap:
-    """A view of a model, which is neither changed nor copied, that keeps states of each pass.
+    """Makes a view of a model, neither changed nor copied, that keeps states of each pass.
 
     Args:
         model: a causal LM, or a view of one.
-        adapter: where its layers are.
-        base: the attribute path to the part of it that holds all but the head.
-        points: what is kept.
+        adapter: says where its layers are.
+        base: attribute path to the part of the model that holds all but the head.
+        points: where states are kept.
 
     Attributes:
         module: the view; called like the model, and so is its `base`.
     """
 
     def __init__(self, model: nn.Module, adapter: Adapter, base: str, points: Sequence[Point]) -> None:
-        # The views refer to what is kept and not to this object, so that nothing here is a reference cycle.
+        # The views refer to the dict and not to this object, to avoid a reference cycle.
         self._kept: dict[Point, Tensor] = {}
         layers: list[nn.Module] = adapter.decoder_layers(model)
         for point in points:
@@ -47,7 +47,7 @@ class FeatureTap:
             self.module = view_with_parts(self.module, {base: kept})
 
     def take(self) -> Features:
-        """Take what the last pass left."""
+        """Return the states of the last pass, and drop them here."""
         taken = dict(self._kept)
         self._kept.clear()
         return taken
@@ -60,6 +60,6 @@ def _input_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., A
 
 def _output_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     output = module(*args, **kwargs)
-    # A layer gives a tensor or a tuple of them, a model what has its states as the first field.
+    # A layer returns a tensor or a tuple, a model an output whose first field are its states.
     kept[point] = output if isinstance(output, Tensor) else output[0]
     return output

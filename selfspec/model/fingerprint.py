@@ -1,4 +1,4 @@
-"""The fingerprint of a model's weights: what binds to them that which was trained on them, or measured of them."""
+"""Fingerprints of weights, which bind files to the weights that they were trained on or measured with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.errors import SelfSpecError
 from selfspec.model.tensor_parallel import whole
 from selfspec.model.view import is_streamed
 
-# Values that are summed up at once: so few that they stay in a processor's cache.
+# Values that are summed up at once: few enough to stay in a processor's cache.
 _AT_ONCE = 1 << 18
 # An odd number whose multiples spread over all 64 bits: 2 ** 64 over the golden ratio.
 _SPREAD = -7046029254386353131
@@ -20,16 +20,16 @@ _SPREAD = -7046029254386353131
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
-    """SHA-256 over the class, the adapters that run, and name, shape and every value of each weight, packed ones too.
+    """Return the SHA-256 over the class, active adapters, and name, shape and values of each weight, packed ones too.
 
-    Values are rounded first: to bfloat16 so that a checkpoint has one fingerprint in whatever dtype it is loaded (but
-    for float16, whose own rounding may differ), to float32 so that weights that were rounded are others. All weights
-    are read, those that are streamed from the disk too: of 1e9 in bfloat16 that takes about .2 s on two cores.
+    Values are rounded first: to bfloat16, so that a checkpoint has the same fingerprint in every dtype it is loaded in
+    (except float16, whose own rounding may differ); to float32, so that rounded weights have another fingerprint.
+    All weights are read, also those streamed from disk: 1e9 in bfloat16 take about .2 s on two cores.
 
     Raises:
         ValueError: a weight is on the meta device, and nothing streams it.
     """
-    # Scales of packed weights are in the state alone.
+    # Scales of packed weights are only in the state dict.
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     sums = {name: _sums(value, rounded) for name, value in state.items() if not value.is_meta}
     for path, module in model.named_modules():
@@ -38,7 +38,7 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
                 sums |= {f"{path}.{name}": _sums(weight, rounded) for name, weight in weights.items()}
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
     for path, module in model.named_modules():
-        # Of peft's layers: which adapters run, and how strongly, is no weight.
+        # In layers of peft, active adapters and their scaling are no weights.
         if isinstance(getattr(module, "disable_adapters", None), bool):
             ran = [] if module.disable_adapters else module.active_adapters
             digest.update(f"{path} {ran} {sorted(getattr(module, 'scaling', {}).items())}\n".encode())
@@ -51,9 +51,9 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
 
 
 def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
-    """Sum up the bits of some values at a time, 64 times an odd number of their place, modulo 2 ** 64.
+    """Sum up the bits of values in parts, as 64-bit words times an odd number of their place, modulo 2 ** 64.
 
-    So one changed value always shows; several, and values that change places, fail to with a chance of 2 ** -64.
+    So one changed value always shows; several, or swapped values, go unnoticed with a chance of 2 ** -64.
     """
     flat = whole(weight.detach()).reshape(-1)
     factors = torch.arange(_AT_ONCE, device=flat.device).mul_(_SPREAD).bitwise_or_(1)
@@ -67,10 +67,10 @@ def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Refuse a model whose weights are not all there.
+    """Refuse a model whose weights are not all in memory.
 
     Raises:
-        ValueError: naming one that is on the meta device.
+        ValueError: a weight is on the meta device; it is named.
     """
     for name, weight in model.named_parameters():
         if weight.is_meta:
@@ -78,7 +78,7 @@ def check_in_memory(model: nn.Module) -> None:
 
 
 def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:
-    """Refuse a model for what belongs to weights of another fingerprint.
+    """Refuse a model whose fingerprint is not the base of the source.
 
     Raises:
         SelfSpecError: of type `error`, naming the source and the remedy.

@@ -1,7 +1,7 @@
-"""Gates around the decoder layers of a stock model, without touching it: views that share every weight.
+"""Gates around the decoder layers of a stock model, as views that share every weight and leave the model unchanged.
 
-Only the modules between the root and the gated sublayers get views; all others are the model's own. The views of one
-pass belong to one generation, so the model itself, other threads and other generations see nothing.
+Only the modules between the root and the gated sublayers get views; all other modules are the model's own. The views
+belong to one generation, so the model itself, other threads and other generations are not affected.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from selfspec.model.view import call_with, hidden_states, replaced, view_with, v
 
 @dataclass(frozen=True)
 class ExactStates:
-    """What a pass leaves at a sublayer, enough for another pass to resume there.
+    """Holds the states of a pass at a sublayer, from which another pass can resume.
 
     Attributes:
         hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
-        attention: output of that layer's attention, same shape, by the module's name; empty but where the sublayer is
-            the MLP.
+        attention: output of that layer's attention, same shape, by the module's name; empty unless the sublayer is the
+            MLP.
     """
 
     hidden: Tensor
@@ -44,22 +44,22 @@ class ExactStates:
 
     @classmethod
     def concatenated(cls, parts: Sequence[ExactStates]) -> ExactStates:
-        """The states of consecutive tokens as one."""
+        """Concatenate the states of consecutive tokens."""
         # Some models keep several streams of hidden states, before the batch.
         attention = {name: torch.cat([part.attention[name] for part in parts], -2) for name in parts[0].attention}
         return cls(torch.cat([part.hidden for part in parts], -2), attention)
 
     def first(self, tokens: int) -> ExactStates:
-        """The states of the first tokens."""
+        """Return the states of the first tokens."""
         attention = {name: each[..., :tokens, :] for name, each in self.attention.items()}
         return ExactStates(self.hidden[..., :tokens, :], attention)
 
 
 class Boundary:
-    """What crosses the ends of a path in one pass: states given at its start, states recorded where exactness ends.
+    """Holds the states that enter a path at its start, and those recorded where exactness ends, in one pass.
 
     Attributes:
-        given: what enters at `path.start`.
+        given: states that enter at `path.start`.
         hidden, attention: as in `ExactStates`, recorded at `path.resume_point`.
     """
 
@@ -74,7 +74,7 @@ class Boundary:
         return call_with(layer, self.given.hidden, args, kwargs)
 
     def replay_attention(self, name: str, returns: int, *args: Any, **kwargs: Any) -> Any:
-        """Give the attention output that was computed before, instead of computing it."""
+        """Return the attention output of an earlier pass instead of computing it."""
         assert self.given is not None
         return _values(self.given.attention[name], returns)
 
@@ -91,12 +91,12 @@ class Boundary:
 
 
 class GatedModel:
-    """A view of a stock model, neither changed nor copied, that runs one path: `module`, called like the model."""
+    """Makes a view of a stock model, neither changed nor copied, that runs one path: `module`, called like it."""
 
     def __init__(
         self, model: nn.Module, adapter: Adapter, path: LayerPath, substitutes: Substitutes | None = None
     ) -> None:
-        # The gates refer to the boundary and not to this object, so that nothing here is a reference cycle.
+        # The gates refer to the boundary and not to this object, to avoid a reference cycle.
         self._boundary = Boundary()
         layers = _with_lent(adapter.decoder_layers(model), adapter)
         if path.precision is not None and path.substituted:
@@ -110,21 +110,21 @@ class GatedModel:
         self._tap: FeatureTap | None = None
 
     def tap(self, adapter: Adapter, base: str, points: tuple[Point, ...]) -> None:
-        """Keep states of later passes; arguments as in `FeatureTap`."""
+        """Keep states of all later passes; arguments as in `FeatureTap`."""
         if points:
             self._tap = FeatureTap(self.module, adapter, base, points)
             self.module = self._tap.module
 
     def features(self) -> Features:
-        """Take the states that the last pass left at the points that are tapped."""
+        """Take the states of the last pass at the tapped points."""
         return {} if self._tap is None else self._tap.take()
 
     def enter(self, states: ExactStates | None) -> None:
-        """Set what enters at `path.start` in the next pass."""
+        """Set the states that enter at `path.start` in the next pass."""
         self._boundary.given = states
 
     def leave(self) -> ExactStates | None:
-        """Take what the last pass left at `path.resume_point`; None where the path leaves nothing."""
+        """Take the states of the last pass at `path.resume_point`; None if the path has no such point."""
         left = self._boundary
         states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
         left.given = left.hidden = None
@@ -133,7 +133,7 @@ class GatedModel:
 
 
 def _with_lent(layers: Sequence[nn.Module], adapter: Adapter) -> Sequence[nn.Module]:
-    """The layers, each with what the first one's attention would hand on to it."""
+    """Return the layers, each with the parts that the first layer's attention lends."""
     if not adapter.lends:
         return layers
     name = adapter.modules(Part.ATTENTION)[0]
@@ -156,7 +156,7 @@ def _in_precision(
     path: LayerPath,
     substitutes: Substitutes,
 ) -> list[nn.Module]:
-    """The layers, with substitutes in the sublayers that the path runs in fewer bits."""
+    """Return the layers, with substitutes in the sublayers that the path runs in fewer bits."""
     changed = list(layers)
     prefix = ".".join(adapter.path(model))
     for sublayer in sorted(path.substituted):
@@ -172,7 +172,7 @@ def _in_precision(
 
 
 def _with_experts(most: int, layers: Sequence[nn.Module], adapter: Adapter, model: nn.Module) -> list[nn.Module]:
-    """The layers, whose MLPs send a token to so many experts."""
+    """Return the layers, with MLPs that send a token to at most `most` experts."""
     changed = [with_fewer_experts(layer, adapter.modules_of(layer, Part.MLP), most) for layer in layers]
     if all(after is before for after, before in zip(changed, layers, strict=True)):
         raise DraftConfigError(
@@ -229,11 +229,11 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
 def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
     """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
 
-    A padding mask is left out of the call: rows hold no padding here.
+    The padding mask is dropped: rows have no padding here.
     """
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     states = None if cache is None else cache.layers[index]
-    # Layers of several kinds may go by the same name.
+    # Modules of different kinds may have the same name.
     if not isinstance(states, RecurrentLayer):
         return module(*args, **kwargs)
     unmasked = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}
@@ -247,30 +247,30 @@ def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> 
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
-    """Replace a module that is left out.
+    """Stand in for a module that is left out.
 
-    Where the layer adds the output to the residual stream, this is zeros. The layer's own code then runs as it is, with
-    its post-norms, parallel residuals and multipliers, and adds nothing.
+    If the layer adds the output to the residual stream, the output is zeros. The layer's own code then runs unchanged,
+    with post-norms, parallel residuals and multipliers, and adds nothing.
     """
     hidden = args[-1] if gives == "residual" else hidden_states(args, kwargs)
     return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
 
 
 def _is_read_later(attention: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> bool:
-    """Whether later layers of the path read keys and values that this attention publishes."""
+    """Return whether later layers of the path read keys and values that this attention publishes."""
     publishes = adapter.publishes is not None and bool(getattr(attention, adapter.publishes, False))
     return publishes and any(path.runs(Sublayer(later, Part.ATTENTION)) for later in range(index + 1, path.depth))
 
 
 def _publishing(module: nn.Module, attention: Sublayer, path: LayerPath) -> Callable[..., Any]:
-    """An attention; before `path.start` it publishes what an earlier pass left in the cache."""
+    """Return an attention that, up to `path.start`, publishes what an earlier pass left in the cache."""
     if path.start is None or attention > path.start:
         return module
     return partial(_reading, module)
 
 
 def _publishing_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath) -> nn.Module | None:
-    """The layer with every attention of it publishing, if later layers read what one of them publishes."""
+    """Return the layer with its attentions publishing, if later layers read what they publish; else None."""
     modules = [(name, layer.get_submodule(name)) for name in adapter.modules_of(layer, Part.ATTENTION)]
     publishing = {
         name: replaced(module, _publishing(module, Sublayer(index, Part.ATTENTION), path))
@@ -296,11 +296,11 @@ def _values(hidden: Tensor | None, returns: int) -> Any:
 
 
 def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
-    """Make a view of a stock model whose last layer gives, as further rows after its own, the states at an exit.
+    """Make a view of a stock model whose last layer appends the states at an exit as further rows.
 
-    Norm and head read each token by itself, so one pass over both gives the logits of both: called like the model, the
-    view gives `[2 * batch, tokens, vocab]`, those of the target first. The exit leaves out `exit_layer`, at least 1,
-    and what follows; without a head it has the model's own.
+    Norm and head read each token by itself, so one pass gives the logits of both: called like the model, the view
+    returns `[2 * batch, tokens, vocab]`, the target's first. The exit leaves out `exit_layer`, at least 1, and all
+    later layers; `head` None: the model's own head.
     """
     layers = adapter.decoder_layers(model)
     at_exit: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Which layers and sublayers a pass runs: all of them, up to an exit, all but a skip set, or from given states on."""
+"""Layer paths: a pass runs all sublayers, those up to an exit, all but a skip set, or those after given states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfspec.model.row_lora import LoraRows
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """One sublayer of the network; sublayers compare in the order in which a pass runs them."""
+    """Names one sublayer of the network; sublayers compare in the order in which a pass runs them."""
 
     layer: int
     part: Part
@@ -21,19 +21,19 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerPath:
-    """What a pass runs.
+    """Says what a pass runs.
 
     Attributes:
         depth: number of layers of the network.
         skipped: sublayers left out; a layer whose two sublayers are both left out passes its input through.
-        start: where states computed earlier enter. Nothing before it runs. None: the pass starts from tokens.
+        start: sublayer at which states of an earlier pass enter; nothing before it runs. None: start from tokens.
         precision: of the substitutes, or of the network's own weights where it has no others; None: every sublayer
             runs with its own weights, in the dtype of the network.
-        substituted: sublayers that run with substitutes of their linear layers.
-        head_substituted: whether the language-model head does, too.
-        view: what its tokens attend to of the cache.
-        lora: low-rank additions that its last tokens use; None: there are none.
-        experts: how many routed experts a token is sent to at most; None: as many as the network does.
+        substituted: sublayers whose linear layers run as substitutes.
+        head_substituted: whether the language-model head has a substitute, too.
+        view: part of the cache that its tokens attend to.
+        lora: low-rank additions that its last tokens use; None: no additions.
+        experts: the most routed experts that a token is sent to; None: as many as in the network.
     """
 
     depth: int
@@ -48,41 +48,41 @@ class LayerPath:
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
-        """The target's own path: every sublayer, from tokens."""
+        """Return the target's own path: every sublayer, from tokens."""
         return cls(depth)
 
     @classmethod
     def without(cls, depth: int, skipped: Iterable[Sublayer]) -> LayerPath:
-        """All sublayers but a skip set, from tokens."""
+        """Return the path of all sublayers but a skip set, from tokens."""
         return cls(depth, frozenset(skipped))
 
     @classmethod
     def up_to(cls, depth: int, end: Sublayer) -> LayerPath:
-        """The sublayers before `end`, from tokens. An early exit at layer E is `up_to(depth, attention of E)`."""
+        """Return the path up to `end`, from tokens. An early exit at layer E is `up_to(depth, attention of E)`."""
         return cls(depth, frozenset(sublayer for sublayer in sublayers(depth) if sublayer >= end))
 
     def resumed_at(self, start: Sublayer) -> LayerPath:
-        """The same path, entered at `start` with states that an earlier pass left there."""
+        """Return this path, entered at `start` with states that an earlier pass left there."""
         return replace(self, start=start)
 
     def with_substitutes(self, precision: Precision, substituted: Iterable[Sublayer], head: bool) -> LayerPath:
-        """The same path, some of whose sublayers run with substitutes."""
+        """Return this path with substitutes in some sublayers."""
         return replace(self, precision=precision, substituted=frozenset(substituted), head_substituted=head)
 
     def runs(self, sublayer: Sublayer) -> bool:
-        """Whether the pass computes this sublayer."""
+        """Return whether the pass computes this sublayer."""
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)
 
     @property
     def exit_point(self) -> Sublayer | None:
-        """The first sublayer left out; None: all run."""
+        """First sublayer that is left out; None: all run."""
         return min(self.skipped, default=None)
 
     @property
     def resume_point(self) -> Sublayer | None:
-        """Where a full pass can resume from this one's work: the first sublayer that is left out or has substitutes.
+        """First sublayer that is left out or has substitutes: a full pass can resume there from this one's states.
 
-        All before it is exact. None where every sublayer is, and where nothing comes before the first that is not.
+        Everything before it is exact. None if every sublayer is exact, or if the very first sublayer is not.
         """
         if not self.view.is_whole or self.experts is not None:
             return None
@@ -91,5 +91,5 @@ class LayerPath:
 
 
 def sublayers(depth: int) -> list[Sublayer]:
-    """All sublayers of a network of `depth` layers, in the order in which a pass runs them."""
+    """Return all sublayers of a network of `depth` layers, in the order in which a pass runs them."""
     return [Sublayer(layer, part) for layer in range(depth) for part in Part]

@@ -1,6 +1,6 @@
-"""What runs in place of what `transformers` wrote, or beside it: methods of subclasses and instances, and hooks.
+"""Find methods and hooks that replace or extend the code of `transformers`.
 
-Passes run the model's own `forward`, hooks and all, so these count. The loop of `model.generate` does not run.
+Passes run the model's own `forward` with its hooks, so these take effect. The loop of `model.generate` does not run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forwa
 """Hooks of all modules of the process, by number."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# What `model.generate` calls once it has read its arguments: for each token, or for the cache that tokens are in.
+# Methods that `model.generate` calls after reading its arguments, for each token or for the cache.
 _LOOP = (
     "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",
@@ -33,14 +33,14 @@ _KNOWN = ("transformers.", "torch.")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks hang on a module, before or after its `forward`."""
+    """Return whether a module has hooks, before or after its `forward`."""
     return any(module.__dict__[hooks] for hooks in _HOOKS)
 
 
 def base_alone(model: nn.Module, base: str) -> bool:
-    """Whether nothing but what `transformers` wrote is around the part `base` of a model.
+    """Return whether only code of `transformers` and torch runs around the part `base` of a model.
 
-    That hands its inputs on to the base as they are, so that a pass which needs no logits may run the base alone.
+    Such code passes its inputs on to the base unchanged, so a pass that needs no logits may run the base alone.
     """
     path = base.split(".")
     around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
@@ -54,16 +54,16 @@ def base_alone(model: nn.Module, base: str) -> bool:
 
 
 def check_loop(model: PreTrainedModel) -> None:
-    """Refuse a model that has its own of what the loop of `model.generate` calls, which is not the loop here.
+    """Refuse a model that overrides methods of the loop of `model.generate`, which does not run here.
 
-    Soft prompts are no such model: the instance's `prepare_inputs_for_generation` is asked for the first inputs.
+    Soft prompts are fine: the instance's `prepare_inputs_for_generation` is called for the first inputs.
 
     Raises:
         UnsupportedModelError: naming the method.
     """
-    # Of the instance, these two call what they replaced, or are what a folder with a recipe puts there.
+    # On the instance, these two call the method they replaced, or come from a folder with a recipe.
     kind, shadows = type(model), vars(model).keys() - {"generate", "prepare_inputs_for_generation"}
-    # With an encoder a model decodes by its own `generate`, in pieces.
+    # A model with an encoder may have its own `generate`, which decodes in pieces.
     for name in _LOOP if has_encoder(model) else ("generate", *_LOOP):
         found = getattr(model if name in shadows else kind, name)
         if not _is_published(getattr(found, "__func__", found)):
@@ -75,10 +75,10 @@ def check_loop(model: PreTrainedModel) -> None:
 
 
 def _is_published(function: Callable[..., Any]) -> bool:
-    """Whether a function, and all that it wraps, is from `transformers` or torch."""
+    """Return whether a function, and every function it wraps, is from `transformers` or torch."""
     each: Any = function
     while each is not None:
-        # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
+        # A wrapper takes over the wrapped function's `__module__`; its globals show its real module.
         if not str(getattr(each, "__globals__", {}).get("__name__")).startswith(_KNOWN):
             return False
         each = getattr(each, "__wrapped__", None)

@@ -25,13 +25,13 @@ from selfspec.errors import UnsupportedModelError
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
-    """The declared adapter of a model's architecture.
+    """Return the declared adapter of a model's architecture.
 
-    A model of text and more, say images, needs no declaration of its own: that of its language model is used, with
-    the place where the model keeps it.
+    A multimodal model needs no declaration of its own: the adapter of its language model is used, with the place where
+    the model keeps it.
 
     Raises:
-        UnsupportedModelError: there is none, or the model writes no text token by token.
+        UnsupportedModelError: there is no adapter, or the model does not write text token by token.
     """
     check_causal(model)
     adapter = adapter_for(model.config)
@@ -40,15 +40,15 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
     decoder = model.get_decoder()
     place = next((name for name, module in model.named_modules() if module is decoder), "")
     own = adapter.path(decoder)
-    # A language model may be inside with its head or without it.
+    # The inner language model may have a head or not.
     inside = ([*filter(None, place.split(".")), *own[left_out:]] for left_out in range(len(own)))
     path = next((path for path in inside if _holds_layers(model, path)), None)
-    # What has not the layers that its declaration says is refused where adapters are checked.
+    # A model without the declared layers is refused where adapters are checked.
     return adapter if path is None else replace(adapter, layers=".".join(path))
 
 
 def auto_class(config: PreTrainedConfig) -> type[Any]:
-    """The class of `transformers` that makes the causal LM of a configuration, or the model of text and more."""
+    """Return the auto class of `transformers` for the causal LM, or multimodal model, of a configuration."""
     made: type[Any] = AutoModelForMultimodalLM
     if config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         made = AutoModelForSeq2SeqLM
@@ -60,7 +60,7 @@ def auto_class(config: PreTrainedConfig) -> type[Any]:
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse what is no causal LM of `transformers`, with an encoder or without one."""
+    """Refuse a model that is no causal LM or encoder-decoder of `transformers`."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
@@ -78,12 +78,12 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def has_encoder(model: PreTrainedModel) -> bool:
-    """Whether a model has an encoder that reads the input, beside the decoder that writes."""
+    """Return whether a model has an encoder that reads the input, beside the decoder that writes."""
     return takes(model, "encoder_outputs") and takes(model, "decoder_input_ids")
 
 
 def check_reads_text(model: PreTrainedModel) -> None:
-    """Refuse a model with an encoder where decoders read texts by themselves.
+    """Refuse a model with an encoder, for commands in which decoders read texts by themselves.
 
     Raises:
         UnsupportedModelError: it has one.
@@ -108,14 +108,14 @@ def check_type(model_type: str) -> None:
 
 
 def adapter_for(config: PreTrainedConfig) -> Adapter:
-    """The declared adapter of the architecture that a configuration describes, or of its text part.
+    """Return the declared adapter of a configuration's architecture, or of its text part.
 
     Raises:
         UnsupportedModelError: there is none.
     """
     try:
         text = config.get_text_config(decoder=True).model_type
-    # Of some, `transformers` cannot tell which part writes the text.
+    # For some configurations, `transformers` cannot tell which part writes the text.
     except ValueError as error:
         raise UnsupportedModelError(f"{type(config).__name__} has several language models: {error}") from error
     for model_type in (config.model_type, text):
@@ -128,7 +128,7 @@ def adapter_for(config: PreTrainedConfig) -> Adapter:
 
 
 def mtp_layout(config: PreTrainedConfig) -> MtpLayout | None:
-    """How checkpoints of an architecture name modules for multi-token prediction; None: no such layout is known."""
+    """Return how checkpoints name modules for multi-token prediction; None: no layout is known."""
     return LAYOUTS.get(config.get_text_config(decoder=True).model_type)
 
 

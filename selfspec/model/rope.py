@@ -1,4 +1,4 @@
-"""Rotary tables that change with the length of a text: which requests stay where they do not."""
+"""Rotary tables that change with the length of a text, and the requests that stay within one table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from selfspec.errors import UnsupportedOptionError
 
 
 def boundaries(config: PreTrainedConfig) -> list[int]:
-    """List the lengths beyond which passes rotate otherwise than up to them; few models have any.
+    """List the text lengths beyond which passes use other rotary tables; few models have any.
 
-    Here and below, the configuration is that of the text part, where a model has several.
+    Here and below, the configuration is that of the text part, if a model has several parts.
     """
-    # The other type that changes, `dynamic`, does so beyond the model's context only, where no request goes.
+    # Tables of type `dynamic` change, too, but only beyond the model's context, where no request goes.
     longrope = [table for table in _tables(config) if table.get("rope_type") == "longrope"]
     return sorted({table["original_max_position_embeddings"] for table in longrope})
 
@@ -23,14 +23,14 @@ def boundaries(config: PreTrainedConfig) -> list[int]:
 def check_rotary(
     config: PreTrainedConfig, prompts: Sequence[int], max_new_tokens: int, known: int = 0, width: int | None = None
 ) -> None:
-    """Refuse a request in which a pass would rotate otherwise than the passes before it.
+    """Refuse a request in which a pass would use other rotary tables than the passes before it.
 
     Args:
         config: of the model.
         prompts: length of each prompt.
-        max_new_tokens: the most tokens each may grow by.
-        known: the fewest tokens of a prompt that a cache holds already, and that are not read again.
-        width: tokens of each prompt that one pass reads at most; None: any number.
+        max_new_tokens: the most tokens that each prompt may grow by.
+        known: the fewest tokens of a prompt that a cache holds already and that are not read again.
+        width: the most tokens of each prompt that one pass reads; None: any number.
 
     Raises:
         UnsupportedOptionError: naming the length that must not be crossed.
@@ -55,21 +55,21 @@ def check_rotary(
 
 
 def tables_of(config: PreTrainedConfig, length: int) -> int:
-    """Number the tables by which a pass over a text of this length rotates: 0 those of the shortest."""
+    """Return the number of the tables for a text of this length; 0: the tables of the shortest texts."""
     return sum(boundary < length for boundary in boundaries(config))
 
 
 def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequence[int]) -> bool:
-    """Whether the `known` tokens of each prompt in a cache were rotated by other tables than later passes use."""
+    """Return whether the `known` tokens of prompts in a cache were rotated by other tables than later passes use."""
     return tables_change(config, min(known), max(prompts) - 1)
 
 
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
-    """Whether a pass over the `first` tokens of a text of `total` would rotate otherwise than one over the whole."""
+    """Return whether a pass over the `first` tokens of a text of `total` tokens uses other tables than a full pass."""
     return tables_of(config, first) != tables_of(config, total)
 
 
 def _tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters: of the whole model, or of each layer type."""
+    """Return the rotary parameters: of the whole model, or of each layer type."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

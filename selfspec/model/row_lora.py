@@ -1,7 +1,6 @@
-"""Low-rank additions to linear layers (LoRA) that the last tokens of a pass alone use.
+"""Low-rank additions to linear layers (LoRA) that only the last tokens of a pass use.
 
-What the tokens before them are given is what they would be given without: the additions are computed for the last
-tokens by themselves, and added to theirs.
+Outputs of earlier tokens stay as they are: additions are computed and added for the last tokens only.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ _Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """Low-rank additions to linear layers of one model.
+    """Holds low-rank additions to linear layers of one model.
 
     Attributes:
-        down: by the name of each layer in the model, what makes few numbers of its input, `[..., in]` to `[..., rank]`.
-        up: makes of these what is added to its output, `[..., rank]` to `[..., out]`, scaled.
+        down: by layer name in the model, the projection of its input, `[..., in]` to `[..., rank]`.
+        up: by layer name, the projection to what is added to its output, `[..., rank]` to `[..., out]`, scaled.
     """
 
     down: Mapping[str, nn.Module]
     up: Mapping[str, nn.Module]
 
     def within(self, layers: Sequence[nn.Module], prefix: str, first: int) -> list[nn.Module]:
-        """Return views of decoder layers that add to what their linear layers give.
+        """Return views of decoder layers whose linear layers have the additions.
 
         Args:
-            layers: all of the model.
+            layers: all decoder layers of the model.
             prefix: their name in the model.
-            first: the token of a pass from which on there are additions.
+            first: first token of a pass that gets additions.
         """
         changed = list(layers)
         for number, layer in enumerate(layers):
@@ -54,11 +53,11 @@ class Lora:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """Which tokens of a pass use additions.
+    """Says which tokens of a pass use additions.
 
     Attributes:
         lora: the additions.
-        first: the place in the pass of the first token that uses them; so do all behind it.
+        first: place in the pass of the first token that uses them; all later tokens do, too.
     """
 
     lora: Lora
@@ -66,7 +65,7 @@ class LoraRows:
 
 
 def _added(first: int, linear: _Layer, down: _Layer, up: _Layer, states: Tensor) -> Tensor:
-    # Side by side with those of other rows, tokens cannot be told from each other.
+    # In flattened states, places in the pass are not known.
     if states.dim() != 3:
         raise UnsupportedModelError(
             f"a layer of this model is given states of {states.dim()} dimensions, in which the tokens that use a LoRA "

@@ -1,4 +1,4 @@
-"""Positions for models that count them by the length of the cache: a view that is told where each row of a pass is."""
+"""Positions for models that count them by the length of the cache: a view that gets each row's positions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from selfspec.model.view import replaced, view_with_parts
 
 
 class RowPositions:
-    """A view of a model, which is neither changed nor copied, whose passes find each row at its own place in the text.
+    """Makes a view of a model, neither changed nor copied, whose passes take each row at its own place in the text.
 
     Args:
         model: a causal LM, or a view of one.
-        adapter: where it keeps what embeds positions.
+        adapter: says where the model embeds positions.
 
     Attributes:
         module: the view; called like the model.
@@ -29,19 +29,19 @@ class RowPositions:
         assert adapter.positions is not None
         path = ".".join([*adapter.path(model)[:-1], adapter.positions])
         stock = model.get_submodule(path)
-        # The view refers to what is kept and not to this object, so that nothing here is a reference cycle.
+        # The view refers to the list and not to this object, to avoid a reference cycle.
         self._positions: list[Tensor] = []
         named = signature(type(stock).forward).parameters
         embed = _by_ids if isinstance(stock, nn.Embedding) and "position_ids" in named else _by_length
         self.module = view_with_parts(model, {path: replaced(stock, partial(embed, stock, self._positions))})
 
     def place(self, positions: Tensor) -> None:
-        """Say where the next pass is: positions as of `SharedCache.positions`, `[rows or 1, width]`."""
+        """Set the positions of the next pass, as from `SharedCache.positions`, `[rows or 1, width]`."""
         self._positions[:] = [positions]
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """Return the arguments of a call by name."""
     form = signature(type(module).forward)
     return {name: value for name, value in form.bind(module, *args, **kwargs).arguments.items() if name != "self"}
 
@@ -54,14 +54,14 @@ def _by_ids(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) 
 
 
 def _by_length(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Embed the positions of a pass, `[rows, width, hidden]`, where a module counts on from the length of the cache.
+    """Embed the positions of a pass, `[rows, width, hidden]`, by a module that counts on from the length of the cache.
 
-    It may leave out padding tokens as it counts. So each token is given to it alone, as a step of plain decoding would.
+    The module may skip padding as it counts, so it gets each token alone, as in a step of plain decoding.
     """
     given = _given(module, args, kwargs)
     length = next(name for name in CACHE_LENGTH_NAMES if name in signature(type(module).forward).parameters)
     given.pop("position_ids", None)
-    # Of the tokens some take no more than the shape.
+    # Some modules take only the shape of the tokens.
     tokens = {name: value for name, value in given.items() if isinstance(value, Tensor | tuple)}
     rows = next(len(value) if isinstance(value, Tensor) else value[0] for value in tokens.values())
     lines = places[0].expand(rows, -1).tolist()

@@ -1,4 +1,4 @@
-"""A stock model over a text, block by block: what it says of each token, by its own passes over its own cache."""
+"""Run a stock model over a text block by block, with its own passes and its own cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.model.rope import tables_change
 from selfspec.model.view import copied, view_of
 from selfspec.model.vocabulary import weight_of
 
-# Logits in memory at once, where a pass reads more tokens than a block has.
+# Logits in memory at once, if a pass reads more tokens than one block.
 _NUMBERS_AT_ONCE = 2**28
 
 
@@ -25,9 +25,9 @@ _NUMBERS_AT_ONCE = 2**28
 def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
     """Read blocks of a text, `[1, tokens]` each, and yield the logits of each, `[tokens, vocab]`.
 
-    Each pass reads a block and goes on from the cache of those before it. Where that is not what the model says of the
-    whole text, passes read the whole: many layers with states begin anew with every pass over several tokens, and some
-    rotary tables change with the length of a text.
+    Each pass reads a block and continues from the cache of earlier blocks. Where that differs from a pass over the
+    whole text, passes read the whole text: many layers with states start anew with every pass over several tokens, and
+    some rotary tables change with the length of a text.
     """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
@@ -44,13 +44,13 @@ def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[T
 
 def logits_after(model: PreTrainedModel, cache: Cache, tokens: Tensor, start: int) -> Tensor:
     """Pass tokens, `[rows, tokens]`, that follow those in a cache; return their logits, `[rows, tokens, vocab]`."""
-    # As `generate` does: some models count from 0 in every pass, unless they are told.
+    # As `generate` does: without positions, some models count from 0 in every pass.
     logits: Tensor = model(tokens, **over_cache(model, cache), **_positions(model, tokens, start)).logits
     return logits
 
 
 def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Read the whole text once, or as often as the memory of its logits makes necessary."""
+    """Read the whole text once, or several times if its logits do not fit into memory at once."""
     whole = torch.cat(list(blocks), 1)
     own = view_of(model, _with_own_buffers)
     inputs = {"use_cache": False, **_positions(model, whole, 0)}
@@ -76,7 +76,7 @@ def _positions(model: PreTrainedModel, block: Tensor, start: int) -> dict[str, T
 
 
 def _with_own_buffers(module: nn.Module, others: Any) -> nn.Module | None:
-    """A view of a part without weights, whose tables a pass may write: other threads run passes of the same model."""
+    """Copy the buffers of a part without weights: a pass may write to them, and other threads use the model."""
     if others or module._parameters or not module._buffers:
         return None
     view = copied(module)

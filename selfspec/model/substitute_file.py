@@ -1,4 +1,4 @@
-"""Substitutes in a file: a model's weights in fewer bits, as safetensors, bound to the weights they were made of."""
+"""Files of substitutes: weights in fewer bits, as safetensors, bound to the weights they were made from."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from selfspec.model.fingerprint import check_base
 
 _ABOUT = "substitutes"
 REWRITE = "write it again: selfspec quantize"
-"""What to do about a file that cannot be used."""
+"""Remedy for a file that cannot be used."""
 
 
 @dataclass(frozen=True)
 class AboutSubstitutes:
-    """What a file of substitutes says of itself.
+    """Describes a file of substitutes, in the file itself.
 
     Attributes:
         base: fingerprint of the weights they were rounded from.
-        group_size: weights that share a scale, in 4 bits.
+        group_size: number of weights that share a scale, in 4 bits.
         layers: numbers of the layers that have substitutes; None: all.
         head: whether the language-model head has one.
     """
@@ -40,10 +40,10 @@ class AboutSubstitutes:
 
 
 class SubstituteFile(DescribedTensors[AboutSubstitutes]):
-    """A file of substitutes that `write_substitutes` wrote. Weights are read one by one.
+    """Reads a file that `write_substitutes` wrote, one weight at a time.
 
     Raises:
-        DraftConfigError: it is missing, truncated, damaged, foreign or of another format.
+        DraftConfigError: it is missing, truncated, damaged, no such file or of another format.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -53,11 +53,11 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 
     @property
     def weights(self) -> set[str]:
-        """Names of the parameters that it has in fewer bits."""
+        """Names of the parameters in the file."""
         return {name.rpartition(".")[0] for name in self.names}
 
     def check(self, precision: Precision, model: nn.Module) -> None:
-        """Refuse a file that is not of this precision, or not of this model as its weights are now.
+        """Refuse a file of another precision, or of another model than this one with its present weights.
 
         Raises:
             DraftConfigError: naming what differs.
@@ -70,10 +70,10 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
         check_base(model, self.about.base, self.source, DraftConfigError, REWRITE)
 
     def weight(self, name: str, shape: torch.Size, device: torch.device) -> RoundedWeight:
-        """Read the parameter of a name and a shape, `[..., out, in]`, in fewer bits to a device.
+        """Read a parameter in fewer bits, of shape `[..., out, in]`, to a device.
 
         Raises:
-            DraftConfigError: the file has it not, or not as its `about` says.
+            DraftConfigError: the file does not have it, or not as its `about` says.
         """
         rounded = RoundedWeight.empty(shape, Precision(self.about.bits, self.about.group_size), device)
         for part, values in rounded.parts.items():
@@ -85,7 +85,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 
 
 def write_substitutes(file: str | Path, about: AboutSubstitutes, weights: Iterable[tuple[str, RoundedWeight]]) -> None:
-    """Write substitutes, by the names of the parameters, and what they are: the whole file or none of it.
+    """Write substitutes, by parameter name, and their description: the whole file or none of it.
 
     Raises:
         StorageError: it cannot be written.

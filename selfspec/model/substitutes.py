@@ -27,7 +27,7 @@ from selfspec.model.view import copied, view_with
 
 
 class SummedLinear(nn.Module):
-    """A linear layer in fewer bits that has a part of the inputs: what the parts give is summed over processes."""
+    """Runs a linear layer in fewer bits on a part of the inputs, and sums the outputs over processes."""
 
     bias: Tensor | None
 
@@ -38,11 +38,11 @@ class SummedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes here, the bias left out."""
+        """Bytes that it takes on this process, without the bias."""
         return self.linear.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
-        """Multiply this process's part of the states, `[..., in]` to `[..., out]`."""
+        """Multiply this process's part of the states, `[..., in]` to `[..., out]`, and sum over processes."""
         summed: Tensor = self.linear(states).contiguous()
         torch.distributed.all_reduce(summed, group=self._group)
         return summed if self.bias is None else summed + self.bias
@@ -50,13 +50,13 @@ class SummedLinear(nn.Module):
 
 Substitute = LowBitsLinear | LowBitsExperts | SummedLinear
 
-# Values of a weight, or of each expert's, that are looked at to see a change that torch does not count.
+# Number of values compared in a weight, or in each expert's, to detect changes that torch does not count.
 _SAMPLED = 16
 
 
 @dataclass(frozen=True)
 class _Product:
-    """What a linear layer multiplies by, `[out, in]` and `[out]`, or every expert of a mixture."""
+    """Holds weight and bias of a linear layer, `[out, in]` and `[out]`, or of all experts of a mixture."""
 
     name: str
     weight: Tensor
@@ -64,25 +64,25 @@ class _Product:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Where weight and bias are, and how they lie there."""
+        """Memory places and layouts of weight and bias."""
         tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
         return tuple((each.device, each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
 
     @property
     def version(self) -> int:
-        """Of the weight's values: it counts changes in place, except those through `weight.data`."""
+        """Version of the weight's values: counts changes in place, except those through `weight.data`."""
         return 0 if self.weight.is_inference() else self.weight._version
 
     @property
     def sample(self) -> Tensor:
-        """A few values of the weight, a view; of one that is not in memory none."""
+        """View of a few values of the weight; empty if it is not in memory."""
         if self.weight.is_meta:
             return torch.empty(0)
         diagonal = self.weight.diagonal(dim1=-2, dim2=-1)
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
     def takes(self, precision: Precision) -> bool:
-        """Whether the weight is in memory, and a kernel takes its size."""
+        """Return whether the weight is in memory, and a kernel takes its size."""
         if self.weight.is_meta:
             return False
         if precision.bits == 4:
@@ -92,10 +92,10 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Made:
-    """A substitute, if there is one, and what it was made of: places, versions and samples of the weights.
+    """Holds a substitute, if there is one, with places, versions and samples of the weights it was made from.
 
-    The weights themselves are not kept: they may be replaced, and freed. A bias is read at its place, and follows by
-    itself.
+    The weights themselves are not kept: they may be replaced and freed. A bias is shared with the layer, so its changes
+    need no update.
     """
 
     substitute: Substitute | None
@@ -104,11 +104,11 @@ class _Made:
     samples: tuple[Tensor, ...]
 
     def lies_at(self, products: Sequence[_Product]) -> bool:
-        """Whether the weights are the ones that it was made of, whatever their values are now."""
+        """Return whether it was made from these weights, whatever their values are now."""
         return self.places == tuple(product.place for product in products)
 
     def fits(self, products: Sequence[_Product]) -> bool:
-        """Whether it was made of the present values of these weights."""
+        """Return whether it was made from the present values of these weights."""
         return (
             self.lies_at(products)
             and self.versions == tuple(product.version for product in products)
@@ -117,15 +117,15 @@ class _Made:
 
 
 class Substitutes:
-    """The linear layers and experts of one model in fewer bits. Several threads may use them.
+    """Makes and keeps the linear layers and experts of one model in fewer bits. Several threads may use it.
 
-    Each is made when a path first asks for it. If the weight has changed in place since, so does the substitute, which
-    recordings read where it is; if there is another weight, another substitute is made. What has none runs exactly:
-    layers that do not compute what `nn.Linear` or `Conv1D` does, experts that are not of `transformers`' common kind,
-    quantised weights, and sizes that no kernel takes.
+    Each substitute is made when a path first asks for it. If the weight has since changed in place, the substitute is
+    updated in place, where recordings read it; if the weight was replaced, a new substitute is made. Modules without a
+    substitute run exactly: layers that do not compute what `nn.Linear` or `Conv1D` does, experts that are not of
+    `transformers`' common kind, quantised weights, and sizes that no kernel takes.
 
     Args:
-        head: the name of the language-model head in the model, if it has a plain one.
+        head: name of the language-model head in the model, if it is plain.
     """
 
     def __init__(self, head: str | None = None) -> None:
@@ -136,11 +136,11 @@ class Substitutes:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Substitutes:
-        """Make those of a model, none of which is made yet."""
+        """Return the substitutes of a model; none is made yet."""
         return cls(plain_head(model))
 
     def __reduce__(self) -> tuple[type[Substitutes], tuple[str | None]]:
-        # A copy makes its own: these belong to the weights in this memory.
+        # A copy makes its own substitutes: these belong to the weights in this memory.
         return Substitutes, (self._head,)
 
     @property
@@ -152,13 +152,12 @@ class Substitutes:
 
     @torch.inference_mode(False)
     def load(self, file: SubstituteFile, precision: Precision, model: nn.Module) -> None:
-        """Take substitutes from a file, all at once. What the file does not have is made when it is first used.
+        """Load all substitutes of a file. Those not in the file are made when first used.
 
-        They are of the model as it is now; what changes later gets substitutes that are made anew.
+        They belong to the model as it is now; weights that change later get new substitutes.
 
         Raises:
-            DraftConfigError: the file is of another precision or another base, is damaged, or has more than the
-                model.
+            DraftConfigError: the file has another precision or base, is damaged, or has weights that the model lacks.
         """
         file.check(precision, model)
         unknown = file.weights
@@ -187,7 +186,7 @@ class Substitutes:
     def take(self, module: nn.Module, name: str, precision: Precision, weights: Sequence[Tensor]) -> None:
         """Make the substitute of a module whose weights, on the meta device, do not stay in memory.
 
-        Their values are as the module keeps them, in the order of `substitutable_weights`.
+        `weights` are laid out as the module keeps them, in the order of `substitutable_weights`.
         """
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
@@ -195,9 +194,9 @@ class Substitutes:
             self._keep(module, name, precision, [self._rounded(name, weight, precision) for weight in laid_out])
 
     def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
-        """Make a view of a part of the model, of this name in it, whose linear layers are substitutes.
+        """Return a view of a part of the model, named `name` there, whose linear layers are substitutes.
 
-        It is the part itself if it has none.
+        Without substitutes it is the part itself.
         """
         substitute = self._substitute(module, name, precision)
         if substitute is not None:
@@ -211,9 +210,9 @@ class Substitutes:
         return view_with(module, others) if others else module
 
     def of_rows(self, head: nn.Module, precision: Precision, rows: Tensor) -> Substitute | None:
-        """Make the substitute of the language-model head with some of its outputs, `[kept]`, alone.
+        """Make a substitute of the language-model head with only some of its outputs, `[kept]`.
 
-        None: it has none, or a bias, which would not follow the head's own.
+        None: the head has no substitute, or has a bias, whose changes a copy of some rows would miss.
         """
         if self._head is None or any(product.bias is not None for product in _products(head)):
             return None
@@ -228,7 +227,7 @@ class Substitutes:
     def _made_for(
         self, module: nn.Module, name: str, precision: Precision, rounded: Callable[[Tensor], RoundedWeight]
     ) -> Substitute | None:
-        """Return what was made under a name of the weights as they are now, made here if nothing was."""
+        """Return the substitute of a name for the weights as they are now; make it if needed."""
         products = _products(module)
         with self._lock:
             made = self._made.get((precision, name))
@@ -242,7 +241,7 @@ class Substitutes:
         return (round_head if name == self._head else round_weight)(weight, precision)
 
     def _keep(self, module: nn.Module, name: str, precision: Precision, rounded: Sequence[RoundedWeight]) -> _Made:
-        """Make the substitute of a module of its rounded weights, and keep it."""
+        """Make the substitute of a module from its rounded weights, and keep it."""
         products, before = _products(module), self._made.get((precision, name))
         substitute = _made(module, products, rounded)
         if before is not None and before.lies_at(products):
@@ -262,7 +261,7 @@ class Substitutes:
 
 
 def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Tensor]:
-    """The weights of a part of a model that have substitutes, so far as can be said without making them."""
+    """Yield the weights of a part of a model that have substitutes, as far as is known without making them."""
     products = _products(module)
     if products and all(product.takes(precision) for product in products):
         yield from (product.weight for product in products)
@@ -271,15 +270,15 @@ def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Ten
 
 
 def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> list[tuple[str, Tensor]]:
-    """The weights that a path runs with in fewer bits, `[..., out, in]`, with the parameters' names."""
+    """Return the weights that a path uses in fewer bits, `[..., out, in]`, with the parameters' names."""
     assert path.precision is not None
     return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.takes(path.precision)]
 
 
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
-    """Name the modules of a model that may have substitutes, and the weights of each, in the order in which they run.
+    """Return the sizes of weights that may have substitutes, by module and weight, in the order in which they run.
 
-    They may be on the meta device. Sizes are those of a weight as it is rounded, `[..., out, in]`.
+    Weights may be on the meta device. Sizes are those of a weight as it is rounded, `[..., out, in]`.
     """
     depth = len(adapter.decoder_layers(model))
     path = LayerPath.full(depth).with_substitutes(Precision(8, 0), sublayers(depth), head=True)
@@ -291,7 +290,7 @@ def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str,
 
 
 def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:
-    """Count bytes that the substitutes of all layers and of the head take. The weights may be on the meta device."""
+    """Count the bytes of the substitutes of all layers and the head. The weights may be on the meta device."""
     depth = len(adapter.decoder_layers(model))
     path = LayerPath.full(depth).with_substitutes(precision, sublayers(depth), head=True)
     shapes = [product.weight.shape for _, product in _of_path(model, adapter, path)]
@@ -300,7 +299,7 @@ def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Pr
 
 
 def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, _Product]]:
-    """What a path multiplies by in fewer bits, with the parameters' names."""
+    """Yield the products that a path runs in fewer bits, with the parameters' names."""
     layers, prefix = adapter.decoder_layers(model), ".".join(adapter.path(model))
     parts = [
         (f"{prefix}.{sublayer.layer}.{name}", layers[sublayer.layer].get_submodule(name))
@@ -316,7 +315,7 @@ def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Itera
 
 
 def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
-    """The refusal of a model none of whose layers has substitutes."""
+    """Return the error for a model none of whose layers has substitutes."""
     return DraftConfigError(
         f"no layer of {type(model).__name__} can run in {precision.bits} bits here: there are kernels for plain linear "
         f"layers, in 4 bits with inputs that groups of {precision.group_size} "
@@ -326,17 +325,17 @@ def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a kind of module keeps weights: the names of each and its bias, and whether they lie as `[in, out]`."""
+    """Says how a kind of module keeps weights: names of weights and biases, and whether they lie as `[in, out]`."""
 
     names: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
 
 
 def _kind(module: nn.Module) -> _Kind:
-    """How a module keeps the weights that can be exchanged; without names: it has none."""
+    """Return how a module keeps its replaceable weights; without names: it has none."""
     if type(module) is Conv1D or _is_linear(module):
         return _Kind((("weight", "bias"),), type(module) is Conv1D)
-    # What `use_experts_implementation` of transformers gives every module that keeps all experts in one weight.
+    # `use_experts_implementation` of transformers sets this on modules that keep all experts in one weight.
     if vars(module).get("_is_expert_parallel") is False and not module.has_post_expert_norm:
         up = "gate_up_proj" if module.has_gate else "up_proj"
         return _Kind(((up, f"{up}_bias"), ("down_proj", "down_proj_bias")), bool(module.is_transposed))
@@ -344,7 +343,7 @@ def _kind(module: nn.Module) -> _Kind:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear`, or of a class of the model's own that computes the same."""
+    """Return whether a module is an `nn.Linear`, or of a model's own class that computes the same."""
     if type(module) is nn.Linear:
         return True
     kind: Any = type(module)
@@ -355,7 +354,7 @@ def _is_linear(module: nn.Module) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _multiplies(kind: Any) -> bool:
-    """Whether the `forward` of a class of linear layers multiplies by the weight, adds the bias and reads no more."""
+    """Return whether a linear class's `forward` multiplies by the weight, adds the bias and reads nothing else."""
     states, weight, bias = (torch.linspace(-1, 2, size, dtype=torch.float64).sin() for size in (10, 15, 3))
     states, weight = states.view(1, 2, 5), weight.view(3, 5)
     for added in (None, bias):
@@ -366,7 +365,7 @@ def _multiplies(kind: Any) -> bool:
         layer.register_parameter("bias", None if added is None else nn.Parameter(added, requires_grad=False))
         try:
             found = layer(states)
-        # What it reads beside these is not there.
+        # It reads something else, which is missing here.
         except Exception:
             return False
         wanted = nn.functional.linear(states, weight, added)
@@ -376,7 +375,7 @@ def _multiplies(kind: Any) -> bool:
 
 
 def _products(module: nn.Module) -> tuple[_Product, ...]:
-    """The products of a module that can be exchanged: one of a linear layer, two of experts; of others none."""
+    """Return the replaceable products of a module: one of a linear layer, two of experts, none of other modules."""
     part = local_part(module)
     if part is not None:
         return (_Product("weight", part.weight, part.bias),)
@@ -390,7 +389,7 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
     return tuple(found)
 
 
-# Ordinary tensors, whatever mode they are made in: they may be written to later.
+# Make ordinary tensors in any mode, since they may be written to later.
 @torch.inference_mode(False)
 @torch.no_grad()
 def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[RoundedWeight]) -> Substitute | None:
@@ -404,23 +403,23 @@ def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[Rou
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # The kernels say which sizes and devices they take by raising.
+        # Kernels raise for sizes and devices that they do not take.
         return None
-    # What lies between the products may be a method of the module; its weights are not kept.
+    # The function between the products may be a method of the module; drop the weights of its copy.
     experts: Any = copied(module)
     experts.__dict__["_parameters"] = {}
     return LowBitsExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
 
 
 def _by_expert(rounded: RoundedWeight, product: _Product) -> list[LowBitsLinear]:
-    """A product in fewer bits for each expert."""
+    """Make a product in fewer bits for each expert."""
     experts = range(len(product.weight))
     biases = [None if product.bias is None else product.bias[number] for number in experts]
     return [_linear(rounded[number], biases[number], product.weight) for number in experts]
 
 
 def _linear(rounded: RoundedWeight, bias: Tensor | None, weight: Tensor) -> LowBitsLinear:
-    """One product in fewer bits, tried.
+    """Make one product in fewer bits, and try it.
 
     Raises:
         RuntimeError: no kernel takes it.
@@ -433,7 +432,7 @@ def _linear(rounded: RoundedWeight, bias: Tensor | None, weight: Tensor) -> LowB
 
 @torch.no_grad()
 def _renewed(old: Substitute | None, new: Substitute | None) -> Substitute | None:
-    """A substitute with the values of another, in the memory where it was; the other one if they differ in kind."""
+    """Copy the values of `new` into the memory of `old` and return it; return `new` if one of them is None."""
     if old is None or new is None:
         return new
     for to, values in zip(old.parameters(), new.parameters(), strict=True):

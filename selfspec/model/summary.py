@@ -1,4 +1,4 @@
-"""What a model is made of: parameters and bytes by part, its KV cache, and what a draft from each exit would read."""
+"""Summaries of models: parameters and bytes by part, the KV cache, and the bytes a draft from each exit reads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from selfspec.model.weights_read import encoders, weights_outside
 
 @dataclass(frozen=True)
 class Weights:
-    """How much some weights are.
+    """Counts some weights.
 
     Attributes:
-        bytes: what they take in memory, and what a step reads that uses them all.
+        bytes: their memory, which a step that uses them all reads.
     """
 
     parameters: int
@@ -36,7 +36,7 @@ class Weights:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Weights:
-        """The weights of some tensors, each counted once."""
+        """Count some tensors, each of them once."""
         distinct = {id(tensor): tensor for tensor in tensors}.values()
         return cls(sum(tensor.numel() for tensor in distinct), sum(tensor.nbytes for tensor in distinct))
 
@@ -46,7 +46,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class SublayerSummary:
-    """An attention or an MLP: the attribute that holds it, the class of the module, and its weights."""
+    """Describes an attention or an MLP: its attribute, the class of the module, and its weights."""
 
     attribute: str
     module: str
@@ -55,10 +55,10 @@ class SublayerSummary:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A decoder layer.
+    """Describes a decoder layer.
 
     Attributes:
-        norms: all else that the layer holds.
+        norms: all other weights of the layer.
         window: how far back its attention looks, in tokens; None: all the way.
     """
 
@@ -69,13 +69,13 @@ class LayerSummary:
 
     @property
     def weights(self) -> Weights:
-        """Of the whole layer."""
+        """Weights of the whole layer."""
         return self.attention.weights + self.mlp.weights + self.norms
 
 
 @dataclass(frozen=True)
 class CacheSummary:
-    """Keys and values. selfspec keeps those of sliding-window layers in full, so that rolling back stays a cursor.
+    """Describes keys and values. Sliding-window layers keep theirs in full, so that cursors can roll back.
 
     Attributes:
         heads: key and value heads of the first layer.
@@ -96,10 +96,10 @@ class CacheSummary:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer.
+    """Describes the keys and values of a layer.
 
     Attributes:
-        heads: of keys and values; 0: it keeps none of its own.
+        heads: of keys and values; 0: the layer keeps none of its own.
         key: numbers in a head's key.
         value: numbers in a head's value.
         window: how far back its attention looks, in tokens; None: all the way.
@@ -112,18 +112,18 @@ class LayerCache:
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token."""
+        """Numbers kept for one token."""
         return self.heads * (self.key + self.value)
 
 
 @dataclass(frozen=True)
 class SubstitutesSummary:
-    """What drafting in fewer bits takes beside the weights.
+    """Describes the memory of drafting in fewer bits.
 
     Attributes:
-        bits: of a weight.
+        bits: per weight.
         bytes: of the substitutes of all layers and the head; layers whose sizes no kernel takes may have none.
-        share: `bytes` by those of all weights.
+        share: `bytes` divided by the bytes of all weights.
     """
 
     bits: int
@@ -133,12 +133,12 @@ class SubstitutesSummary:
 
 @dataclass(frozen=True)
 class ExitSummary:
-    """Drafting from one exit layer.
+    """Describes drafting from one exit layer.
 
     Attributes:
         layer: the exit layer E: the draft runs layers [0, E), then the final norm and the head.
-        bytes_read: weights one draft step reads.
-        cost_ratio: the predicted draft cost ratio c: `bytes_read` by what one target step reads.
+        bytes_read: bytes of weights that one draft step reads.
+        cost_ratio: predicted draft cost ratio c: `bytes_read` divided by that of one target step.
     """
 
     layer: int
@@ -148,20 +148,20 @@ class ExitSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSummary:
-    """What a model is made of.
+    """Describes a model by its parts.
 
     Attributes:
         vocabulary: rows of the embedding.
         context: the most positions it was made for; None: unlimited.
-        embedding: token and position embeddings. A step looks up single rows of them, which counts as reading nothing.
+        embedding: token and position embeddings. A step looks up single rows of them, which counts as no reading.
         layers: decoder layers, first to last.
-        encoder: what reads the input before the first step; of 0 parameters where there is none.
-        final_norm: all else between the layers and the head.
+        encoder: reads the input before the first step; 0 parameters if there is none.
+        final_norm: everything else between the layers and the head.
         head: the language-model head, which every step reads, draft steps too.
         tied: whether the head's weights are those of the embedding; `total` counts them once.
         substitutes: the layers in fewer bits, in memory.
-        target_bytes_read: by a step of plain decoding.
-        exits: of each exit, the bytes that a draft step reads, and its cost ratio c.
+        target_bytes_read: bytes that a step of plain decoding reads.
+        exits: for each exit, the bytes that a draft step reads, and its cost ratio c.
     """
 
     model: str
@@ -195,9 +195,9 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     layers = tuple(_layer(module, adapter, window) for module, window in zip(modules, windows, strict=True))
     encoder = encoders(model)
     final_norm = Weights.of(weights_outside(model, [*embeddings, *modules, *encoder, head]))
-    # Its embeddings are counted with the others.
+    # The encoder's embeddings are counted with all embeddings.
     read_before = {id(weight) for part in encoder for weight in weights_outside(part, embeddings)}
-    # What a step reads from each number of layers on, from the head and the final norm alone to all of them.
+    # Bytes that a step reads, by number of layers: from head and final norm alone to all layers.
     ends = Weights.of(head.parameters()).bytes + final_norm.bytes
     reads = list(accumulate((layer.weights.bytes for layer in layers), initial=ends))
     fewer = {bits: bytes_of_substitutes(model, adapter, Precision(bits, group_size=32)) for bits in (8, 4)}
@@ -230,7 +230,7 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def describe_config(config: PreTrainedConfig) -> ModelSummary:
-    """Describe the model that a configuration describes, from the configuration alone: no weights are loaded."""
+    """Describe a model from its configuration alone: no weights are loaded."""
     return describe(without_weights(config))
 
 
@@ -262,7 +262,7 @@ def _windows(config: PreTrainedConfig, depth: int) -> list[int | None]:
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens of a text that a network of this configuration reads; None: any number."""
+    """Return the most tokens that a network of this configuration reads; None: any number."""
     most: int | None = getattr(config, "max_target_positions", getattr(config, "max_position_embeddings", None))
     return most
 
@@ -278,7 +278,7 @@ def layer_caches(config: PreTrainedConfig) -> list[LayerCache]:
 
 
 def _layer_caches(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerCache]:
-    # The last layers may read what earlier ones keep, and keep nothing themselves.
+    # The last layers may read keys and values of earlier layers, and keep none themselves.
     keeping = len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0)
     recurrent = recurrent_layers(config)
     stateful = [layer for layer, stock in recurrent.items() if not isinstance(stock, CacheLayerMixin)]
@@ -317,13 +317,13 @@ def _layer_cache(config: PreTrainedConfig, window: int | None) -> LayerCache:
 
 
 def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, lengths: Sequence[int]) -> float:
-    """Count the bytes of keys and values that a pass over one token of each row reads behind the row's others.
+    """Count the bytes of keys and values that a pass over one token per row reads.
 
     Args:
         config: of the text model.
         dtype: of its keys and values.
-        path: that the pass runs.
-        lengths: of the rows' texts, in tokens.
+        path: of the pass.
+        lengths: tokens before it in each row.
     """
     read = 0.0
     view = path.view

@@ -1,8 +1,8 @@
-"""A model whose weights lie in parts on several processes: which these are, and what they must do alike.
+"""Models whose weights are split over several processes: find the processes, and keep their decisions alike.
 
 `transformers` splits a model by its plan (`tp_plan="auto"` under torchrun): weights become DTensors, and the forwards
-of the modules that hold them exchange what is missing. Every process runs the same program on the same tokens. A
-decision that one of them would take differently would leave the others waiting, so such decisions are rank 0's.
+of their modules exchange what is missing. Every process runs the same program on the same tokens. If one process
+decided differently, the rest would wait for it forever, so such decisions are taken by rank 0.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from selfspec.kernels import native
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that hold parts of one model: a group of `torch.distributed`, and the device of this one's part."""
+    """Holds the group of `torch.distributed` that shares a model, and the device of this process's part."""
 
     group: Any
     device: torch.device
 
     def of_first(self, number: int) -> int:
-        """Return what rank 0 gives for a number, on every rank. All ranks must call this."""
+        """Return rank 0's `number` on every rank. All ranks must call this."""
         shared = torch.tensor([number], dtype=torch.long, device=self.device)
         torch.distributed.broadcast(shared, group=self.group, group_src=0)
         return int(shared.item())
 
     def check_alike(self, what: str, value: object) -> None:
-        """Refuse what differs between ranks in its representation. All ranks must call this.
+        """Refuse a value whose `repr` differs between ranks. All ranks must call this.
 
         Raises:
             UnsupportedOptionError: on every rank, if any has another value.
         """
-        # 48 bits of it, and their negative: equal everywhere if the largest of both cancel out.
+        # Take 48 bits and their negative: all ranks agree if the maxima of both cancel out.
         found = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big")
         largest = torch.tensor([found, -found], dtype=torch.long, device=self.device)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.group)
@@ -50,7 +50,7 @@ class Ranks:
             )
 
     def check_computes_alike(self) -> None:
-        """Refuse processes whose last bits may differ, and with them a token. All ranks must call this.
+        """Refuse processes whose results may differ in the last bits, and so in a token. All ranks must call this.
 
         Raises:
             UnsupportedOptionError: they differ in versions, threads, processor or kernels.
@@ -69,10 +69,10 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the processes that a model's weights lie on; None: on this one alone.
+    """Return the processes that hold a model's weights; None: only this one.
 
     Raises:
-        UnsupportedModelError: they are spread in another way than by tensor parallelism.
+        UnsupportedModelError: weights are spread by something other than tensor parallelism.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
@@ -89,29 +89,29 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def check_on_one_process(model: nn.Module, what: str) -> None:
-    """Refuse something for a model that lies on several processes.
+    """Refuse a model that is split over several processes, for the operation `what`.
 
     Raises:
-        UnsupportedModelError: it does; says what to do.
+        UnsupportedModelError: it is; says what to do.
     """
     if ranks_of(model) is not None:
         raise UnsupportedModelError(f"{what} takes a model on one process; load it without tp_plan (docs/scaling.md)")
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight as one process alone would have it, gathered if it lies on several. All ranks must call this."""
+    """Return the whole weight, gathered if it is split over processes. All ranks must call this."""
     spread = _spread(weight)
     return weight if spread is None else spread.full_tensor()
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """This process's part of a linear layer.
+    """Holds this process's part of a linear layer.
 
     Attributes:
-        weight: `[out, in]`, of which one is a part.
-        bias: of the output that the process gets; None: there is none.
-        split: "out": the layer gives a part of its output. "in": it gets a part of its input, and its output is summed
+        weight: `[out, in]`, of which one dimension is a part.
+        bias: for the output of this process; None: no bias.
+        split: "out": the layer returns a part of its output. "in": it gets a part of its input, and outputs are summed
             over processes before the bias is added.
         group: the processes.
     """
@@ -123,7 +123,7 @@ class LocalPart:
 
 
 def local_part(module: nn.Module) -> LocalPart | None:
-    """Return this process's part of a linear layer; None: it lies on one process, or is split in a way of its own."""
+    """Return this process's part of a linear layer; None: it is not split, or split in some other way."""
     weight = _spread(module._parameters.get("weight"))
     if type(module) is not nn.Linear or weight is None:
         return None
@@ -148,5 +148,5 @@ def _is_last(layout: Any) -> bool:
 
 
 def _spread(weight: Tensor | None) -> Any:
-    """A weight that lies on several processes; None: it does not."""
+    """Return the weight if it is split over processes, else None."""
     return weight if weight is not None and hasattr(weight, "device_mesh") else None

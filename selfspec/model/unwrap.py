@@ -1,4 +1,4 @@
-"""The stock model inside what other libraries wrap around it."""
+"""Find the stock model inside the wrappers of other libraries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from selfspec.errors import UnsupportedModelError
 
 
 def stock_model(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`'s wrapper or PEFT's; any other as it is.
+    """Return the model inside wrappers of `torch.compile` and PEFT; any other model as it is.
 
-    PEFT puts adapters such as LoRA into the modules of the model, so they are part of what is inside.
+    PEFT puts adapters such as LoRA into the modules of the model, so they are part of the inner model.
 
     Raises:
         UnsupportedModelError: the wrapper adds a soft prompt, which is not in the model.
     """
-    # What PEFT wraps is only there once PEFT has been imported.
+    # Models wrapped by PEFT exist only once PEFT has been imported.
     peft = sys.modules.get("peft")
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:

@@ -16,12 +16,12 @@ from selfspec.errors import UnsupportedModelError
 
 
 def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Module]], nn.Module | None]) -> nn.Module:
-    """A view of a module whose parts may be others; the module itself where none is.
+    """Return a view of a module with some parts replaced; the module itself if none is.
 
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
-        change: given a part, and those of its children that are others, what replaces it; None: nothing but
-            what its children ask for.
+        change: returns the replacement of a part, given the part and its replaced children; None: replace only the
+            children.
     """
     if has_other_forward(module):
         return module
@@ -34,20 +34,20 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
 
 
 def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
-    """A view of a model whose decoder layers are replaced."""
+    """Return a view of a model whose decoder layers are replaced."""
     if not names:
         return view_with(module, {str(index): layer for index, layer in enumerate(layers)})
     return view_with(module, {names[0]: view_with_layers(module.get_submodule(names[0]), names[1:], layers)})
 
 
 def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A view of `module` whose named children are replaced.
+    """Return a view of `module` whose named children are replaced.
 
     Raises:
         UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
     """
     view = copied(module)
-    # Of a copy: in another thread `transformers` may set attributes on the module meanwhile.
+    # Iterate over a copy: in another thread `transformers` may set attributes on the module.
     for name, value in module.__dict__.copy().items():
         view.__dict__[name] = _rebound(value, module, view)
     if callable(module.__dict__.get("forward")) and view.__dict__["forward"] is module.__dict__["forward"]:
@@ -63,7 +63,7 @@ def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
 
 
 def view_with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module:
-    """A view of `module` whose parts at some attribute paths, none within another, are replaced."""
+    """Return a view of `module` with the parts at some attribute paths, none within another, replaced."""
     children: dict[str, dict[str, nn.Module]] = {}
     for path, part in parts.items():
         name, _, rest = path.partition(".")
@@ -78,52 +78,52 @@ def view_with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Mod
 
 
 def view_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A view of `module` that runs `forward` instead; its own hooks and the process's still see it run."""
+    """Return a view of `module` that runs `forward` instead; its own and global hooks still run."""
     view = copied(module)
     view.__dict__["forward"] = forward
     return view
 
 
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A view of `module` that runs `forward` instead; no hook sees it run, the module's or the process's."""
+    """Return a view of `module` that runs `forward` instead, without its own or global hooks."""
     view = view_running(module, forward)
-    # Where torch keeps a compiled call, it calls that one as it is, without hooks.
+    # torch runs a compiled call as it is, without hooks.
     view.__dict__["_compiled_call_impl"] = forward
     return view
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether something runs in place of the module's own `forward`, which may not look at the children of a view."""
+    """Return whether a module's own `forward` is replaced, by code that may not use the children of a view."""
     return "forward" in module.__dict__ or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def is_streamed(module: nn.Module) -> bool:
-    """Whether a module's weights, though on the meta device, have values: it gets them whenever it runs."""
+    """Return whether a module's weights, on the meta device, get their values whenever it runs."""
     return bool(module.__dict__.get("streams"))
 
 
 def runs_as_written(function: Callable[..., Any], home: str) -> bool:
-    """Whether a function is one that the module `home` defines, or torch's own: kernel libraries put others there."""
-    # A wrapper says that it comes from where the wrapped one does; what it looks names up in does not lie.
+    """Return whether a function is defined in the module `home` or built in, not replaced by a kernel library."""
+    # A wrapper takes over the wrapped function's `__module__`; its globals show its real module.
     space = getattr(function, "__globals__", {})
     return isinstance(function, BuiltinFunctionType) or space.get("__name__") == home
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states of a call, `[batch, tokens, hidden]`."""
+    """Return the hidden states of a call, `[batch, tokens, hidden]`."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
 
 def call_with(module: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module as it was called, but with other hidden states."""
+    """Call a module with the given arguments, but other hidden states."""
     if args:
         return module(hidden, *args[1:], **kwargs)
     return module(**{**kwargs, "hidden_states": hidden})
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A view of `module` and nothing else: its attributes may be set without the module noticing."""
+    """Return a shallow copy of `module`, whose attributes may be set without changing the module."""
     copy: nn.Module = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     return copy
@@ -137,7 +137,7 @@ def _rebound(value: Any, module: nn.Module, view: nn.Module) -> Any:
         arguments = (view if bound is module else bound for bound in value.args)
         keywords = {name: view if bound is module else bound for name, bound in value.keywords.items()}
         return partial(value.func, *arguments, **keywords)
-    # Compiled, it would run the old children; what was compiled does the same over others.
+    # A compiled function would run the old children; rebind the function that was compiled.
     compiled = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
     if compiled is not None and (inside := _rebound(compiled, module, view)) is not compiled:
         return inside
@@ -145,7 +145,7 @@ def _rebound(value: Any, module: nn.Module, view: nn.Module) -> Any:
 
 
 def same_code(function: Any, other: Callable[..., Any]) -> bool:
-    """Whether a function takes, looks up and does the same as another; both have docstrings, which do not count."""
+    """Return whether two functions have the same code apart from their docstrings; both must have one."""
     if not isinstance(function, FunctionType) or not isinstance(other, FunctionType):
         return False
     return _operations(function.__code__) == _operations(other.__code__)

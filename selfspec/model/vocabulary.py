@@ -1,4 +1,4 @@
-"""Which tokens the ids of a model are, as far as the folder that it was loaded from says."""
+"""Vocabularies of models: the tokens of ids, as far as the model's folder says them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from selfspec.model.checkpoint import load_tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What binds a file of token ids to a model: how many its head knows, and a digest of the tokens that these are.
+    """Binds a file of token ids to a model, by the number of ids of its head and a digest of the tokens.
 
-    The digest is empty where no tokenizer says them.
+    The digest is empty if there is no tokenizer.
     """
 
     size: int
@@ -25,7 +25,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Vocabulary:
-        """The vocabulary of a model."""
+        """Return the vocabulary of a model."""
         tokens = sorted(tokens_by_id(model).items())
         return cls(
             vocabulary_size(model),
@@ -33,7 +33,7 @@ class Vocabulary:
         )
 
     def is_same(self, other: Vocabulary) -> bool:
-        """Whether ids are the same tokens: by the tokenizers where both are known, else by the number of ids.
+        """Return whether ids are the same tokens: by digest if both have one, else by the number of ids.
 
         Models of one family may pad their vocabularies to different sizes.
         """
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return how many ids the head of a model knows: how many logits each token has."""
+    """Return the number of ids of a model's head: logits per token."""
     head = model.get_output_embeddings()
     # Quantised layers may keep their weight in a function.
     sizes = (getattr(module, "out_features", None) for module in head.modules())
@@ -49,7 +49,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of an embedding or a head, also of one that another module wraps, as PEFT's output cast does.
+    """Return the weight of an embedding or a head, also if another module wraps it, as PEFT's output cast does.
 
     Raises:
         UnsupportedModelError: it has none.
@@ -57,7 +57,7 @@ def weight_of(module: nn.Module) -> Tensor:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight
-    # What else a wrapper has is smaller: biases, norms, low-rank additions.
+    # Other weights of a wrapper are smaller: biases, norms, low-rank additions.
     weights = [each for each in module.parameters() if each.ndim == 2]
     if not weights:
         raise UnsupportedModelError(
@@ -68,7 +68,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def tokens_by_id(model: PreTrainedModel) -> dict[int, str]:
-    """The tokens of a model that was loaded from a folder with a tokenizer; of any other none."""
+    """Return the tokens by id if the model was loaded from a folder with a tokenizer; else none."""
     folder = model.name_or_path
     if not folder or not Path(folder).is_dir():
         return {}

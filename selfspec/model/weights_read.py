@@ -1,4 +1,4 @@
-"""The weights that a pass reads, by what it runs: most of what it costs where memory is the bottleneck."""
+"""Weights that a pass reads: most of its cost where memory is the bottleneck."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def share_read(
     head: DraftHead | None = None,
     price: Callable[[Tensor], float] = lambda weight: weight.nbytes,
 ) -> float:
-    """Estimate c by the weights that a draft step reads: those of the path by those of the full network.
+    """Estimate c as the weights that a step of the path reads, divided by those that a target step reads.
 
     Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both. `head`
-    reads the path's last states; None: the model's own norm and head. `price` is that of reading a weight: by default
-    its bytes.
+    reads the path's last states; None: the model's own norm and head. `price` is the cost of reading a weight: by
+    default its bytes.
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
@@ -44,18 +44,18 @@ def share_read(
 
 
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
-    """Bytes of the weights that a step of the full network reads, head included and embeddings not."""
+    """Return the bytes of weights that a step of the full network reads, with the head, without embeddings."""
     price = _of_one_token(lambda weight: weight.nbytes, shares_read(experts_of(model, adapter)))
     return round(_sum(price, _read_by_a_step(model, adapter)))
 
 
 def widening(model: PreTrainedModel, adapter: Adapter) -> float:
-    """Return what a further token of a target pass reads, in steps: tokens of a mixture are sent to other experts."""
+    """Return the cost of what a further token of a target pass reads, in steps: tokens may use different experts."""
     return widening_by_experts(experts_of(model, adapter), bytes_read(model, adapter))
 
 
 def _of_one_token(price: Callable[[Tensor], float], shares: Mapping[int, float]) -> Callable[[Tensor], float]:
-    """The price of what one token reads of a weight: of those of all experts a share, but where they are streamed."""
+    """Return a price for one token: it reads a share of expert weights, or all of them if they are streamed."""
 
     def priced(weight: Tensor) -> float:
         is_read_whole = weight.ndim != 3 or weight.is_meta
@@ -65,13 +65,13 @@ def _of_one_token(price: Callable[[Tensor], float], shares: Mapping[int, float])
 
 
 def weights_outside(model: nn.Module, modules: Sequence[nn.Module]) -> list[Tensor]:
-    """The weights of a model, or of a part of one, that none of some modules in it holds."""
+    """Return the weights of a model, or of a part of one, that are in none of `modules`."""
     held = {id(weight) for module in modules for weight in module.parameters()}
     return [weight for weight in model.parameters() if id(weight) not in held]
 
 
 def encoders(model: PreTrainedModel) -> list[nn.Module]:
-    """The encoder of a model, which no step runs; none where it has none."""
+    """Return the encoder of a model, which no step runs; empty if it has none."""
     return [model.get_encoder()] if has_encoder(model) else []
 
 
@@ -102,7 +102,7 @@ def _layer_price(
 
 
 def _bits_of(path: LayerPath, weight: Tensor) -> float:
-    """The bits of a substitute's weight by those of the weight itself."""
+    """Return the bits of a substitute's weight divided by those of the weight itself."""
     assert path.precision is not None
     return path.precision.bits / (8 * weight.element_size())
 

@@ -1,1 +1,1 @@
-"""More model than memory: which weights stay in memory, which are streamed, and what drafts in their place."""
+"""Run models larger than memory: plan which weights stay and which are streamed, and make copies that draft."""

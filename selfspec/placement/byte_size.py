@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Read and write sizes in bytes in the form that people use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_bytes(name: str, size: str | int) -> int:
     """Return a size in bytes: "6GiB", "500 MB" or a number of bytes.
 
     Raises:
-        UnsupportedOptionError: it is no size, has no unit, or is less than a byte; names the argument.
+        UnsupportedOptionError: it is not a size, has no unit, or is less than a byte; the message names the argument.
     """
     if type(size) is int and size > 0:
         return size

@@ -1,4 +1,4 @@
-"""Weights that a loader renames, casts, joins and splits before they are read: what it does is noted for later."""
+"""Record how a loader renames, casts, joins and splits weights, so that they can be read later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class _Read:
-    """A weight as a file keeps it."""
+    """A weight as stored in a file."""
 
     weight: StoredWeight
     files: WeightFiles
@@ -37,7 +37,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Call:
-    """What an operation gives; where it gives several tensors, one of them."""
+    """The result of an operation; if it returns several tensors, one of them."""
 
     operation: Any
     args: Sequence[Any]
@@ -63,10 +63,10 @@ class _Call:
 
 
 class DeferredTensor(Tensor):
-    """A tensor that knows how its values come about, and has none. It takes no memory.
+    """A tensor without values that knows how to compute them. It takes no memory.
 
-    Shape, strides and dtype are those of the values. An operation on it gives another such tensor. Where what it gives
-    is a number, or depends on values in its shape, they are read for that operation alone.
+    Shape, strides and dtype are those of the values. An operation on it returns another such tensor. If the result is a
+    number, or its shape depends on values, these are read for that operation alone.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -82,12 +82,12 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
-        """Make a weight that lies in a file; `on_change` is called before a change of it in place is refused."""
+        """Make a tensor for a weight in a file; `on_change` is called before a change in place is refused."""
         return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
     @property
     def stored(self) -> StoredWeight | None:
-        """The weight in a file that this is, or is a cast of; None: it is computed."""
+        """The stored weight that this tensor reads, perhaps with a cast; None: it is computed."""
         step = self._step
         if isinstance(step, _Call) and step.operation is _CAST:
             step = step.args[0]._step
@@ -95,14 +95,14 @@ class DeferredTensor(Tensor):
 
     @property
     def nbytes_beside(self) -> int:
-        """The most bytes that computing the values takes, besides the values."""
+        """The most bytes that computing the values takes, without the values themselves."""
         return self._step.nbytes() - self.nbytes
 
     def values(self) -> Tensor:
         """Read and compute the values.
 
         Raises:
-            StorageError: the disk does not give them.
+            StorageError: the disk does not give the values.
         """
         return self._step.values()
 
@@ -126,7 +126,7 @@ class DeferredTensor(Tensor):
             return _called(operation, args, options, _values)
         devices = [argument for argument in arguments if argument.name == "device"]
         if devices and operation is not _CAST:
-            # New memory, for others to write into.
+            # New memory, which later operations write into.
             return _called(operation, args, {**options, "device": options.get("device") or "cpu"}, _meta)
         try:
             found = _called(operation, args, {name: each for name, each in options.items() if name != "device"}, _meta)
@@ -140,7 +140,7 @@ class DeferredTensor(Tensor):
 
 
 def _called(operation: Any, args: Sequence[Any], options: Mapping[str, Any], of: Callable[[Tensor], Tensor]) -> Any:
-    """Call an operation with something in place of each tensor."""
+    """Call an operation with `of(tensor)` in place of each tensor."""
     given, named = tree_map_only(Tensor, of, (tuple(args), dict(options)))
     return operation(*given, **named)
 

@@ -1,4 +1,4 @@
-"""Copies from page-locked memory of the host to a device, beside what the device computes."""
+"""Copy from page-locked memory of the host to a device while the device computes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from selfspec.placement.byte_size import shown_bytes
 
 
 class DeviceCopies(ABC):
-    """Copies to one device, and what they and the device's computations wait for.
+    """Copies to one device, ordered with its computations by marks.
 
-    A mark is all that one of the two was asked for until then. Only `finish` makes the host wait.
+    A mark stands for all copies, or all computations, requested so far. Only `finish` makes the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,39 +26,39 @@ class DeviceCopies(ABC):
 
     @abstractmethod
     def host_memory(self, size: int) -> Tensor:
-        """Memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`.
+        """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`.
 
         Raises:
-            UnsupportedOptionError: there is too little.
+            UnsupportedOptionError: there is too little memory.
         """
 
     @abstractmethod
     def release(self, memory: Tensor) -> None:
-        """Give back memory of the host, before the last tensor of it goes."""
+        """Give back memory of the host; call it before the last tensor of the memory is freed."""
 
     @abstractmethod
     def device_memory(self, size: int) -> Tensor:
-        """Memory of the device that is copied to, `[size]`, in bytes."""
+        """Allocate memory of the device to copy to, `[size]`, in bytes."""
 
     @abstractmethod
     def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
-        """Ask for a copy that begins after some marks of computations; return its mark."""
+        """Request a copy that begins after some marks of computations; return its mark."""
 
     @abstractmethod
     def wait_for(self, copied: Any) -> None:
-        """Let what is computed from now on wait for a copy."""
+        """Make later computations wait for a copy."""
 
     @abstractmethod
     def computed(self) -> Any:
-        """Mark all that was to be computed so far."""
+        """Return a mark of all computations requested so far."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all that was asked for is done."""
+        """Wait until all copies and computations are done."""
 
     @abstractmethod
     def device_bytes(self) -> int:
-        """Bytes of memory that the device has."""
+        """Return the bytes of memory that the device has."""
 
 
 class CudaCopies(DeviceCopies):
@@ -84,7 +84,7 @@ class CudaCopies(DeviceCopies):
 
     def device_memory(self, size: int) -> Tensor:
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        # When it is freed, nobody gets it while a copy may be on its way.
+        # After it is freed, it is not reused while a copy may be running.
         memory.record_stream(self._side)
         return memory
 
@@ -102,7 +102,7 @@ class CudaCopies(DeviceCopies):
         return torch.cuda.current_stream(self.device).record_event()
 
     def finish(self) -> None:
-        # Not for the whole device: while a thread captures a graph, nobody may wait for that.
+        # Do not wait for the whole device: that fails while another thread captures a graph.
         self._side.synchronize()
         torch.cuda.current_stream(self.device).synchronize()
 
@@ -124,10 +124,10 @@ class HostMemory:
     """Memory of the host that a device copies from. It is given back when nothing refers to this object.
 
     Attributes:
-        bytes: the memory, `[size]`. Nothing may keep a part of it longer than this object.
+        bytes: the memory, `[size]`. No part of it may be kept longer than this object.
 
     Raises:
-        UnsupportedOptionError: there is too little.
+        UnsupportedOptionError: there is too little memory.
     """
 
     def __init__(self, size: int, copies: DeviceCopies) -> None:

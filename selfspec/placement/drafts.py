@@ -1,4 +1,4 @@
-"""Drafts of a model that streams: with rounded copies of what is streamed, and with what stays as it is."""
+"""Fit drafters to a model that streams: rounded copies draft for streamed layers, the other layers as they are."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from selfspec.model.weights_read import bytes_read, share_read
 from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan
 from selfspec.placement.weight_stream import WeightStream
 
-# What a further token adds to a pass that streams, and all else to a round, in plain steps.
+# Cost of a further token in a pass that streams, and of the rest of a round, in plain steps.
 _WIDENING, _OVERHEAD = 0.005, 0.01
 
 
 class _StandIn(LowPrecision):
-    """Low precision whose substitutes were made while the weights were there."""
+    """Low precision whose substitutes were made when the weights were loaded."""
 
     def __repr__(self) -> str:
         return f"int{self.bits}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
@@ -39,16 +39,16 @@ class _StandIn(LowPrecision):
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model was placed in memory. The model keeps it, so that whoever wraps it drafts within the budget.
+    """How a model was placed in memory. The model keeps it, so that every wrapper of it drafts within the budget.
 
     Attributes:
         head: whether the head is streamed.
         context: tokens that the cache may hold, of all rows together.
         at_once: tokens of prompts that a pass may read, of all rows together.
-        substitutes: of what is streamed.
+        substitutes: substitutes of streamed weights.
         cache: how keys and values are kept.
-        stream: that weights come from; None: all stay.
-        streams_from_disk: whether they come from the disk, and the budget is of the process.
+        stream: the stream that weights come from; None: all stay.
+        streams_from_disk: whether weights come from the disk, and the budget limits the process.
     """
 
     plan: Plan
@@ -66,12 +66,12 @@ class Placement:
         return self
 
     def choice(self, asked: DraftChoice, model: PreTrainedModel, adapter: Adapter) -> DraftChoice:
-        """Return what drafts here: in fewer bits where weights are streamed, exactly where they stay.
+        """Return the choice fitted to this placement: streamed weights draft in fewer bits, the others as they are.
 
         A target pass that streams costs a transfer, so drafts may be long.
 
         Raises:
-            DraftConfigError: it needs rounded copies that were not made.
+            DraftConfigError: the draft needs rounded copies that were not made.
         """
         if asked.draft is None:
             return asked
@@ -104,13 +104,13 @@ class Placement:
             for layer in range(self.plan.resident, self.depth)
             for part in Part
         ):
-            # Nothing that it runs is streamed.
+            # The draft runs no streamed layer.
             return draft.fewer
         layers = range(self.plan.resident, end) if draft.layers is None else draft.layers
         return _StandIn(draft.bits, draft.group_size, layers, draft.exit, draft.head_too and self.head, draft.skip)
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
-        """c, predicted."""
+        """Predict c."""
         last = draft.last
         bandwidth = self.plan.bandwidth
         if bits_of(last) is not None and self.plan.draft_step is not None:
@@ -129,10 +129,10 @@ class Placement:
 
 
 def bits_of(draft: Drafter) -> int | None:
-    """Bits of the rounded copies that a draft needs; None: it needs none.
+    """Return the bits of the rounded copies that a draft needs; None if it needs none.
 
     Raises:
-        DraftConfigError: it reads them from a file, or in other groups than a budget's.
+        DraftConfigError: it reads the copies from a file, or their group size is not that of a budget.
     """
     rounded: list[LowPrecision] = []
 
@@ -160,6 +160,6 @@ def _anew(draft: Drafter) -> str:
 
 
 def placement_of(model: PreTrainedModel) -> Placement | None:
-    """How a model was placed; None: `selfspec.load` did not load it."""
+    """Return the placement of a model; None if `selfspec.load` did not load it."""
     found = model.__dict__.get("placement")
     return found if isinstance(found, Placement) else None

@@ -1,4 +1,4 @@
-"""A model by a plan: weights that stay are read, the other layers stream theirs, and substitutes draft for them."""
+"""Load a model by a plan: read weights that stay, stream those of other layers, and make substitutes that draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
         The model, with its `Placement`.
 
     Raises:
-        StorageError: the disk does not give them.
+        StorageError: the disk does not give the weights.
     """
     surveyed.source.prepare()
     made = surveyed.skeleton
@@ -57,14 +57,14 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
 
 
 def default_draft(plan: Plan) -> Drafter | None:
-    """What drafts where nobody names a draft: look-ups, and rounded copies of what is streamed; None: nothing does."""
+    """Return the default draft: look-ups, and rounded copies of streamed layers; None if there are no such copies."""
     if plan.bits is None or not plan.streamed:
         return None
     return Cascade(PromptLookup(), LowPrecision(plan.bits, GROUP_SIZE))
 
 
 def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers, and weights that the loader of `transformers` made itself, to the device."""
+    """Move buffers, and weights that the loader of `transformers` made, to the device."""
     for names in names_by_weight(model).values():
         weight = model.get_parameter(names[0])
         if not weight.is_meta and weight.device != device:
@@ -78,7 +78,7 @@ def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
 def _stream(
     surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes
 ) -> WeightStream:
-    """Let modules take their weights from a stream, and make their substitutes."""
+    """Make modules take their weights from a stream, and make their substitutes."""
     weights = [weight for module in modules for weight in module.weights.values()]
     sizes = [weight.nbytes // weight.dtype.itemsize * surveyed.dtype.itemsize for weight in weights]
     stream = WeightStream(sizes, surveyed.source.slots(weights, surveyed.dtype, surveyed.files))

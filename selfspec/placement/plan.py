@@ -1,4 +1,4 @@
-"""What fits in a byte budget: which layers stay in memory, which are streamed, and in how many bits these draft."""
+"""Plan for a byte budget which layers stay in memory, which are streamed, and in how many bits these draft."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
-"""Weights in memory at once of those that are streamed: two of experts, and two on their way."""
+"""Streamed weights in memory at once: two of experts, and two being fetched."""
 _TOKENS_AT_ONCE, _SCORED = 1024, 32 * 2**20
-"""The most tokens of prompts that a pass reads, of all rows together, and the most numbers of its mask or scores."""
+"""The most tokens of prompts in a pass, of all rows together, and the most numbers in its mask or scores."""
 LONGEST = 32
-"""Tokens drafted a round, at most."""
+"""The most tokens drafted each round."""
 GROUP_SIZE = 32
 """Weights of a substitute in 4 bits that share a scale."""
 # Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
@@ -21,29 +21,29 @@ _ACCEPTANCE = {8: 0.97, 4: 0.9}
 
 
 def tokens_at_once(context: int, scored_heads: int) -> int:
-    """Return how many tokens of prompts a pass reads at most, of all rows together.
+    """Return the most tokens of prompts that a pass reads, of all rows together.
 
     Args:
         context: tokens that the cache holds.
-        scored_heads: whose scores attention holds at once; 0: of none.
+        scored_heads: number of heads whose scores attention holds at once.
     """
     return max(1, min(_TOKENS_AT_ONCE, context, _SCORED // (context * max(1, scored_heads))))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a model takes, in bytes.
+    """Bytes of memory that a model takes.
 
     Attributes:
-        process: what is in use before the model is loaded; 0 where the budget is a device's.
-        kept: weights that always stay: embeddings, norms, and whatever cannot be streamed.
-        layers: the weights of each layer that can be streamed, in order; the head, if it can be, is the last.
-        largest: the largest weight of these.
-        substitutes: of each of these, by bits.
+        process: memory in use before the model is loaded; 0 where the budget limits a device.
+        kept: weights that always stay: embeddings, norms, and all that cannot be streamed.
+        layers: streamable weights of each layer, in order; the head, if it can be streamed, is the last layer.
+        largest: the largest of these weights.
+        substitutes: substitutes of each of these layers, by bits.
         cache: keys and values of the context.
-        working: what a pass needs besides.
-        draft: weights of a drafter's own, and its keys and values of the context.
-        kept_substitutes: of weights that always stay, by bits; they are made where all layers stay.
+        working: other memory that a pass needs.
+        draft: a drafter's own weights, and its keys and values of the context.
+        kept_substitutes: substitutes of weights that always stay, by bits; made only if all layers stay.
     """
 
     process: int
@@ -58,13 +58,13 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """Bytes of all that neither stays away nor has a choice."""
+        """Bytes that every plan takes."""
         return self.process + self.kept + self.cache + self.working + self.draft
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """How fast weights come, in bytes a second: those in memory, and those that are streamed."""
+    """Bytes a second at which weights are read from memory, and streamed."""
 
     memory: float
     stream: float
@@ -72,18 +72,18 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Plan:
-    """What stays in memory, and what does not.
+    """A plan of what stays in memory and what is streamed.
 
     Attributes:
-        resident: layers that stay, from the first on; the head counts as the layer after the last.
+        resident: number of layers that stay, from the first; the head counts as the layer after the last.
         streamed: bytes that a target pass streams.
-        bits: of the substitutes that draft for streamed layers; None: there are none.
-        total: bytes that all of it takes.
-        bandwidth: that it was made for.
-        plain: steps of plain decoding a second, predicted.
-        drafting: tokens a second with drafts, predicted; None: there are none.
-        draft_step: c, predicted; None: there are no drafts.
-        draft_length: tokens drafted a round, best by the prediction.
+        bits: bits of the substitutes that draft for streamed layers; None: there are none.
+        total: bytes of memory that the plan takes.
+        bandwidth: the bandwidth that the plan was made for.
+        plain: predicted steps of plain decoding a second.
+        drafting: predicted tokens a second with drafts; None: there are no drafts.
+        draft_step: predicted c; None: there are no drafts.
+        draft_length: tokens drafted each round, best by the prediction.
     """
 
     resident: int
@@ -100,17 +100,17 @@ class Plan:
 def plan_memory(
     memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int], beside: int | None = None
 ) -> Plan:
-    """Plan what stays in memory: whatever promises the most tokens a second within a budget in bytes.
+    """Return the plan within a budget that promises the most tokens a second.
 
     Args:
-        memory: what the model takes.
-        budget: in bytes.
-        bandwidth: of this machine.
-        bits: that substitutes may have; none: nothing drafts.
+        memory: memory that the model takes.
+        budget: the budget in bytes.
+        bandwidth: bandwidth of this machine.
+        bits: bits that substitutes may have; empty: nothing drafts.
         beside: bits of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
 
     Raises:
-        UnsupportedOptionError: nothing fits; the message says how much is needed.
+        UnsupportedOptionError: no plan fits; the message says how much is needed.
     """
     if _total(memory, len(memory.layers), beside) <= budget:
         return _predicted(memory, len(memory.layers), beside, bandwidth)
@@ -126,7 +126,6 @@ def plan_memory(
 
 
 def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> str:
-    """Say how much is needed, for what, and what helps."""
     bits = min(choices, key=lambda each: _total(memory, 0, each))
     least = _total(memory, 0, bits)
     parts = {
@@ -154,7 +153,7 @@ def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> s
 
 
 def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:
-    # A head alone is not drafted for: a layer before it is streamed, too.
+    # Substitutes are not made for a head alone: a layer before it is streamed, too.
     most = len(memory.layers) - (bits is not None)
     fitting = [count for count in range(most) if _total(memory, count, bits) <= budget]
     return max(fitting, default=None)
@@ -171,13 +170,13 @@ def _total(memory: Memory, resident: int, bits: int | None) -> int:
 def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandwidth) -> Plan:
     streamed = sum(memory.layers[resident:])
     kept = memory.kept + sum(memory.layers[:resident])
-    # Weights are multiplied while the next ones come.
+    # Weights are multiplied while the next ones arrive.
     target = kept / bandwidth.memory + max(streamed / bandwidth.stream, streamed / bandwidth.memory)
     total = _total(memory, resident, bits)
     if bits is None or not streamed:
         return Plan(resident, streamed, bits, total, bandwidth, 1 / target)
     substitutes = sum(memory.substitutes[bits][resident:])
-    # Of a chain whose first layers verification need not run again, (1 - a^(n + 1)) / (1 - a) tokens a round.
+    # A round of a chain commits (1 - a^(n + 1)) / (1 - a) tokens; verification need not run its first layers again.
     acceptance = _ACCEPTANCE[bits]
     draft = (kept + substitutes) / bandwidth.memory
     speeds = {

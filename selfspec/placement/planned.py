@@ -1,4 +1,4 @@
-"""A checkpoint and the plan that loads it within a budget."""
+"""Plan how to load a checkpoint within a budget."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from selfspec.placement.survey import Survey, survey
 from selfspec.placement.weight_source import WeightSource
 
 CONTEXTS = (4096, 2048, 1024, 512)
-"""Tokens that there is room for where nobody says how many: the first of these that fits."""
+"""Contexts to try, in tokens, if the caller names none; the first that fits is used."""
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """What is known before weights are read: a survey of the checkpoint, and a plan of what stays in memory."""
+    """A survey of a checkpoint, and the plan of what stays in memory, made before weights are read."""
 
     survey: Survey
     plan: Plan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was planned, for what, ready for JSON."""
+        """Return the plan and what it is for, ready for JSON."""
         known = self.survey
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
         return {**where, "memory": asdict(known.memory), **asdict(self.plan)}
@@ -51,7 +51,7 @@ def plan_checkpoint(
 ) -> PlannedCheckpoint:
     """Plan how to load a checkpoint within a byte budget.
 
-    Arguments and errors are those of `selfspec.load`, but for `source`, where streamed weights come from.
+    Arguments and errors are those of `selfspec.load`, except `source`, the source of streamed weights.
     """
     budget = parse_bytes("memory", memory)
     named_dtype = _dtype(dtype)
@@ -64,7 +64,7 @@ def plan_checkpoint(
     surveyed = survey(path, named_dtype, contexts[0], source)
     bandwidth = surveyed.bandwidth()
 
-    # On the host they are exact as well, and slower.
+    # Keys and values on the host are exact as well, but slower.
     others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
     kinds: list[CacheKind] = [named or "exact", *others]
 

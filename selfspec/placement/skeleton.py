@@ -1,4 +1,4 @@
-"""A model without its weights, and how each of them comes about from what is in the files."""
+"""Make a model without its weights, and record how each weight is made from the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.placement.deferred import DeferredTensor
 from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What weights may be computed in, and streamed from files in."""
+"""Dtypes that weights may be computed in, and streamed from files in."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Skeleton:
     """A model whose weights take no memory yet.
 
     Attributes:
-        model: in evaluation mode; its weights are on the meta device, but for those that depend on values in the files.
-        deferred: how weights come about, by the parameter's name; tied ones under the first name alone.
-        stored: where weights are that a file keeps as they are, but for a cast to the model's dtype, by every name.
+        model: in evaluation mode; its weights are on the meta device, except those that depend on values in the files.
+        deferred: deferred weights by the parameter's name; tied ones under the first name alone.
+        stored: places of weights that files hold as they are, except for a cast to the model's dtype, by every name.
     """
 
     model: PreTrainedModel
@@ -36,14 +36,14 @@ class Skeleton:
 
     @property
     def nbytes_beside(self) -> int:
-        """The most bytes that making a weight takes, besides the weight."""
+        """The most bytes that making a weight takes, without the weight itself."""
         return max((weight.nbytes_beside for weight in self.deferred.values()), default=0)
 
 
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
-    """Make the model that a checkpoint describes, by the loader of `transformers`, without reading its weights.
+    """Make the model of a checkpoint with the loader of `transformers`, without reading its weights.
 
-    Without a dtype it has the checkpoint's own.
+    If `dtype` is None, it is the checkpoint's own.
 
     Raises:
         CheckpointError: weights are missing, or of another shape, or the loader refuses.
@@ -55,7 +55,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         )
     model = _loaded(folder, config, dtype, stored_weights(weight_files(folder, config)), files)
     model.config.name_or_path = str(folder)
-    # As the loader does where it is given a folder.
+    # As the loader does for a folder.
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
@@ -79,7 +79,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
 
 
 def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
-    """Name every parameter; tied ones have several names."""
+    """Return all names of each parameter, by its id; tied parameters have several names."""
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
@@ -87,7 +87,7 @@ def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
 
 
 def set_weight(model: PreTrainedModel, names: Sequence[str], weight: nn.Parameter) -> None:
-    """Put a parameter in the place of the one that has these names."""
+    """Replace the parameter that has these names."""
     for name in names:
         holder, _, leaf = name.rpartition(".")
         model.get_submodule(holder)._parameters[leaf] = weight
@@ -100,7 +100,7 @@ def _loaded(
     weights: Mapping[str, StoredWeight],
     files: WeightFiles,
 ) -> PreTrainedModel:
-    """The model with deferred weights, but for those that its class changes in place once they are loaded."""
+    """Return the model with deferred weights, except those that its class changes in place after loading."""
     changed: set[str] = set()
     while True:
         known = len(changed)

@@ -1,4 +1,4 @@
-"""What a checkpoint would take, and what of it can be streamed: found out from headers, before weights are read."""
+"""Estimate from headers, before weights are read, what memory a checkpoint takes and what of it can be streamed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import StoredWeight, WeightFiles
 from selfspec.placement.weight_source import FromDisk, WeightSource
 
-# What allocators hold on to.
+# Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
-# Numbers of a pass's mask for which there is room in that.
+# Numbers of a pass's mask that fit in the slack.
 _MASKED_IN_SLACK = 4 * 2**20
-# Bytes of each score that eager attention holds at once: as multiplied, with the mask, in float32, and as given back.
+# Bytes of each score that eager attention holds at once: the product, with the mask, in float32, and the result.
 _OF_SCORE = 16
-# What a layer holds at once of a prompt, of its widest product's inputs and outputs together: three states of the MLP,
-# and some of the layer's own and of its attention.
+# States of a prompt that a layer holds at once, each as wide as the inputs and outputs of its widest product together:
+# three of the MLP, and some of the layer and its attention.
 _STATES = 4
 
 
 @dataclass(frozen=True)
 class StreamableModule:
-    """A module whose weights, by their names in it, can be streamed; and bytes of its substitute, by bits."""
+    """A module that can be streamed: its weights, by their names in it, and bytes of its substitute, by bits."""
 
     name: str
     weights: dict[str, StoredWeight]
@@ -45,12 +45,12 @@ class StreamableModule:
 
 @dataclass(frozen=True)
 class Survey:
-    """A checkpoint of which headers alone were read: a model without its weights, and what it takes.
+    """A model without its weights, and the memory that it takes, found by reading headers alone.
 
     Attributes:
-        layers: the modules of each layer that can be streamed; those of the head are a layer after the last.
+        layers: streamable modules of each layer; those of the head are a layer after the last.
         context: tokens that the memory has room for.
-        source: where streamed weights come from.
+        source: source of streamed weights.
         cache: how keys and values are kept.
     """
 
@@ -65,22 +65,22 @@ class Survey:
 
     @property
     def at_once(self) -> int:
-        """Tokens of prompts that a pass reads at most, of all rows together."""
+        """The most tokens of prompts that a pass reads, of all rows together."""
         return tokens_at_once(self.context, _scored_heads(self.skeleton.model.config))
 
     def bandwidth(self) -> Bandwidth:
-        """Measure how fast weights come, and are multiplied."""
+        """Measure how fast weights are streamed and multiplied."""
         return self.source.bandwidth(list(self.skeleton.stored.values()), self.files)
 
     def may_keep(self, cache: CacheKind) -> bool:
-        """Whether keys and values can be kept so."""
+        """Return whether keys and values can be kept in this way."""
         return cache in self.source.caches and not recurrent_layers(self.skeleton.model.config)
 
     def keeping(self, cache: CacheKind, context: int) -> Survey:
-        """The same checkpoint, with other room for keys and values, and another way to keep them.
+        """Return the survey with another context, and another way to keep keys and values.
 
         Raises:
-            UnsupportedOptionError: they cannot be.
+            UnsupportedOptionError: they cannot be kept in this way.
         """
         _check_cache(cache, self.skeleton.model, self.source)
         before = self.memory.process
@@ -89,9 +89,9 @@ class Survey:
 
 
 def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
-    """Find out what a checkpoint in a folder would take, with room for a context of all rows together.
+    """Survey a checkpoint in a folder, with room for a context of all rows together.
 
-    No weight is read that can be read later. Without a dtype it is the checkpoint's.
+    Weights that can be read later are not read. If `dtype` is None, it is the checkpoint's.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -108,9 +108,9 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
 
 
 def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
-    """Say what a checkpoint of a configuration would take on a CPU, without one: its files have every weight in dtype.
+    """Estimate from a configuration the memory that a checkpoint takes on a CPU, with every weight stored in `dtype`.
 
-    `process` is bytes in use before the model is loaded.
+    `process` is the number of bytes in use before the model is loaded.
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
@@ -132,7 +132,7 @@ def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource)
 
 
 def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:
-    """The modules of each layer that can be streamed; those of the head are a layer after the last."""
+    """Return the streamable modules of each layer; those of the head are a layer after the last."""
     prefix = ".".join(adapter.path(made.model))
     depth = len(adapter.decoder_layers(made.model))
     layers: list[list[StreamableModule]] = [[] for _ in range(depth + 1)]
@@ -151,15 +151,15 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
     *before, head = layers
     wide, others = _largest([head]), _largest(before)
     if SLOTS * (wide - others) > wide:
-        # It is read into slots of its size, which take more than the head itself.
+        # Slots that hold the head would take more memory than the head itself.
         layers[depth] = []
     return tuple(map(tuple, layers))
 
 
 def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[int, int]:
-    """Bytes of the substitutes of what cannot be streamed, by bits: of tied heads, for one.
+    """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by bits.
 
-    The largest is there twice while it moves to large pages, and in 4 bits once more while it is laid out for kernels.
+    The largest counts twice, for its move to large pages, and in 4 bits once more, for its layout for kernels.
     """
     streamable = {module.name for layer in layers for module in layer}
     kept = [
@@ -173,12 +173,10 @@ def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequenc
 
 
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
-    """Bytes of the largest weight of some layers."""
     return max((weight.nbytes for layer in layers for module in layer for weight in module.weights.values()), default=0)
 
 
 def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
-    """Bytes of weights in fewer bits."""
     precision, nowhere = Precision(bits, GROUP_SIZE), torch.device("meta")
     return sum(RoundedWeight.empty(shape, precision, nowhere).nbytes for shape in shapes)
 
@@ -205,7 +203,7 @@ def _memory(
     scored_heads = _scored_heads(made.model.config)
     at_once = tokens_at_once(context, scored_heads)
     states = _STATES * widest * at_once * dtype.itemsize
-    # In the dtype, and what it is made of.
+    # The mask in the dtype, and what it is made from.
     masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
     scores = at_once * context * scored_heads * _OF_SCORE
     passes = states + masks + scores + 2 * max(copied, default=0) + cache.copied
@@ -227,9 +225,9 @@ def _memory(
 
 
 def _scored_heads(config: PreTrainedConfig) -> int:
-    """Heads whose scores attention holds at once: all of a layer's, or none where its kernel goes through the keys."""
+    """Count the heads whose scores attention holds at once: all of a layer in eager attention, else none."""
     text = config.get_text_config(decoder=True)
-    # Some models have none.
+    # Some models have no heads.
     heads: int = getattr(text, "num_attention_heads", 0)
     return heads if text._attn_implementation == "eager" else 0
 
@@ -244,14 +242,14 @@ _SCALE = 2
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes that a budget is of: of all slots, and of one layer copied for a pass in the model's dtype."""
+    """Bytes that count towards a budget: of all slots, and of one layer copied for a pass in the model's dtype."""
 
     slots: int
     copied: int
 
 
 def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
-    """Count the bytes of keys and values, kept as named, for `context` tokens of all rows together."""
+    """Count the bytes of keys and values, kept as `kept` says, for `context` tokens of all rows together."""
     exact = cache.bytes_per_token * context
     if kept == "exact":
         return CacheBytes(exact, 0)

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: where each lies, and reads of single ones that leave the page cache alone."""
+"""Find and read single weights in safetensors files, without the page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selfspec.errors import CheckpointError, StorageError
 
 # Direct reads begin and end at multiples of this, in files and in memory.
 _PAGE = 4096
-# A read as large as this comes at the speed of the disk.
+# Reads of this size reach the speed of the disk.
 _MOST_AT_ONCE = 1 << 26
 _DTYPES = {
     "F64": torch.float64,
@@ -45,7 +45,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as its bytes begin in a safetensors file, in the shape and dtype that it is stored in."""
+    """A weight in a safetensors file: its first byte, and the shape and dtype that it is stored in."""
 
     file: Path
     start: int
@@ -54,15 +54,15 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the weight in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
-    """Return where the tensors of a checkpoint lie, by name. Reads headers alone.
+    """Return the places of a checkpoint's tensors, by name. Only headers are read.
 
     Raises:
-        CheckpointError: a file is damaged, or holds numbers of a kind that torch has not.
+        CheckpointError: a file is damaged, or has a dtype that cannot be read here.
     """
     found = {}
     for file in files:
@@ -73,7 +73,7 @@ def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
                 size = os.fstat(opened.fileno()).st_size
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
-        # In the order of names: the first floating-point dtype is the model's where nothing else says.
+        # Sorted by name: the first floating-point dtype is the model's if nothing else says it.
         for name in sorted(set(header) - {"__metadata__"}):
             entry = header[name]
             if entry["dtype"] not in _DTYPES:
@@ -97,15 +97,15 @@ class ReadBuffer:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def read(self, files: WeightFiles, weight: StoredWeight) -> Tensor:
-        """Read a weight; what was read before is overwritten. The tensor lies in this memory.
+        """Read a weight into this memory; the weight read before is overwritten.
 
         Raises:
-            StorageError: the disk does not give it.
+            StorageError: the disk does not give the weight.
         """
         first = weight.start - weight.start % _PAGE
         files.read_into(memoryview(self._memory)[: _up(weight.start + weight.nbytes - first)], weight, first)
         read = self._bytes[weight.start - first :][: weight.nbytes]
-        # Files align weights to no more than their header does.
+        # A file aligns its weights no better than its header.
         aligned = read if weight.start % weight.dtype.itemsize == 0 else read.clone()
         return aligned.view(weight.dtype).view(weight.shape)
 
@@ -118,7 +118,7 @@ class WeightFiles:
         self._opening = threading.Lock()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # At the end of the process the module may have no names any more.
+        # At the end of the process the module's names may be gone.
         for opened in self._opened.values():
             close(opened)
 
@@ -126,7 +126,7 @@ class WeightFiles:
         """Fill memory with bytes of the weight's file from `first` on, at least to the weight's end.
 
         Raises:
-            StorageError: the disk does not give them.
+            StorageError: the disk does not give the bytes.
         """
         done, least = 0, weight.start + weight.nbytes - first
         try:
@@ -147,7 +147,7 @@ class WeightFiles:
                 try:
                     self._opened[file] = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
                 except OSError:
-                    # Some file systems know no direct reads.
+                    # Some file systems have no direct reads.
                     self._opened[file] = os.open(file, os.O_RDONLY)
             return self._opened[file]
 

@@ -1,4 +1,4 @@
-"""Where streamed weights are kept, and the memory that a budget is of."""
+"""Define the sources of streamed weights, and the memory that a budget limits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFile
 from selfspec.placement.weight_stream import Slot
 from selfspec.process_memory import give_large_blocks_back, machine_bytes, resident_bytes
 
-# Bytes of weights that are moved, and multiplied, to see how fast.
+# Bytes of weights that are moved and multiplied to measure speed.
 _PROBED = 1 << 27
 
 
 class WeightSource(ABC):
-    """Where streamed weights come from.
+    """A source of streamed weights.
 
     Attributes:
-        device: that computes, and whose memory the budget is of.
-        name: of that memory, for messages.
-        caches: ways in which keys and values can be kept, the exact ones first.
+        device: the device that computes, and whose memory the budget limits.
+        name: name of that memory, for messages.
+        caches: ways to keep keys and values, the exact ones first.
     """
 
     device: torch.device
@@ -44,31 +44,31 @@ class WeightSource(ABC):
 
     @abstractmethod
     def in_use(self) -> int:
-        """Bytes that the budget covers and that are in use before a model is loaded."""
+        """Return the bytes within the budget that are in use before a model is loaded."""
 
     @abstractmethod
     def available(self) -> int | None:
-        """Bytes of memory that a budget may be of; None: the system does not tell."""
+        """Return the bytes of memory that a budget can use; None if the system does not tell."""
 
     @abstractmethod
     def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a weight in its slot, by its dtype in the files and that of the model."""
+        """Return the dtype of a weight in its slot, from its stored dtype and the model's dtype."""
 
     @abstractmethod
     def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
-        """Measure how fast weights come, and are multiplied."""
+        """Measure how fast weights are streamed and multiplied."""
 
     @abstractmethod
     def check_streamed(self, size: int) -> None:
         """Refuse more bytes of streamed weights than there is room for.
 
         Raises:
-            UnsupportedOptionError: they have none.
+            UnsupportedOptionError: there is too little room.
         """
 
     @abstractmethod
     def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-        """Make the slots that weights come into, `SLOTS` of them.
+        """Make `SLOTS` slots that weights are fetched into.
 
         Raises:
             UnsupportedOptionError: there is too little memory that a device can copy from.
@@ -77,7 +77,7 @@ class WeightSource(ABC):
 
 
 class FromDisk(WeightSource):
-    """Weights stay on the disk, and the CPU computes: the budget is of the process."""
+    """Weights on the disk, for computation on the CPU; the budget limits the process."""
 
     device = torch.device("cpu")
     name = "the machine, or the control group of the process,"
@@ -106,7 +106,7 @@ class FromDisk(WeightSource):
                 break
             probed.append(weight)
         buffer, seconds = ReadBuffer(probed[0].nbytes), 0.0
-        # The first read waits for memory, too.
+        # The first read also waits for memory, so it is not timed.
         buffer.read(files, probed[0])
         for weight in probed:
             begun = time.perf_counter()
@@ -123,7 +123,7 @@ class FromDisk(WeightSource):
 
 
 class FromHost(WeightSource):
-    """Weights are in memory of the host, and a device computes: the budget is of the device."""
+    """Weights in memory of the host, for computation on a device; the budget limits the device."""
 
     name = "the device"
     caches = ("exact", "host", "int8")
@@ -168,10 +168,10 @@ def _product_bytes_a_second(weight: Tensor) -> float:
 
 
 def source_for(device: torch.device) -> WeightSource:
-    """Where weights are streamed from to a device.
+    """Return the source of streamed weights for a device.
 
     Raises:
-        UnsupportedOptionError: nothing is streamed to a device of this kind.
+        UnsupportedOptionError: weights cannot be streamed to a device of this kind.
     """
     if device.type == "cpu":
         return FromDisk()
@@ -181,8 +181,8 @@ def source_for(device: torch.device) -> WeightSource:
 
 
 def disk_slots(weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-    """Make slots in the model's dtype that read weights, known by number, from files."""
-    # One thread: reads one after the other come at the speed of the disk, and never two into the same memory.
+    """Make slots that read numbered weights from files and give them in the model's dtype."""
+    # One thread: sequential reads reach the speed of the disk, and two reads never write to the same memory.
     reader = ThreadPoolExecutor(1, "selfspec-weights")
     return [_DiskSlot(weights, dtype, files, reader) for _ in range(count)]
 
@@ -196,7 +196,7 @@ class _DiskSlot(Slot):
         self._read: Future[Tensor] = Future()
 
     def _fetch(self, number: int) -> None:
-        # Nobody waits for the one before any more.
+        # The read before is no longer needed.
         self._read.cancel()
         self._read = self._reader.submit(self._buffer.read, self._files, self._weights[number])
 
@@ -204,7 +204,7 @@ class _DiskSlot(Slot):
         return self._read.result().to(self._dtype)
 
     def used(self) -> None:
-        # What was asked for has been computed.
+        # On the CPU all uses have been computed by now.
         return
 
 
@@ -215,7 +215,7 @@ _ALIGNED = 256
 def host_slots(
     weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
 ) -> list[Slot]:
-    """Read weights into memory of the host, and make slots on a device that they are copied to, in the model's dtype.
+    """Read weights into memory of the host in the model's dtype, and make slots on a device to copy them to.
 
     Raises:
         UnsupportedOptionError: there is too little memory that a device can copy from.
@@ -245,7 +245,7 @@ def host_bandwidth(copies: DeviceCopies, size: int) -> Bandwidth:
 
 
 class _HostWeights:
-    """Weights in memory of the host, as a device copies them."""
+    """Weights in memory of the host, ready to copy to a device."""
 
     def __init__(
         self, stored: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
@@ -267,7 +267,7 @@ class _DeviceSlot(Slot):
         self._weights, self._copies = weights, copies
         self._memory = copies.device_memory(size)
         self._weight = self._memory
-        # What had the memory before may still be computing.
+        # Computations on the memory's old content may still run.
         self._uses = [copies.computed()]
         self._copied: Any = None
 

@@ -1,4 +1,4 @@
-"""Weights that are streamed: fetched when a pass needs them, the next ones while it computes."""
+"""Stream weights: fetch them when a pass needs them, and the next ones while it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.view import copied, is_streamed
 
-# A pass that asks for nothing so long, in seconds, was abandoned, or leaves the network early.
+# A pass that requests nothing for this time, in seconds, was abandoned, or leaves the network early.
 _PAUSE = 0.5
 
 
@@ -22,13 +22,13 @@ class Slot(ABC):
     """Memory for one weight at a time, where modules compute.
 
     Attributes:
-        holds: number of the weight that is there, or on its way; None: none.
+        holds: number of the weight that is there or being fetched; None: there is none.
     """
 
     holds: int | None = None
 
     def bring(self, number: int) -> None:
-        """Let a weight come in place of the one that is there. Does not wait for it."""
+        """Begin to fetch a weight in place of the present one. Does not wait for it."""
         self.holds = number
         self._fetch(number)
 
@@ -38,30 +38,29 @@ class Slot(ABC):
 
     @abstractmethod
     def arrived(self) -> Tensor:
-        """The weight, for what is computed from now on.
+        """Return the weight, ready for later computations.
 
         Raises:
-            StorageError: it does not come.
+            StorageError: the weight cannot be read.
         """
 
     @abstractmethod
     def used(self) -> None:
-        """Note that all that uses the weight so far has been asked for, and may still be computing."""
+        """Note that all uses of the weight so far have been requested; they may still be computing."""
 
 
 class WeightStream:
-    """Streams weights into a few slots of memory, in the order in which passes use them.
+    """A stream of weights into a few slots of memory, in the order in which passes use them.
 
     Passes of several threads take turns: each moves all the weights that it uses. A pass that fails or is interrupted
     leaves nothing behind.
 
     Args:
-        sizes: bytes of each weight, in the order in which a pass is likely to use them. The order in which passes
-            do is learnt.
+        sizes: bytes of each weight, in the likely order of use. The order of the passes is learnt.
         slots: at least 2 more than one module uses.
 
     Attributes:
-        bytes_moved: so far.
+        bytes_moved: bytes moved so far.
     """
 
     def __init__(self, sizes: Sequence[int], slots: Sequence[Slot]) -> None:
@@ -76,10 +75,10 @@ class WeightStream:
 
     @contextmanager
     def lend(self, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Lend weights, by number, for as long as a module uses them.
+        """Lend weights, by number, while a module uses them.
 
         Raises:
-            StorageError: they do not come.
+            StorageError: the weights cannot be read.
         """
         self._take_turn()
         try:
@@ -121,13 +120,13 @@ class WeightStream:
                 self._slot(following, wanted)
             return [slot.arrived() for slot in slots]
         except BaseException:
-            # The next pass fetches them again, and those that were on their way.
+            # The next pass fetches these weights again, and those that were being fetched.
             for slot in self._slots:
                 slot.holds = None
             raise
 
     def _slot(self, number: int, wanted: Sequence[int]) -> Slot:
-        """The slot that holds a weight, or will; what other slots of `wanted` hold stays there."""
+        """Return the slot that holds a weight, or begin to fetch it; weights in `wanted` stay in their slots."""
         for slot in self._slots:
             if slot.holds == number:
                 return slot
@@ -138,7 +137,7 @@ class WeightStream:
 
 
 def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int], stream: WeightStream) -> None:
-    """Let a module take weights from a stream whenever it runs: by their names in it, and their numbers there."""
+    """Make a module take weights from a stream whenever it runs: their names in it, and their numbers there."""
     kind = type(module)
 
     @contextmanager
@@ -155,15 +154,15 @@ def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int
             return kind.forward(lent, *args, **kwargs)
 
     module.__dict__["forward"] = forward
-    # See `is_streamed`. Whoever asks for the weights themselves gets them, by name.
+    # See `is_streamed`. Callers that need the weights themselves get them here, by name.
     module.__dict__["streams"] = streams
 
 
 def check_in_memory(model: nn.Module, what: str) -> None:
-    """Refuse what needs all weights of a model.
+    """Refuse an operation that needs all weights of a model in memory.
 
     Raises:
-        UnsupportedModelError: some are streamed.
+        UnsupportedModelError: some weights are streamed.
     """
     if any(map(is_streamed, model.modules())):
         raise UnsupportedModelError(

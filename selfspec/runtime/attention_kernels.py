@@ -1,7 +1,7 @@
-"""Keeps cuDNN's attention out of passes on a CUDA device.
+"""Keep cuDNN's attention out of passes on a CUDA device.
 
-cuDNN makes a plan for each number of tokens and of slots that it has not met, 40 ms on an H100 (torch 2.11), and every
-round of a draft meets new ones. torch's other kernels take 0.1 ms and make no plans.
+cuDNN makes a plan for each new number of tokens and slots, which takes 40 ms on an H100 (torch 2.11), and every round
+has new numbers. torch's other kernels take 0.1 ms and make no plans.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from selfspec.runtime.process_lock import ProcessLock
 
 
 def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
-    """Where attention is fast over lengths that were not met before. The settings of torch are as before after it."""
+    """Return a context in which attention is fast over new lengths. The settings of torch are restored after it."""
     return _WITHOUT_CUDNN if device.type == "cuda" else nullcontext()
 
 
 def attends_by_cudnn() -> bool:
-    """Whether passes may use cuDNN's attention, inside of `for_new_lengths` and outside: where nothing else may run."""
+    """Return whether passes may use cuDNN's attention inside and outside of `for_new_lengths`: no other may run."""
     kernels = torch.backends.cuda
     return bool(kernels.cudnn_sdp_enabled()) and not _allows_others()
 
 
 def _allows_others() -> bool:
     kernels = torch.backends.cuda
-    # Whoever allows nothing else is not to be left without any.
+    # A caller that allows only cuDNN must not be left without a kernel.
     return any((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()))
 
 
 class _WithoutCudnn(AbstractContextManager[None]):
-    """May be entered by several threads at once: torch has one setting for all, which the last to leave restores."""
+    """Turns cuDNN's attention off for all threads; the last thread to leave restores torch's process-wide setting."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()

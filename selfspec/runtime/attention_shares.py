@@ -1,4 +1,4 @@
-"""How much the target attends to each slot: a pass whose attentions tell their weights, of all heads and layers."""
+"""Measure how much the target attends to each slot: a pass that records attention weights over all heads and layers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NAME = "selfspec_noted_attention"
 
 @dataclass
 class _Noted:
-    """What an attention runs, and where what it attends to is added up."""
+    """The kernel that an attention runs, and the list in which its weights are summed."""
 
     kernel: Callable[..., tuple[Tensor, Any]]
     shares: list[Tensor]
 
 
 class AttentionShares:
-    """A view of a model whose attentions over all slots note what they attend to.
+    """A view of a model whose attentions over all slots record their weights.
 
     Args:
-        model: is neither changed nor copied.
+        model: neither changed nor copied.
 
     Attributes:
         module: the view.
-        sees_any: whether some attention notes what it attends to. One whose `forward` was replaced does not.
+        sees_any: whether some attention records its weights. An attention whose `forward` was replaced does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class AttentionShares:
 
     @contextmanager
     def noted(self) -> Iterator[list[Tensor]]:
-        """Give what passes within this context over one token of each row attend to: `[rows, slots]`, in one tensor."""
+        """Record the weights of passes over one token of each row within this context: one tensor, `[rows, slots]`."""
         shares: list[Tensor] = []
         for module, kernel in self._noting.items():
             module.__dict__[_NAME] = _Noted(kernel, shares)
@@ -59,7 +59,7 @@ class AttentionShares:
 
 
 def _kernel_of(attention: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """The kernel that an attention asks for."""
+    """Return the kernel that an attention asks for."""
     known = written_forward(attention).__globals__
     named: Any = known["ALL_ATTENTION_FUNCTIONS"]
     config: Any = attention.config
@@ -80,7 +80,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, Any]:
-    """What `transformers` calls: queries `[rows, heads, 1, size]`, keys and values with as many heads or fewer."""
+    """Attend as `transformers` asks: queries `[rows, heads, 1, size]`, keys and values with as many heads or fewer."""
     noted: _Noted = module.__dict__[_NAME]
     if sliding_window is None:
         rows, _, _, size = query.shape

@@ -1,9 +1,9 @@
-"""Passes in which a token gets the same bits whatever is read beside it, on a CPU.
+"""Run passes on a CPU in which a token gets the same bits whatever is read beside it.
 
-torch sums a product, or attention, of one row in another order than one of several, so that in bfloat16 a text may
-go on with another token in a draft, in a batch and alone. Here each output is summed in one order: linear layers and
-attention by selfspec's kernels, and functions of single numbers, whose ends torch computes in another way, in whole
-vectors. The rest of a layer, norms above all, torch computes token by token as it is.
+torch sums a product or attention of one row in another order than that of several rows, so in bfloat16 a text may
+continue with other tokens in a draft, in a batch and alone. Here each output is summed in one order: linear layers and
+attention by selfspec's kernels, and pointwise functions, whose last elements torch computes in another way, in whole
+vectors. The rest of a layer, mainly norms, torch already computes token by token.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 _NAME = "selfspec_alone"
 _DTYPES = (torch.float32, torch.bfloat16)
-# Functions of single numbers.
+# Pointwise functions.
 _POINTWISE = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
-# The same, where a mixture of experts calls them itself; and products that it may not call.
+# Pointwise functions that a mixture of experts may call itself, and products that it may not call.
 _OF_NUMBERS = frozenset(
     {torch.sigmoid, Tensor.sigmoid, torch.exp, Tensor.exp, torch.tanh, Tensor.tanh, functional.silu, functional.gelu}
 )
@@ -45,7 +45,7 @@ _OTHER_PRODUCTS = frozenset(
     {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.einsum}
     | {torch.addmm, Tensor.addmm, torch.baddbmm, functional.grouped_mm}
 )
-# Numbers of the widest vector that torch computes at once, twice; and fewer than it shares among threads.
+# Twice the numbers in torch's widest vector; and the count of numbers from which torch uses several threads.
 _VECTORS, _OF_A_THREAD = 64, 32768
 
 
@@ -53,9 +53,10 @@ _VECTORS, _OF_A_THREAD = 64, 32768
 class BatchInvariant(Eager):
     """The stock modules, with products and attention that give a token the same bits whatever is read beside it.
 
-    So a token's logits are the same alone, in a draft and in a batch, and text with a draft is plain decoding's in
-    bfloat16, too. For models on a CPU in float32 or bfloat16, with selfspec's kernels built (`selfspec kernels`), made
-    of linear layers, mixtures of experts, norms and attention over keys. The last bits are not `model.generate`'s.
+    So a token's logits are the same alone, in a draft and in a batch, and drafts leave the text of plain decoding
+    unchanged in bfloat16, too. For models on a CPU in float32 or bfloat16, with selfspec's kernels built (`selfspec
+    kernels`), made of linear layers, mixtures of experts, norms and attention over keys. The last bits differ from
+    those of `model.generate`.
     """
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
@@ -80,7 +81,7 @@ def _reasons(model: PreTrainedModel, adapter: Adapter) -> Iterator[str]:
             yield f"it runs on a CPU, and {name} is on {parameter.device}"
         if parameter.dtype not in _DTYPES:
             yield f"{name} is in {parameter.dtype}; load it with dtype float32 or bfloat16"
-    # Routers are beside their experts, or in what holds both.
+    # Routers are siblings of their experts, or part of the module that holds them.
     mixing = {id(part) for block in model.modules() if _mixes(block) for part in (block, *block.children())}
     for name, module in model.named_modules():
         if is_streamed(module):
@@ -100,8 +101,8 @@ def _in_one_order(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Modul
         return view_running(module, partial(_in_whole_vectors, partial(type(module).forward, module)))
     if _is_experts(module) or _mixes(module):
         view = view_with(module, parts)
-        # Expert by expert, as transformers writes it down; other ways sort and pad tokens. Bound methods go along
-        # where parts of the view are replaced again, as by a draft in fewer bits.
+        # Run expert by expert, as transformers' own forward does; other ways sort and pad tokens. A bound method still
+        # works if parts of the view are replaced again, as by a draft in fewer bits.
         forward = getattr(type(module).forward, "__wrapped__", None) if _is_experts(module) else _mixed
         view.__dict__["forward"] = MethodType(cast(Callable[..., Any], forward), view)
         return view
@@ -109,12 +110,12 @@ def _in_one_order(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Modul
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a mixture, of which `transformers` has several ways to run them."""
+    """Return whether a module holds the experts of a mixture, which `transformers` can run in several ways."""
     return hasattr(type(module).forward, "__wrapped__") and getattr(module, "is_transposed", None) is False
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a module sends tokens to experts that it holds."""
+    """Return whether a module sends tokens to experts that it holds."""
     return any(map(_is_experts, module.children()))
 
 
@@ -124,7 +125,7 @@ def _mixed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _InOneOrder(TorchFunctionMode):
-    """Puts products that sum in one order, and whole vectors, in the place of functions that a module calls itself."""
+    """Replaces functions that a module calls itself by products with one summation order and whole vectors."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -154,7 +155,7 @@ def _of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Run a function of single numbers, `[..., size]` to the same, over rows that begin and end with a vector."""
+    """Run a pointwise function, `[..., size]` to the same shape, over rows padded to whole vectors."""
     size = states.shape[-1]
     rows = functional.pad(states.flatten(0, -2), (0, -size % _VECTORS))
     at_once = max(1, (_OF_A_THREAD - 1) // rows.shape[1])
@@ -172,7 +173,7 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with some of the heads."""
+    """Attend as `transformers` asks: queries `[batch, heads, tokens, size]`, keys and values with some of the heads."""
     unusual = [name for name in ("position_bias", "s_aux", "softcap") if others.get(name) is not None]
     plain = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     if unusual or dropout or not plain:

@@ -1,4 +1,4 @@
-"""Draft steps in one go: each draws a token, which the next one reads, and nothing goes back to the drafter between."""
+"""Draft steps in one go: each step draws a token, which the next step reads, without returning to the drafter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen from logits, where that takes the last logits alone.
+    """How tokens are chosen from the last logits alone.
 
     Attributes:
-        temperature: that logits are divided by; 0: the likeliest token is chosen.
-        top_k: how many of the likeliest tokens are drawn from; 0: all.
-        top_p: the share of their probability that is drawn from, of the likeliest first; 1: all.
+        temperature: divides the logits; 0: the likeliest token is chosen.
+        top_k: number of likeliest tokens to draw from; 0: all.
+        top_p: share of their probability to draw from, the likeliest tokens first; 1: all.
         suppressed: ids of tokens that are never chosen.
     """
 
@@ -31,9 +31,9 @@ class Draws:
 
     Attributes:
         choice: how each token is chosen.
-        uniform: the numbers in [0, 1) that choose, float64, `[1 or 2, rows, steps]`; with two of them the first chooses
-            a block of 256 tokens and the second one of these, see `selfspec.decode.noise.drawn_by_blocks`.
-        vocabulary: how many token ids there are.
+        uniform: numbers in [0, 1) that choose tokens, float64, `[1 or 2, rows, steps]`; of two the first chooses a
+            block of 256 tokens and the second a token of the block, see `selfspec.decode.noise.drawn_by_blocks`.
+        vocabulary: number of token ids.
     """
 
     choice: Choice
@@ -42,7 +42,7 @@ class Draws:
 
     @property
     def steps(self) -> int:
-        """The most draft steps."""
+        """Most draft steps."""
         return self.uniform.shape[2]
 
 
@@ -51,8 +51,8 @@ class ChainStep:
     """A draft step.
 
     Attributes:
-        token: that it chose, `[rows, 1]`.
-        confidences: the largest probability of each row where it was chosen, `[rows]`; 0 where there was none.
+        token: the chosen token, `[rows, 1]`.
+        confidences: the largest probability of each row at this step, `[rows]`; 0 where there was none.
     """
 
     token: Tensor
@@ -64,8 +64,9 @@ class Chain:
     """A chain that is being drafted.
 
     Attributes:
-        probs: what tokens are drawn from, `[rows, steps, vocab]`, of the steps taken so far; None: nothing is drawn.
-        steps: takes the next step whenever it is asked for one.
+        probs: the distributions that tokens are drawn from, `[rows, steps, vocab]`, filled for the steps taken so far;
+            None: nothing is drawn.
+        steps: takes one step per iteration.
     """
 
     probs: Tensor | None

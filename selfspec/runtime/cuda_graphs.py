@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a pass captured once and launched together, without Python or a launch for each."""
+"""CUDA graphs: capture the kernels of a pass once and launch them together, without Python or single launches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from selfspec.runtime.process_lock import ProcessLock
 from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
 
-# Graphs of one kind of pass: one for each bucket of slots and each cache.
+# The most graphs of one kind of pass: it has one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
 
 # Tokens of each row that a graph reads.
 _WIDTHS = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
 
 Launch = Callable[[], tuple[Tensor, ...]]
-"""Run a pass over tensors at fixed addresses; returns its outputs."""
+"""Run a pass over tensors at fixed addresses, and return its outputs."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class CudaGraphs(Runtime):
     """CUDA graphs of passes, for models on a CUDA device.
 
     A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to its inputs;
-    keys and values are read from the cache itself, so a graph is valid while the cache keeps its address. Passes look
-    at a multiple of `bucket` slots, and slots past a row's end are masked: so one graph serves many lengths, and a
-    short text does not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
+    keys and values are read from the cache itself, so a graph is valid while the cache keeps its address. Passes read a
+    multiple of `bucket` slots, and slots past a row's end are masked: so one graph serves many lengths, and a short
+    text does not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
 
     Attributes:
-        after: passes of a kind that run without a graph first.
+        after: number of passes of a kind that run without a graph first.
         bucket: the number of visible slots is a multiple of this.
     """
 
@@ -60,20 +60,20 @@ class CudaGraphs(Runtime):
         return len(lengths) >= TRIALS
 
     def takes(self, example: PassTensors) -> bool:
-        # What an encoder has read is large, and lies elsewhere in each generation.
+        # An encoder's output is large, and has another address in each generation.
         return example.source is None
 
     def width(self, tokens: int) -> int:
-        # A few tokens take a device as long as one, and each width would have graphs of its own.
+        # A few tokens take a device as long as one token, and each width would need its own graphs.
         return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def program(self, function: Function, example: PassTensors) -> Function:
-        # What waits for the device would fail a capture half-way.
+        # An operation that waits for the device would make a capture fail half-way.
         run_watched(lambda: function(example.flat()))
         return _Graphs(function, len(example.slots.memory), self.recorder(example.tokens.device))
 
     def recorder(self, device: torch.device) -> Recorder:
-        """Captures the launches on a device."""
+        """Make a recorder of launches on a device."""
         return Recorder(device)
 
 
@@ -105,8 +105,8 @@ class Recorder:
         with self._backend.stream(self._stream):
             outputs = launch()
         current.wait_stream(self._stream)
-        # They were made on the other stream and are read on this one. Only this one is waited for: another thread may
-        # be capturing, and while one does nobody may wait for the whole device.
+        # The outputs were made on the other stream and are read on this one. Wait for this stream alone: while another
+        # thread captures, no thread may wait for the whole device.
         current.synchronize()
         return outputs
 
@@ -114,7 +114,7 @@ class Recorder:
         """Capture the launches. Nothing runs before the first replay."""
         graph = self._backend.CUDAGraph()
         with self._backend.stream(self._stream):
-            # Other threads may work meanwhile.
+            # "thread_local" lets other threads work meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = launch()
@@ -151,7 +151,7 @@ class _Graphs:
 
     Args:
         function: the pass.
-        held: the number of its last tensors that it reads and writes in place.
+        held: number of its last tensors that it reads and writes in place.
         recorder: captures it.
     """
 

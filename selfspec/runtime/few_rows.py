@@ -1,11 +1,11 @@
 """Linear layers over a few tokens on a CPU: by the extension if it was built, else with the weight on the left.
 
-torch computes x W^T for one row as a matrix times a vector, at the speed of memory. From there it falls off a cliff:
-without AVX-512 two to eight rows take 1.4 to 3 times as long, which alone kills speculation; with AVX-512 the cliff
-comes later, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same
-kernels read it once for all rows. The extension of `selfspec.kernels.native` is faster than both, and than torch's
-product of hundreds of rows. Which way is taken follows from processor, rows and width, by benchmarks/few_rows.py.
-Weights are not copied.
+torch computes x W^T for one row as a matrix times a vector, at the speed of memory. More rows are much slower: without
+AVX-512 two to eight rows take 1.4 to 3 times as long, which makes speculation useless; with AVX-512 this begins at more
+rows, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same kernels
+read it once for all rows. The extension of `selfspec.kernels.native` is faster than both, and than torch's product of
+hundreds of rows. Processor, rows and width decide which product runs, by benchmarks/few_rows.py. Weights are not
+copied.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from selfspec.kernels import native
 from selfspec.model.view import runs_as_written, view_of, view_running
 
 Pays = Callable[[int, int], bool]
-"""Whether the weight on the left is the faster way, by the width of a layer's input and the rows."""
+"""Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
 
 Product = Callable[[nn.Linear, Tensor], Tensor]
-"""Of a layer and states, `[..., in]`: `[..., out]`."""
+"""Apply a layer to states, `[..., in]`; returns `[..., out]`."""
 
 _DTYPES = (torch.float32, torch.float64)
 
 
 def for_few_rows(module: nn.Module) -> nn.Module:
-    """A view of a model, or a part of one, that computes few rows fast; itself where there is nothing to gain."""
-    # By what the processor is, and not by a clock: the way decides the last bits, and a seed gives the same tokens.
+    """Make a view of a model, or a part of one, that computes few rows fast; itself if there is nothing to gain."""
+    # Choose by processor, not by timing: the product decides the last bits, and a seed must give the same tokens.
     on_the_left = partial(_on_the_left, _pays_with_avx512 if _has_avx512() else _pays_without_avx512)
     products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
     if native.load_kernels():
@@ -52,8 +52,8 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
 
 
 def most_native_rows(dtype: torch.dtype, width: int) -> int:
-    """The most rows for which the extension's product is the fastest: by what weights are stored in, and the inputs."""
-    # For more rows in bfloat16 torch has instructions of the processor; others than with AVX-512 were not measured.
+    """Return the most rows for which the extension's product is fastest, by dtype and inputs of the weight."""
+    # For more rows in bfloat16 torch uses instructions of the processor; CPUs without AVX-512 were not measured.
     if dtype == torch.bfloat16 or not _has_avx512():
         return 16
     return 128 if width > 2048 else native.MOST_ROWS
@@ -72,13 +72,13 @@ def _in_few_rows(
 
 
 def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:
-    # Four dimensions are those of a cache, latents that every pass expands: their rows are slots. A recorded pass keeps
-    # the way that was chosen when it was made, and runs over any number of slots.
+    # States with four dimensions are latents of a cache, which every pass expands: their rows are slots. A recorded
+    # pass keeps the product that was chosen when it was made, and runs over any number of slots.
     return _stock(linear, states) if states.dim() > 3 else product(linear, states)
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is torch's own linear layer, over a weight on the CPU."""
+    """Return whether a module is torch's own linear layer, over a weight on the CPU."""
     if type(module) is not nn.Linear or not _runs_torchs_product():
         return False
     weight = module.weight
@@ -106,7 +106,7 @@ def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
 def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
-    # In the dtype of autocast a bias that is added later would be one rounding more.
+    # In the dtype of autocast, adding the bias later would round once more.
     if torch.is_autocast_enabled("cpu") or not pays(linear.in_features, rows):
         return _stock(linear, states)
     block = states.reshape(rows, linear.in_features)
@@ -116,7 +116,7 @@ def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
     product = torch.mm(linear.weight, block.t())
     if rows == 3:
         product = product[:, :rows]
-    # Laid out by rows again: what comes next, another product above all, is slow on columns.
+    # Lay the result out by rows again: later operations, mainly products, are slow on columns.
     product = product.t().contiguous()
     if linear.bias is not None:
         product += linear.bias

@@ -1,4 +1,4 @@
-"""The programs of one wrapped model: which kinds of passes have one, made when it pays, used once proved."""
+"""The programs of one wrapped model: made for kinds of passes where it pays off, and used after they are proved."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from selfspec.runtime.recordable import why_not
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 from selfspec.runtime.timer import Timer
 
-# Comparisons over one number of slots after which a program is used over that number, if over no other yet.
+# Number of comparisons over one number of slots after which a program is used for that number alone.
 _SAME = 3
-# Kinds of passes that are kept count of. Batches that shrink row by row bring new ones with each row.
+# The most kinds of passes that are counted. Batches that shrink row by row add new kinds with each row.
 _MOST_KINDS = 256
 
 
@@ -36,7 +36,7 @@ class _Program:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it gives logits alone."""
+        """True if it gives logits alone."""
         return self.has_logits and self.leaves is None and not self.points
 
     def run(self, tensors: PassTensors, width: int) -> PassOutput:
@@ -50,7 +50,7 @@ class _Program:
 
 @dataclass
 class _Candidate:
-    """How far a kind has come on the way to its program."""
+    """The progress of a kind of pass towards its program."""
 
     passes: int = 0
     waited: float = 0.0
@@ -63,10 +63,10 @@ class _Candidate:
     making: ProcessLock = field(default_factory=ProcessLock)
 
     def serves(self, length: int) -> bool:
-        """Whether its program runs passes over this number of slots.
+        """Return whether its program runs passes over this number of slots.
 
-        A row that has ended holds a batch at one number of slots, and short answers to like prompts come at one. A
-        program that has not been seen over others may have taken that one for granted.
+        All passes may have one number of slots: an ended row can hold a batch there, or short answers to similar
+        prompts. A program that was compared over one number alone may be right for that number only.
         """
         return self.proved or self.lengths.count(length) >= _SAME
 
@@ -75,11 +75,11 @@ class _Candidate:
 
 
 class GraphCache:
-    """Belongs to one wrapper; several threads may run passes with it at once.
+    """Holds the programs of one wrapper; several threads may run passes with it at once.
 
     Args:
         runtime: makes programs.
-        clock: tells the time, in seconds.
+        clock: returns the time in seconds.
 
     Attributes:
         runtime: as given.
@@ -91,21 +91,21 @@ class GraphCache:
         self._current: BoundPrograms | None = None
 
     def __reduce__(self) -> tuple[type[GraphCache], tuple[Runtime]]:
-        # A copy makes its own: programs belong to the weights in this memory.
+        # A copy makes its own programs, since programs belong to the weights in this memory.
         return GraphCache, (self.runtime,)
 
     def for_another_model(self) -> GraphCache:
-        """Make one for the programs of another model, by the same runtime."""
+        """Make a cache for the programs of another model, by the same runtime."""
         return GraphCache(self.runtime, self._clock)
 
     @property
     def bucket(self) -> int:
-        """Passes of a round look at a multiple of this number of slots."""
+        """Passes of a round read a multiple of this number of slots."""
         return self.runtime.bucket
 
     @property
     def refusals(self) -> dict[PassKind, str]:
-        """Kinds that the stock modules run for good, and why."""
+        """Kinds that the stock modules always run, with the reasons."""
         return {kind: each.refused for kind, each in self._candidates.items() if each.refused is not None}
 
     @property
@@ -118,10 +118,10 @@ class GraphCache:
         return {} if self._current is None else self._current.candidates
 
     def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
-        """Return the programs that fit the model as it is now, for one generation. Drop all of them if it has changed.
+        """Return the programs that fit the model as it is now, for one generation. Drop all programs if it has changed.
 
         Returns:
-            None: passes of the model as it is are not recorded.
+            None: passes of the model in this state are not recorded.
         """
         self.runtime.check(weight_of(model.get_input_embeddings()).device)
         if self.runtime.after is None:
@@ -132,18 +132,18 @@ class GraphCache:
             self._current = current = None
             if why_not(model) is None:
                 self._current = current = BoundPrograms(self.runtime, self._clock, ModelState(model))
-        # Foreign hooks may act differently on each call, and a recording would repeat what they did once.
+        # Foreign hooks may act differently on each call, but a recording would repeat their first action.
         return None if current is None or current.state.others else current
 
 
 class BoundPrograms:
     """The programs of one state of a model.
 
-    A generation uses the programs of the state in which the model was when it began. If the model is changed meanwhile,
-    nothing more is recorded.
+    A generation uses the programs of the model's state at its beginning. If the model changes meanwhile, nothing more
+    is recorded.
 
     Attributes:
-        candidates: how far kinds of passes have come.
+        candidates: progress of each kind of pass.
     """
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
@@ -153,9 +153,9 @@ class BoundPrograms:
         self._clock = clock
 
     def serving(self, kind: PassKind, most: int) -> PassKind:
-        """The kind whose program runs passes of `kind`, over `most` tokens of each row at most.
+        """Return the kind whose program runs passes of `kind`, over at most `most` tokens of each row.
 
-        It is `kind` itself where that has one or is to get one, else the least wide of those that have.
+        It is `kind` itself if that has a program or gets one, else the narrowest wider kind with a program.
         """
         candidate = self.candidates.get(kind)
         if candidate is None or candidate.program is not None or self._is_due(candidate):
@@ -179,14 +179,14 @@ class BoundPrograms:
         stock: Callable[[], PassOutput],
         function: Callable[[], PassFunction],
     ) -> PassOutput:
-        """Run a pass, by its program where there is one.
+        """Run a pass, by its program if there is one.
 
         Args:
-            kind: of the pass, or of a wider one that serves it.
-            tensors: what that takes.
+            kind: of the pass, or of a wider pass that serves it.
+            tensors: arguments of that kind.
             width: tokens of each row of the pass itself.
-            stock: runs it with the stock modules.
-            function: gives it as a function of tensors, to make a program of.
+            stock: runs the pass with the stock modules.
+            function: returns the pass as a function of tensors, to make a program of.
         """
         candidate = self.candidates.get(kind)
         if candidate is None:
@@ -200,7 +200,7 @@ class BoundPrograms:
                 return program.run(tensors, width)
             except (OtherSizesError, torch.OutOfMemoryError):
                 return stock()
-            # It held for what it was tried on. The stock modules write its keys and values once more.
+            # A proved program may still fail on new inputs. The stock modules write its keys and values again.
             except Exception as error:
                 candidate.refuse(_said(error))
                 return stock()
@@ -218,7 +218,7 @@ class BoundPrograms:
             candidate.making.release()
 
     def _is_due(self, candidate: _Candidate) -> bool:
-        """Whether enough passes of a kind have come, or have taken as long as a program takes to make."""
+        """Return whether passes of a kind were numerous enough, or took as long as making a program."""
         after = self.runtime.after
         return after is not None and (candidate.passes > after or candidate.waited > self.runtime.making_seconds)
 
@@ -227,7 +227,7 @@ class BoundPrograms:
 
         Args:
             kind: of each step, over one token of each row.
-            first: of the first step, whose tokens, slots and positions are written over.
+            first: arguments of the first step, whose tokens, slots and positions are overwritten.
             draws: of the tokens.
         """
         candidate = self.candidates.get(kind)
@@ -235,7 +235,7 @@ class BoundPrograms:
         return self.runtime.chain(program.function, first, draws) if program is not None and program.is_plain else None
 
     def forget(self, path: LayerPath) -> None:
-        """Drop the programs of passes along a path, so that there is room for others."""
+        """Drop the programs of passes along a path, to make room for other programs."""
         for kind in [kind for kind in list(self.candidates) if kind.path == path]:
             self.candidates.pop(kind, None)
 
@@ -262,7 +262,7 @@ class BoundPrograms:
             seconds = timer.now() - began
         except OtherSizesError:
             return expected
-        # Whatever goes wrong in making or trying a program, the stock modules write its keys and values once more.
+        # If making or trying a program fails in any way, the stock modules write its keys and values again.
         except Exception as error:
             candidate.refuse(_said(error))
             return stock()

@@ -26,7 +26,7 @@ _NAME = "selfspec_grouped_sdpa"
 
 
 def for_grouped_queries(module: nn.Module) -> nn.Module:
-    """A view of a module whose attentions share key heads without copies; the module itself where none do.
+    """Make a view of a module whose attentions share key heads without copies; the module itself if none do.
 
     Args:
         module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
@@ -35,7 +35,7 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
 
 
 def with_kernel(module: nn.Module, name: str, takes: Callable[[nn.Module], bool]) -> nn.Module:
-    """A view of a module whose attentions ask for another kernel; the module itself where none do.
+    """Make a view of a module whose attentions ask for another kernel; the module itself if none do.
 
     Args:
         module: a model, or a part of one. It is neither changed nor copied.
@@ -65,7 +65,7 @@ def _asking(
 
 
 def asks_for_kernel(module: nn.Module) -> bool:
-    """Whether a module is an attention that asks its configuration for a kernel; others choose theirs themselves."""
+    """Return whether a module is an attention that asks its configuration for a kernel."""
     code = getattr(written_forward(module), "__code__", asks_for_kernel.__code__)
     return "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -82,7 +82,7 @@ def written_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def runs_stock_kernel(module: nn.Module) -> bool:
-    """Whether the kernel that an attention asks for is sdpa, that of `transformers`, and of torch below it."""
+    """Return whether an attention asks for sdpa, with the unchanged code of `transformers` and torch."""
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
         return False
     kernels = written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
@@ -100,7 +100,7 @@ def _attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
+    """Attend as `transformers` asks: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
 
     def stock() -> Tensor:
         output: Tensor = sdpa_attention_forward(
@@ -125,7 +125,7 @@ def _attend(
 
 
 def _is_for_inference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Whether attention is over few tokens, needs no gradient, and computes in the dtype that all have."""
+    """Return whether attention is over few tokens, needs no gradient, and has one dtype for all inputs."""
     from selfspec.kernels.triton_attention import MOST_OFF, MOST_TOKENS
 
     alike = query.dtype in MOST_OFF and query.dtype == key.dtype == value.dtype

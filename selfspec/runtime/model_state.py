@@ -64,7 +64,7 @@ class ModelState:
         self._settings = _settings()
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         try:
             found = self._found()
         except KeyError:
@@ -91,7 +91,7 @@ class ModelState:
                 self._follow(each, tensors)
 
     def _found(self) -> tuple[Any, ...]:
-        """Everything noted, in one list."""
+        """Return all noted objects in one tuple."""
         return (
             *chain.from_iterable(self._contents),
             *chain.from_iterable(names(space) for names, space in self._names),
@@ -99,7 +99,7 @@ class ModelState:
         )
 
     def _laid_out(self) -> list[object]:
-        """Addresses, strides and offsets of its tensors."""
+        """Return addresses, strides and offsets of its tensors."""
         # The values of other tensors may be part of a recording.
         versions = [None if each.is_inference() else each._version for each in self._constants]
         return [*map(_layout, self._weights), *map(_layout, self._constants), *versions]
@@ -117,7 +117,7 @@ def _is_same(found: Any, known: Any) -> bool:
 
 
 def _settings() -> tuple[object, ...]:
-    """The process-wide settings by which torch chooses kernels and dtypes."""
+    """Return the process-wide settings by which torch chooses kernels and dtypes."""
     cuda, mkldnn, cudnn = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
     return (
         torch.get_num_threads(),
@@ -231,7 +231,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _home(value: Any) -> str:
-    """The module that a callable comes from."""
+    """Return the name of the module that a callable comes from."""
     if isinstance(value, FunctionType):
         # A wrapper reports the module of what it wraps.
         home = value.__globals__.get("__name__")

@@ -1,4 +1,4 @@
-"""RMSNorm in one step: as six operations it outlasts a product.
+"""RMSNorm in one step: as six operations it takes longer than a product.
 
 On a CPU where selfspec's kernels were built, on a CUDA device where Triton runs.
 """
@@ -18,7 +18,7 @@ from selfspec.model.view import same_code, view_of, view_running
 
 
 def for_norms(module: nn.Module) -> nn.Module:
-    """A view of a model, or a part of one, whose norms are one operation each; itself where there are none."""
+    """Make a view of a model, or a part of one, whose norms are one operation each; itself if there are none."""
     return view_of(module, _in_one_step)
 
 

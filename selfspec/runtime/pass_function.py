@@ -25,7 +25,7 @@ from selfspec.model.row_positions import RowPositions
 
 @dataclass(frozen=True)
 class PassKind:
-    """What passes have in common that one program can run.
+    """The properties shared by passes that one program can run.
 
     Attributes:
         head: what reads the last states; None: the model's own.
@@ -57,7 +57,7 @@ class PassKind:
 
 @dataclass(frozen=True)
 class PassTensors:
-    """What a pass takes, and the same in a row as tensors alone.
+    """The arguments of a pass, also as a flat tuple of tensors.
 
     Attributes:
         tokens: `[rows, width]`, or embeddings, `[rows, width, hidden]`.
@@ -72,7 +72,7 @@ class PassTensors:
     source: ReadSource | None = None
 
     def flat(self) -> tuple[Tensor, ...]:
-        """All of them, in an order that `PassFunction` knows."""
+        """Return all tensors, in the order that `PassFunction` reads."""
         slots = self.slots
         entering = () if self.entering is None else (self.entering.hidden, *self.entering.attention.values())
         block = () if slots.block is None else slots.block.tensors
@@ -84,7 +84,7 @@ class PassTensors:
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass gives, and the same in a row.
+    """The results of a pass, also as a flat tuple of tensors.
 
     Attributes:
         logits: `[rows, width, vocab]`; None where the pass ends before the head.
@@ -97,13 +97,13 @@ class PassOutput:
     features: Features = field(default_factory=dict)
 
     def flat(self) -> tuple[Tensor, ...]:
-        """All of them: logits, states, features."""
+        """Return all tensors: logits, states, features."""
         logits = () if self.logits is None else (self.logits,)
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
         return (*logits, *states, *self.features.values())
 
     def first(self, width: int) -> PassOutput:
-        """What it gives of the first tokens of each row."""
+        """Return the results of the first `width` tokens of each row."""
         logits = None if self.logits is None else self.logits[:, :width]
         states = None if self.states is None else self.states.first(width)
         return PassOutput(logits, states, {point: each[..., :width, :] for point, each in self.features.items()})
@@ -111,7 +111,7 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class PassFunction:
-    """Called with the tensors of `PassTensors.flat`, it gives those of `PassOutput.flat`.
+    """A pass as a function: maps the tensors of `PassTensors.flat` to those of `PassOutput.flat`.
 
     Attributes:
         view: runs the path.
@@ -130,11 +130,11 @@ class PassFunction:
         return self.masked(tensors, self._masks(tensors, self.kind.padded)).flat()
 
     def masks(self, tensors: tuple[Tensor, ...]) -> Any:
-        """What the model takes as its mask, made even where it needs none: a tensor, or a dict of them."""
+        """Return the model's mask, made even if it needs none: a tensor, or a dict of tensors."""
         return self._masks(tensors, True)
 
     def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassOutput:
-        """What the pass gives under a mask."""
+        """Return the results of the pass under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
         cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.view.bits)
@@ -193,7 +193,7 @@ class PassFunction:
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:
-    """What a stock model is called with, besides its cache.
+    """Return the arguments of a stock model, besides its cache.
 
     Args:
         tokens: `[rows, width]`, or embeddings in their place, `[rows, width, hidden]`.
@@ -212,7 +212,7 @@ def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[st
 
 
 def beside_source(module: nn.Module, inputs: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """What a stock model with an encoder is called with, or its decoder, so that it reads a source and no input anew.
+    """Return the arguments with which an encoder-decoder, or its decoder, uses a source that is already read.
 
     Args:
         module: the model, or the part of it that runs.
@@ -253,7 +253,7 @@ def run_view(
 
 
 class SlotCache(Cache):
-    """What a stock model takes as its cache in such a pass.
+    """The cache that a stock model takes in such a pass.
 
     Args:
         slots: where the pass writes, and what it sees.
@@ -272,7 +272,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all the pass may look at."""
+        """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all that the pass may see."""
         written = zip(self._buffers[layer_idx], (key_states, value_states), strict=True)
         keys, values = (self._updated(buffer, states) for buffer, states in written)
         if self._bits is None or self._copied is None:
@@ -281,17 +281,17 @@ class SlotCache(Cache):
         return seen_by_copies(keys, values, parts, self._copied, self._bits)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Number of slots before the pass's tokens; a tensor of one where the device alone knows."""
+        """Return the number of slots before the pass's tokens; a tensor if only the device knows it."""
         if self._padded:
             return self._slot_mapping[:, 0].amax()
         return self._visible.shape[0] - self._slot_mapping.shape[1]
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Slot of the pass's first token."""
+        """Return the slot of the pass's first token."""
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[Any, int]:
-        """Number of slots the pass looks at, and the first of them."""
+        """Return the number of slots that the pass reads, and the first of them."""
         return self._visible.shape[0], 0
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class ProcessLock:
         self._held: threading.Lock | None = None
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock; whether it was taken. See `threading.Lock.acquire`."""
+        """Take the lock; return whether it was taken. See `threading.Lock.acquire`."""
         lock = self._locks.setdefault(os.getpid(), threading.Lock())
         taken = lock.acquire(blocking)
         if taken:

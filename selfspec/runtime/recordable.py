@@ -1,4 +1,4 @@
-"""Whether a model's passes can be recorded: whether equal inputs always take the same path through its code."""
+"""Check whether a model's passes can be recorded: equal inputs must always take the same path through its code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether a torch mode or autocast is active here for a device, which sees or changes every operation."""
+    """Return whether a torch mode or autocast, which sees or changes every operation, is active for a device."""
     return (
         _get_current_dispatch_mode() is not None
         # A default device is such a mode too.
@@ -116,12 +116,12 @@ class _NoReading(TorchDispatchMode):
 
 
 def reads_values(func: Any, args: Any) -> bool:
-    """Whether a torch operation turns values of tensors into numbers or shapes, which waits for the device."""
+    """Return whether a torch operation turns values of tensors into numbers or shapes, which waits for the device."""
     if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
         return False
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def _is_chosen_by(index: Tensor | None) -> bool:
-    """Whether an index is a mask, so that the shape of the result depends on its values."""
+    """Return whether an index is a mask, so that the shape of the result depends on its values."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""Runs passes by their recorded programs where there are any, and by the stock modules where not."""
+"""Run passes by their recorded programs if there are any, else by the stock modules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RecordedRunner(ModelRunner):
                 yield step
 
     def _streams(self, call: PassCall) -> bool:
-        """Whether a pass streams weights, which no program does."""
+        """Return whether a pass streams weights, which no program does."""
         place = call.path, call.head, call.taps
         if place not in self._streaming:
             # Programs read substitutes where they are; making the view renews those of weights that have changed.
@@ -88,7 +88,7 @@ class RecordedRunner(ModelRunner):
         return self._streaming[place]
 
     def _wider(self, call: PassCall, kind: PassKind, slots: Slots) -> PassTensors | None:
-        """What the program for a longer chain takes to serve this one: its last tokens' slots are written again."""
+        """Return the tensors with which a longer chain's program serves this call; extra slots are written again."""
         # Nothing may lie behind the last token.
         tree = self._cache.tree
         at_end = tree is None or (tree.is_chain and call.first + kind.width == len(tree))
@@ -105,7 +105,7 @@ class RecordedRunner(ModelRunner):
         return tensors if tensors is not None and self._programs.runtime.takes(tensors) else None
 
     def _tensors(self, call: PassCall, tokens: Tensor) -> PassTensors | None:
-        """What a program takes for a call over these tokens; None: there is more to know than tensors say."""
+        """Return a program's tensors for a call over these tokens; None: tensors cannot describe the call."""
         slots = self._cache.slots(tokens.shape[1], call.first, call.path.view)
         source = None if self._cache.source is None else self._cache.source.as_tensors(self.depth)
         if slots is None or (self._cache.source is not None and source is None):

@@ -1,4 +1,4 @@
-"""Rotary positions in one step on a CUDA device, where Triton runs: as ten operations they outlast a product."""
+"""Rotary positions in one step on a CUDA device with Triton: as ten operations they take longer than a product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROTATE, _HALF = "apply_rotary_pos_emb", "rotate_half"
 
 
 def for_rotary(module: nn.Module) -> nn.Module:
-    """A view of a model, or a part of one, whose attentions turn queries and keys in one step; itself where none do."""
+    """Make a view of a model, or a part of one, whose attentions rotate queries and keys in one step; else itself."""
     devices = {weight.device for weight in module.parameters()}
     return view_of(module, _in_one_step) if any(map(runs_triton, devices)) else module
 
@@ -40,7 +40,7 @@ def _in_one_step(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Modul
 
 
 def _turns_halves(forward: FunctionType) -> bool:
-    """Whether the code of an attention turns queries and keys as `_apply_rotary_pos_emb` does."""
+    """Return whether the code of an attention rotates queries and keys as `_apply_rotary_pos_emb` does."""
     if _ROTATE not in forward.__code__.co_names:
         return False
     rotate, half = (forward.__globals__.get(name) for name in (_ROTATE, _HALF))
@@ -59,7 +59,7 @@ def _rotated(stock: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsquee
 
 
 def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether shapes and layouts are those that the kernel reads: it takes one layout for cosines and sines."""
+    """Return whether the kernel reads these shapes and layouts: cosines and sines must have the same layout."""
     rows, _, tokens, width = q.shape
     turns = cos.shape[0] in (1, rows) and cos.shape[1:] == (tokens, width) and width % 2 == 0
     same = cos.shape == sin.shape and cos.stride() == sin.stride()
@@ -67,7 +67,7 @@ def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """The halves of a head exchanged, one with its sign turned, as the modules of `transformers` compute it."""
+    """Exchange the halves of a head, one with its sign changed, as the modules of `transformers` compute it."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)

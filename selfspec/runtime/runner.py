@@ -60,7 +60,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class PassCall:
-    """What a pass runs, and on what.
+    """The path of a pass, with its inputs.
 
     Attributes:
         path: what it runs.
@@ -130,7 +130,7 @@ class ModelRunner:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The stock model whose passes it runs."""
+        """Stock model whose passes it runs."""
         return self._stock_model
 
     @property
@@ -140,7 +140,7 @@ class ModelRunner:
 
     @property
     def cache(self) -> SharedCache:
-        """What its passes read and write."""
+        """Cache that its passes read and write."""
         return self._cache
 
     def over(self, cache: SharedCache) -> ModelRunner:
@@ -196,7 +196,7 @@ class ModelRunner:
 
     @property
     def keeps_last_logits(self) -> bool:
-        """Whether the model can leave out logits of all but the last tokens of a pass."""
+        """True if the model can compute the logits of the last tokens of a pass alone."""
         return takes(self._stock_model, "logits_to_keep")
 
     def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -240,9 +240,9 @@ class ModelRunner:
         return tap.take()
 
     def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
-        """Choose the slots that drafts attend to which attend to so many keys, where it is time to.
+        """Choose the slots for drafts that attend to `keys` keys, in rows where the choice is due.
 
-        It takes a plain step of the stock modules. What this writes is written again by verification.
+        This takes a plain step of the stock modules, whose keys and values verification writes again.
 
         Args:
             keys: of the cache's `top`.
@@ -305,7 +305,7 @@ class ModelRunner:
 
     @property
     def _runs_alone(self) -> str | None:
-        """The base, where it may run alone for what a pass leaves; None: what is around it acts on a pass, too."""
+        """Base of the model, if it may run alone for the states of a pass; None: code around it acts on a pass, too."""
         return self._base if base_alone(self._stock_model, self._base) else None
 
     def _run_for_states(self, module: nn.Module, tokens: Tensor) -> None:
@@ -315,7 +315,7 @@ class ModelRunner:
         runs(**self._called_with(runs, tokens), **kept)
 
     def _kept(self, last: int) -> dict[str, object]:
-        """What leaves out logits of all but the last tokens, where the model can."""
+        """Return the option that limits logits to the last tokens, if the model has it."""
         return {"logits_to_keep": last} if self.keeps_last_logits else {}
 
     # What another runner replaces.
@@ -354,13 +354,13 @@ class ModelRunner:
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
 
     def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:
-        """What the model, or the part of it that runs, is called with to read the first tokens of prompts or blocks."""
+        """Return the arguments with which the model, or a part of it, reads the first tokens of prompts or blocks."""
         inputs, source = self._inputs(tokens), self._cache.source
         return inputs if source is None else beside_source(module, inputs, source)
 
 
 class Behind(ABC):
-    """Nodes that the pass which verifies reads behind a draft's own, for the drafter's sake. None of them is judged.
+    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged.
 
     Attributes:
         any_tree: whether they may follow any tree, not only the one for which they were made.

@@ -51,15 +51,15 @@ class Runtime(ABC):
 
     @property
     def making_seconds(self) -> float:
-        """Seconds that passes of a kind take by the stock modules before a program replaces them, if these come first.
+        """Seconds that passes of a kind take by the stock modules before a program replaces them, if reached first.
 
-        Where passes run on when they have been called it is infinite: nothing then says what they take.
+        Infinite if passes run asynchronously, since their time is then unknown.
         """
         return math.inf
 
     @property
     def bucket(self) -> int:
-        """The number of slots that passes look at is a multiple of this."""
+        """Passes read a multiple of this number of slots."""
         return 1
 
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
@@ -69,15 +69,15 @@ class Runtime(ABC):
         """Refuse a model that this runtime cannot run."""
 
     def viewed(self, module: _Module) -> _Module:
-        """A view of a model, or of a part of one, that the stock modules' passes run: here one that takes less time."""
+        """Return the view of a model, or of a part of one, that the stock modules' passes run: here a faster one."""
         return with_kernels(module)
 
     def takes(self, example: PassTensors) -> bool:
-        """Whether it makes programs of passes like this one."""
+        """Return whether it makes programs of passes like this one."""
         return True
 
     def width(self, tokens: int) -> int:
-        """How many tokens of each row a program reads for a chain of `tokens`; those behind the last are scrap."""
+        """Return how many tokens of each row a program reads for a chain of `tokens`; tokens after it are scrap."""
         return tokens
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
@@ -91,11 +91,11 @@ class Runtime(ABC):
         return None
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """A view of a model that programs are made of; here the model itself."""
+        """Return the view of a model that programs are made of; here the model itself."""
         return model
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
-        """Whether a program has agreed with the stock modules often enough: here, over three numbers of slots.
+        """Return whether a program has agreed with the stock modules often enough: here, over three numbers of slots.
 
         Args:
             lengths: the number of visible slots in each comparison.
@@ -103,7 +103,7 @@ class Runtime(ABC):
         return len(set(lengths)) >= TRIALS
 
     def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        """Whether a program agrees with the stock modules: here, bit for bit.
+        """Return whether a program agrees with the stock modules: here, bit for bit.
 
         Args:
             kind: of the pass.
@@ -141,7 +141,7 @@ def with_kernels(module: _Module) -> _Module:
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Whether two passes gave the same bits."""
+    """Return whether two passes gave the same bits."""
     # NaN differs from itself, but both may give it.
     return len(given) == len(expected) and all(
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -150,7 +150,7 @@ def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...], most: float | None = None) -> bool:
-    """Whether two passes gave the same up to an error: at most this share of the norm; None: half of their digits."""
+    """Return whether two passes agree up to an error of `most` times the norm; None: to half of their digits."""
     return len(given) == len(expected) and all(
         _is_close(one, other, most) for one, other in zip(given, expected, strict=True)
     )

@@ -22,12 +22,12 @@ class Timer:
         self._device = device
 
     def now(self) -> float:
-        """The time when all that was asked of the device is done."""
+        """Return the time after all work of the device is done."""
         wait_for(self._device)
         return self._clock()
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds that a piece of work takes."""
+        """Return the seconds that a piece of work takes."""
         began = self.now()
         work()
         return self.now() - began

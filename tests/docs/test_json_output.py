@@ -127,7 +127,7 @@ def test_schemas_describe_commands() -> None:
 
 def test_fields_are_described_by_docstrings_and_nested_results_are_declared_too() -> None:
     schema = schema_of("inspect")
-    assert schema["properties"]["exits"]["description"].startswith("of each exit")
+    assert schema["properties"]["exits"]["description"].startswith("for each exit")
     assert schema["$defs"]["Weights"]["required"] == ["parameters", "bytes"]
     assert "plan" not in schema["required"]
 

@@ -1,5 +1,5 @@
-"""Draft heads: small networks over states of the target, as they are published or lie inside checkpoints.
+"""Draft heads: small networks over states of the target, published alone or as a part of checkpoints.
 
-One file a family. What they have in common is `head.py` (what a head computes), `pairs.py` (its passes over a cache of
-its own, which follows what is committed) and `growing_head.py` (drafts with it).
+Each family has one file. They share `head.py` (the computation of a head), `pairs.py` (its passes over a cache of its
+own, which follows the committed text) and `growing_head.py` (drafting with it).
 """

@@ -1,4 +1,4 @@
-"""DFlash: a block of masked tokens that attends in both directions, and to what the target's states say of the text."""
+"""DFlash: a block of masked tokens that attends in both directions, and to the target's states of the text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What a folder says of its blocks, in whichever layout.
+    """Describes the blocks of a head, read from its folder in either layout.
 
     Attributes:
         layers: the configuration of its layers, as `transformers` takes it.
-        points: whose inputs it reads, by number of layer.
-        end: what it reads where that number is the model's depth: the last state, before or after the final norm.
+        points: numbers of the layers whose inputs it reads.
+        end: the state it reads where that number is the model's depth: the last one, before or after the final norm.
         size: tokens of a block, the last committed one included.
-        mask: the token in the place of those that are not known.
+        mask: the token in the place of unknown tokens.
         first: place in the block that guesses the next token.
     """
 
@@ -54,11 +54,11 @@ class BlockConfig:
         """Read a config.json.
 
         Raises:
-            ValueError: it lacks something.
+            ValueError: a field is missing.
         """
         own = config.get("dflash_config")
         if own is not None:
-            # State i is what leaves layer i, as transformers gives it: of the last layer after the final norm.
+            # State i is the output of layer i in transformers: for the last layer, that is after the final norm.
             points = [point + 1 for point in own.get("target_layer_ids") or ()]
             layers, mask = config, own.get("mask_token_id")
         else:
@@ -82,10 +82,7 @@ class BlockConfig:
 class DFlash(FromFolder, HeadDrafter):
     """Drafts with a DFlash head (2026, arXiv 2602.06036): all tokens of a block in one pass, which is not causal.
 
-    Its layers take keys and values of the text from the target's states, and keep none of what was drafted.
-
-    Attributes:
-        source: the folder.
+    Its layers take keys and values of the text from the target's states, and keep none of drafted tokens.
     """
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -144,7 +141,7 @@ class DFlash(FromFolder, HeadDrafter):
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         without = ("embed_tokens.weight", "t2d", "d2t")
         read = {name: shape for name, shape in self._shapes.items() if name not in without}
-        # One pass drafts all of them.
+        # One pass drafts all tokens of a block.
         return share_of(bytes_read(read, model, self.weight_bits), model, adapter) / (self._config.size - 1)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
@@ -191,10 +188,10 @@ class BlockFusion(Fusion):
     """Joins states of several layers of the target, and norms them.
 
     Args:
-        config: of the blocks.
+        config: description of the blocks.
         read: width of these states together.
         hidden: width of the head.
-        norm: one like that behind it.
+        norm: a norm of the kind and epsilon to use.
     """
 
     def __init__(self, config: BlockConfig, read: int, hidden: int, norm: nn.Module) -> None:
@@ -214,7 +211,7 @@ class BlockFusion(Fusion):
 
 
 class ContextState(PairState):
-    """Keeps keys and values that a DFlash head makes of the target's states; slot p belongs to token p."""
+    """Keeps the keys and values that a DFlash head makes from the target's states; slot p belongs to token p."""
 
     kept = 0
 
@@ -231,7 +228,7 @@ class ContextState(PairState):
         tokens[:, :1] = view.last_tokens
         states = self.head.embed(tokens)
         base = self._base
-        # A block sees all that is committed before it, and all of itself.
+        # A block sees all committed tokens before it, and all of its own.
         ends = to_device(self._cache.seq_lens, states.device) + config.size
         tables = self._tables(states)
         for number, layer in enumerate(base.layers):
@@ -265,7 +262,7 @@ class ContextState(PairState):
         return cos[:, None], sin[:, None]
 
     def _store(self, number: int, states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Write keys and values of states behind the cursors; return all of the layer there are up to their end."""
+        """Write keys and values of states behind the cursors; return the layer's keys and values up to their end."""
         attention = self._base.layers[number].self_attn
         keys, values = rotated(heads_of(attention, "k", states), *tables), heads_of(attention, "v", states)
         with self._cache.reading(states.shape[1]):
@@ -282,7 +279,7 @@ def heads_of(attention: Any, part: str, states: Tensor) -> Tensor:
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first numbers of each head by its position, as many as there are angles."""
+    """Rotate the first numbers of each head by its position, as many as there are rotary angles."""
     turned, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)

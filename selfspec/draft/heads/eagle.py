@@ -1,4 +1,4 @@
-"""EAGLE heads, from folders as SafeAILab and the speculators library write them."""
+"""EAGLE heads, from folders in the layouts of SafeAILab and of the speculators library."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _FEWEST_LAYERS = 6
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a folder says of its head, in whichever layout.
+    """Describes a head, read from its folder in either layout.
 
     Attributes:
         layers: the configuration of its layers, as `transformers` takes it.
-        points: whose inputs it reads, by number of layer; empty: the usual three.
+        points: numbers of the layers whose inputs it reads; empty: the usual three.
         target: width of the target; None: its own.
-        drafted: how many tokens it drafts; None: it does not say.
+        drafted: number of tokens it drafts from; None: the folder does not say.
         normed_residual: see `Eagle3Layer`.
-        norm: over the states that it reads: each by itself, or all together; None: none.
-        recycled: which state it goes on from.
-        base: the name of the model that it was trained for, for messages; empty: it names none.
+        norm: whether the states that it reads are normed each by itself or all together; None: no norm.
+        recycled: the one of its states that stands for a drafted token.
+        base: the name of the model that it was trained for, for messages; empty: the folder names none.
     """
 
     layers: Mapping[str, Any]
@@ -58,7 +58,7 @@ class EagleConfig:
         """Read a config.json.
 
         Raises:
-            ValueError: it describes no layers.
+            ValueError: the config describes no layers.
         """
         kind = config.get("speculators_model_type")
         own = config.get("eagle_config") or {}
@@ -90,13 +90,10 @@ class EagleConfig:
 )
 @dataclass(frozen=True)
 class Eagle(FromFolder, HeadDrafter):
-    """Drafts with an EAGLE head: one layer over states of the target, fed with its own states for further tokens.
+    """Drafts with an EAGLE head: one layer over states of the target, which reads its own states for further tokens.
 
     EAGLE 1 and 2 (Li et al., 2024, arXiv 2401.15077 and 2406.16858) read the target's last states, EAGLE-3 (2025, arXiv
     2503.01840) those of three layers, and may draft from a vocabulary of fewer tokens.
-
-    Attributes:
-        source: the folder.
     """
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -123,7 +120,7 @@ class Eagle(FromFolder, HeadDrafter):
         if not self._is_third:
             return ("normed",)
         chosen = self._config.points or (2, depth // 2, depth - 3)
-        # What enters the layer after the last is what leaves the last.
+        # The input of the layer after the last one is the output of the last.
         return tuple("last" if point == depth else point for point in chosen)
 
     def check(self, depth: int) -> None:
@@ -166,7 +163,7 @@ class Eagle(FromFolder, HeadDrafter):
         return share_of(bytes_read(read, model, self.weight_bits), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        # Embeddings are kept where they differ from the model's, which their weights alone say.
+        # Embeddings are kept if they differ from the model's; the shapes do not tell, so they count.
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")}
         size = bytes_kept(kept, model, self.weight_bits)
         return OwnBytes(size, cache_summary(self._layers_config(), model.dtype).bytes_per_token)
@@ -216,7 +213,7 @@ class Eagle(FromFolder, HeadDrafter):
         )
 
     def _masked(self, fusion: Fusion, embed: nn.Module, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """Return what enters the layers in the place of a token that is not known; None: nothing does."""
+        """Return the input of the layers in the place of an unknown token; None: the head reads none."""
         return None
 
     def _layers(self) -> int:
@@ -235,7 +232,7 @@ class Eagle(FromFolder, HeadDrafter):
 
 
 def _name(name: str) -> str:
-    """Return the name of a weight in either layout."""
+    """Return the common name of a weight from either layout."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 

@@ -1,4 +1,4 @@
-"""What EAGLE heads compute before their layers, and the first layer of EAGLE-3."""
+"""The computation of EAGLE heads before their layers, and the first layer of EAGLE-3."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Eagle1Fusion(Fusion):
 
 
 class Eagle3Fusion(Fusion):
-    """Joins states of several layers of the target (EAGLE-3; Li et al., 2025). Its own states need no joining.
+    """Joins states of several layers of the target (EAGLE-3; Li et al., 2025). The head's own states need no joining.
 
     Args:
         target: width of the target.
         points: number of layers whose states are read.
         hidden: width of the head.
-        norm: makes a norm of some width, over each state (`each`) or over all together; None: there is none.
+        norm: makes a norm of a given width; None: no norm.
+        each: whether each state has its own norm; else one norm covers all states together.
     """
 
     def __init__(self, target: int, points: int, hidden: int, norm: Any = None, each: bool = False) -> None:
@@ -59,12 +60,12 @@ class Eagle3Fusion(Fusion):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer that reads an embedding and a state, `[batch, tokens, 2 * hidden]`, and adds to the state.
+    """Reads an embedding and a state, `[batch, tokens, 2 * hidden]`, and adds to the state, as a decoder layer.
 
     Args:
-        layer: a stock layer, of whose parts it is made.
-        config: of the head's layers.
-        normed_residual: whether what it adds to is the state after its norm.
+        layer: a stock layer, whose parts it takes.
+        config: configuration of the head's layers.
+        normed_residual: whether the residual is the state after its norm.
     """
 
     def __init__(self, layer: nn.Module, config: PreTrainedConfig, normed_residual: bool) -> None:
@@ -95,8 +96,8 @@ def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residu
     """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs.
 
     Args:
-        config: of its layers.
-        attention: the kernel; None: the default.
+        config: configuration of its layers.
+        attention: the attention kernel; None: the default.
         normed_residual: see `Eagle3Layer`.
     """
     layers = causal_lm(config, attention)

@@ -1,4 +1,4 @@
-"""The folder of a published head: its configuration and its weights. Nothing is unpickled but tensors."""
+"""Folders of published heads: their configuration and weights. Only tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class FromFolder(Drafter):
-    """A drafter that is written with the folder that it reads, `name:FOLDER`.
+    """Drafts with weights from a folder, and is written `name:FOLDER`.
 
     Attributes:
         source: the folder.
-        weight_bits: of its linear layers, 8 or 4; None: they have the dtype of the model.
+        weight_bits: bits of its linear layers, 8 or 4; None: they have the dtype of the model.
     """
 
     source: str
@@ -61,20 +61,16 @@ class FromFolder(Drafter):
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A folder with a head.
-
-    Attributes:
-        path: the folder.
-    """
+    """Reads the folder `path`, which holds a head."""
 
     path: Path
 
     @classmethod
     def at(cls, folder: str | Path) -> HeadFolder:
-        """Return the folder of that name.
+        """Return the folder of a given path.
 
         Raises:
-            HeadError: there is none.
+            HeadError: there is no such folder.
         """
         path = checked_path("folder", folder, HeadError).expanduser()
         if not path.is_dir():
@@ -82,10 +78,10 @@ class HeadFolder:
         return cls(path)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json; that of a LoRA is called adapter_config.json.
+        """Read its config.json, which is called adapter_config.json for a LoRA.
 
         Raises:
-            HeadError: it is missing or holds no object.
+            HeadError: the file is missing or holds no object.
         """
         file = self.path / _CONFIG
         if not file.exists() and (self.path / _ADAPTER_CONFIG).exists():
@@ -102,7 +98,7 @@ class HeadFolder:
         """Refuse a folder of another kind of head.
 
         Raises:
-            HeadError: naming the kind that its config.json says, or config.json cannot be read.
+            HeadError: the kind in its config.json is another one, or config.json cannot be read.
         """
         found = kind_of(self.config())
         if found in (None, wanted):
@@ -111,7 +107,7 @@ class HeadFolder:
         raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; {remedy}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Read the names and shapes of its weights; of safetensors the headers alone.
+        """Read the names and shapes of its weights; for safetensors, only the headers are read.
 
         Raises:
             HeadError: files are missing or damaged.
@@ -126,7 +122,7 @@ class HeadFolder:
         return found
 
     def tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """Read its weights; where `names` are given, those alone.
+        """Read its weights, or only those in `names`.
 
         Raises:
             HeadError: files are missing or damaged, hold more than tensors, or NaN.
@@ -160,7 +156,7 @@ class HeadFolder:
         return found
 
     def _safetensors(self) -> list[Path] | None:
-        """The safetensors files; None: there is a pickle in their place."""
+        """Return the safetensors files; None: there is a pickle in their place."""
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
         if (self.path / _ADAPTER).exists():
@@ -183,12 +179,12 @@ class HeadFolder:
 
 
 def bits_spelled(bits: int | None) -> str:
-    """Return what is written before a head whose weights are in so many bits."""
+    """Return the prefix of a head's spelling for weights in this many bits."""
     return "" if bits is None else f"int{bits}+"
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """Return the draft that takes a head of this config.json; None: it does not say."""
+    """Return the name of the drafter for a head with this config.json; None: the file does not say."""
     named = str(config.get("speculators_model_type") or "")
     if named:
         return "eagle" if named == "eagle3" else named
@@ -205,13 +201,13 @@ def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabular
     """Return the ids of the target that a head drafts; None: all.
 
     Args:
-        differences: between each of these and the head's own id (`d2t`); None: it drafts all.
+        differences: the target's id less the head's own id, for each token (`d2t`); None: it drafts all.
         drafted: whether it drafts each token of the target (`t2d`); None: the folder does not say.
         vocabulary: number of tokens of the target.
         source: the folder, for messages.
 
     Raises:
-        HeadError: two are the same, one is none of the target's, or they are others than those that it drafts.
+        HeadError: two ids are equal, an id is none of the target's, or `d2t` and `t2d` disagree.
     """
     if differences is None:
         return None
@@ -225,10 +221,10 @@ def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabular
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Put weights into a module whose own are on the meta device; each must be there and fit.
+    """Put weights into a module on the meta device; each weight must be there and fit.
 
     Raises:
-        HeadError: naming the first that does not.
+        HeadError: naming the first weight that is missing or does not fit.
     """
     wanted = dict(module.named_parameters())
     for name, parameter in wanted.items():
@@ -244,7 +240,7 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return linear layers under the names of their weights, `NAME.weight` and, where there is one, `NAME.bias`."""
+    """Make linear layers under the names of their weights, `NAME.weight` and, if there is one, `NAME.bias`."""
     root = nn.Module()
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
@@ -264,11 +260,11 @@ def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 SCALE = "_scale_inv"
-"""What the name of a weight has behind it in the name of its scales."""
+"""Suffix that turns the name of a weight into the name of its scales."""
 
 _FLOAT8 = torch.float8_e4m3fn
 _USUAL = (128, 128)
-# What layouts that are not read call the parts of a weight.
+# Suffixes for the parts of a weight in layouts that are not read.
 _OTHERS = (
     *(".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_shape", ".weight_zero_point"),
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".absmax", ".quant_map", "_blocks", "_scales"),
@@ -276,12 +272,12 @@ _OTHERS = (
 
 
 def check_layout(names: Collection[str], config: Mapping[str, Any], source: str) -> None:
-    """Refuse weights that are kept in few bits otherwise than in blocks of float8.
+    """Refuse weights in few bits, unless they are in blocks of float8.
 
     Args:
-        names: of weights.
+        names: names of the weights.
         config: the checkpoint's configuration.
-        source: where they are, for messages.
+        source: the folder, for messages.
 
     Raises:
         HeadError: naming the layout.
@@ -292,16 +288,16 @@ def check_layout(names: Collection[str], config: Mapping[str, Any], source: str)
 
 
 def dequantised(weights: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
-    """Multiply weights in float8 by the scales of their blocks, in float32; others stay as they are.
+    """Multiply weights in float8 by the scales of their blocks, in float32; other weights are unchanged.
 
     Args:
-        weights: by name, `[..., out, in]`; the scales `[..., blocks of out, blocks of in]`, the last ones of which may
-            be cut off.
-        config: the checkpoint's configuration, which may say how large blocks are.
-        source: where they are, for messages.
+        weights: weights by name, `[..., out, in]`, and scales, `[..., blocks of out, blocks of in]`; the last blocks
+            may be cut off.
+        config: the checkpoint's configuration, which may give the size of blocks.
+        source: the folder, for messages.
 
     Raises:
-        HeadError: a weight in few bits has no scales, or of another shape.
+        HeadError: a weight in few bits has no scales, or scales of another shape.
     """
     found = {name: weight for name, weight in weights.items() if not name.endswith(SCALE)}
     block = tuple(_quantisation(config).get("weight_block_size") or _USUAL)

@@ -1,4 +1,4 @@
-"""Drafting with a head that reads its own states again for each further token: EAGLE, MTP and their like."""
+"""Drafting with a head that reads its own states again for each further token, such as EAGLE and MTP."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _Made = TypeVar("_Made")
 
 
 class HeadDrafter(Drafter):
-    """A head that was trained on states of one target, and drafts for that one alone."""
+    """Drafts with a head that was trained on states of one target, for that target alone."""
 
     runs = "model"
     weight_bits: int | None = None
-    """Of its linear layers; None: they have the dtype of the target."""
+    """Bits of its linear layers; None: they have the dtype of the target."""
     passes: ClassVar[type[PairState]] = PairState
-    """How its passes read what is committed."""
+    """Class of its passes, which read the committed text."""
 
     @property
     def block(self) -> int:
-        """Tokens that each of its drafts reads behind the last committed one, whatever the control asks for."""
+        """Fixed number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
         return 0
 
     @abstractmethod
@@ -51,7 +51,7 @@ class HeadDrafter(Drafter):
         """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
 
     def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
-        """Return these points where the model says them; here those of any model."""
+        """Return these points for one model, if they depend on it; by default they do not."""
         return self.points(depth)
 
     @abstractmethod
@@ -63,11 +63,11 @@ class HeadDrafter(Drafter):
         """
 
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make all heads that it has over a target, in their order: see `head`. Most have one."""
+        """Make all heads over a target, in their order: see `head`. Most drafters have one."""
         return [self.head(model)]
 
     def made(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make these in the bits that are asked for. Raises as `head` does."""
+        """Make these heads in `weight_bits` bits. Raises as `head` does."""
         heads = self.heads(model)
         if self.weight_bits is None:
             return heads
@@ -96,11 +96,11 @@ class HeadDrafter(Drafter):
         """Make the passes of a head over a cache of their own.
 
         Args:
-            kind: of passes.
-            head: over the target.
-            rows: of the target.
-            weight_bytes: what its own weights take.
-            **options: what this kind takes besides.
+            kind: class of the passes.
+            head: the head over the target.
+            rows: the target's rows.
+            weight_bytes: bytes of the head's own weights.
+            **options: further arguments of this class.
         """
         programs = own_programs(rows, head)
         cache = head.adapter.shared_cache(
@@ -117,30 +117,28 @@ class HeadDrafter(Drafter):
         return kind(head, runner, cache, points, *numbers, **options)
 
     def proposer(self, state: PairState) -> HeadProposer:
-        """Make what drafts with the passes of a head."""
+        """Make the proposer that drafts with the passes of a head."""
         return HeadProposer(state)
 
 
 class FeatureProposer(GrowingProposer):
-    """Grows drafts from states of the target. Of a prompt of one token none is known before the first round."""
+    """Grows drafts from states of the target. A prompt of one token has no such state before the first round."""
 
     @abstractmethod
     def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
-        """Take over the target's states of tokens that are committed.
+        """Take over the target's states of committed tokens.
 
-        Args:
-            rows: of the text.
-            features: of a pass of the target; a pass over embeddings has none.
-            places: of these tokens in that pass, in each running row.
+        `features` are those of a pass of the target, none for a pass over embeddings; `places` are the places of the
+        tokens in that pass, for each running row.
         """
 
     @abstractmethod
     def known(self, rows: RowsView) -> Sequence[bool]:
-        """Return for each running row whether it has a state to draft from."""
+        """Return, for each running row, whether it has a state to draft from."""
 
     @abstractmethod
     def reader(self, rows: RowsView, tree: Tree) -> Read:
-        """Return what reads the nodes of a draft: see `grow`."""
+        """Return the function that reads the nodes of a draft: see `grow`."""
 
     def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
         self.add(rows, features, [range(count) for count in counts])
@@ -161,13 +159,13 @@ class FeatureProposer(GrowingProposer):
 
 
 class KeepingProposer(FeatureProposer):
-    """Grows drafts from a tensor that it keeps of each row: here the target's state before the last token, `[hidden]`.
+    """Grows drafts from one tensor of each row: by default the target's state before the last token, `[hidden]`.
 
     Args:
         rows: number of rows.
 
     Attributes:
-        kept: by the row's number; None: there is none yet.
+        kept: the tensors by row number; None: the row has none yet.
     """
 
     def __init__(self, rows: int) -> None:
@@ -184,7 +182,7 @@ class KeepingProposer(FeatureProposer):
         return [self.kept[row] is not None for row in rows.running]
 
     def stacked(self, rows: RowsView) -> Tensor:
-        """Return what is kept of each running row, `[rows, ...]`; zeros of those of which nothing is."""
+        """Return the kept tensors of the running rows, `[rows, ...]`; zeros for rows without one."""
         some = next(kept for kept in self.kept if kept is not None)
         kept = (self.kept[row] for row in rows.running)
         return torch.stack([torch.zeros_like(some) if each is None else each for each in kept])
@@ -197,11 +195,7 @@ class KeepingProposer(FeatureProposer):
 
 
 class HeadProposer(FeatureProposer):
-    """Grows drafts with a head.
-
-    Args:
-        state: its passes and its cache.
-    """
+    """Grows drafts with a head, whose `state` holds its passes and its cache."""
 
     def __init__(self, state: PairState) -> None:
         super().__init__()
@@ -241,12 +235,7 @@ class HeadProposer(FeatureProposer):
 
 
 class LevelProposer(HeadProposer):
-    """Grows drafts from what one pass of a head guesses of all levels, none of which depends on the one before it.
-
-    Args:
-        state: its passes and its cache.
-        most: the most levels; None: any number.
-    """
+    """Grows drafts from one pass of a head, which guesses all levels independently; `most` limits their number."""
 
     def __init__(self, state: PairState, most: int | None = None) -> None:
         super().__init__(state)
@@ -266,7 +255,7 @@ class LevelProposer(HeadProposer):
 
 
 def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel], _Made]) -> _Made:
-    """Return what a drafter made over the model, once for each device and dtype that the model has had."""
+    """Return `made(model)`, made once for each drafter, device and dtype of the model."""
     model = rows.runner.model
     place = (drafter, model.device, model.dtype)
     if place not in rows.memories:
@@ -275,11 +264,14 @@ def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel
 
 
 def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
-    """Return of each running row where a pass has the states of what it commits: all tokens but the last new one."""
+    """Return, for each running row, the places in the pass of its committed tokens.
+
+    The last new token has no place: no pass has computed its state yet.
+    """
     found = [verdict.rows.get(row) for row in rows.running]
     return [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found]
 
 
 def share_of(nbytes: int, model: PreTrainedModel, adapter: Adapter) -> float:
-    """Return the draft cost ratio c of a head that reads so many bytes in each step."""
+    """Return the draft cost ratio c of a head that reads `nbytes` bytes in each step."""
     return nbytes / bytes_read(model, adapter)

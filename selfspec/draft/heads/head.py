@@ -1,4 +1,4 @@
-"""A draft head that is bound to a target: what it reads, what its own layers are, and which state it goes on from."""
+"""A draft head bound to a target: its inputs, its own layers, and the state that stands for a drafted token."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _GROUP_SIZE = 32
 
 
 class Fusion(nn.Module):
-    """What a head makes of states of the target, and of a state and the token after it."""
+    """Computes the inputs of a head's layers from states of the target and the tokens after them."""
 
     def state(self, features: Sequence[Tensor]) -> Tensor:
-        """Make what stands for a token of the target, `[rows, tokens, hidden]`; here its only feature as it is.
+        """Make one state for each token of the target, `[rows, tokens, hidden]`; by default its only feature.
 
         Args:
             features: one for each point that the head reads, `[rows, tokens, target hidden]` each.
@@ -36,28 +36,28 @@ class Fusion(nn.Module):
 
     @abstractmethod
     def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Return what enters the head's layers.
+        """Return the inputs of the head's layers.
 
         Args:
             embedded: embeddings of tokens, `[rows, tokens, hidden]`.
-            state: of the token before each of them, by the target or by the head itself, the same shape.
+            state: states of the tokens before them, by the target or by the head itself, in the same shape.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A head over one target.
+    """Holds the parts of a head over one target.
 
     Attributes:
-        fusion: comes before its layers.
+        fusion: computes the inputs of its layers.
         layers: a causal LM of its layers, final norm and language-model head, which is called with embeddings.
-        adapter: where it keeps its layers.
-        recycled: which of its own states stands for a token that it drafted.
+        adapter: where the causal LM keeps its layers.
+        recycled: the one of its own states that stands for a drafted token.
         embed: the embeddings of tokens, its own or the target's.
         tokens: ids that it can draft, in the order of its logits; None: all.
-        masked: what enters its layers in the place of a token that is not known yet, `[input]`; None: it takes none.
-        passes_on: which states the module behind it reads, if there is one: those that it made, or that it read.
-        precision: what its linear layers are rounded to; None: they have the dtype of the target.
+        masked: the input of its layers in the place of an unknown token, `[input]`; None: it reads no such tokens.
+        passes_on: the states that the module behind it reads, if there is one: those that it made, or that it read.
+        precision: precision of its rounded linear layers; None: they have the dtype of the target.
     """
 
     fusion: Fusion
@@ -71,10 +71,10 @@ class Head:
     precision: Precision | None = None
 
     def rounded(self, bits: int, substitutes: Substitutes) -> Head:
-        """Return the same with linear layers in fewer bits, which are all that is kept of its own.
+        """Return a copy with linear layers in fewer bits, without the head's own full-precision ones.
 
         Args:
-            bits: of a weight, 8 or 4.
+            bits: bits of a weight, 8 or 4.
             substitutes: hold a copy of the target's language-model head for all heads that read it.
         """
         precision = precision_of(bits)
@@ -87,14 +87,9 @@ class Head:
         return replace(self, fusion=fusion, layers=layers, precision=precision)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Return logits over the target's vocabulary: -inf, and so q = 0, at tokens that cannot be drafted.
+        """Return the head's logits, `[rows, tokens, ids it can draft]`, as `[rows, tokens, vocabulary]` of the target.
 
-        Args:
-            logits: of the head, `[rows, tokens, ids it can draft]`.
-            vocabulary: number of logits that the target gives.
-
-        Returns:
-            `[rows, tokens, vocabulary]`.
+        Tokens that cannot be drafted get -inf, and so q = 0.
         """
         if self.tokens is None and logits.shape[-1] == vocabulary:
             return logits
@@ -104,20 +99,20 @@ class Head:
 
 
 def precision_of(bits: int) -> Precision:
-    """Return how weights of heads are kept in fewer bits."""
+    """Return the precision of a head's weights in 8 or 4 bits."""
     return Precision(bits, _GROUP_SIZE)
 
 
 def check_for_head(model: PreTrainedModel, what: str, bits: int | None) -> None:
-    """Refuse a model that no head drafts for.
+    """Refuse a model that no head can draft for.
 
     Args:
         model: the target.
         what: the head, for messages.
-        bits: of its weights; None: they have the model's dtype.
+        bits: bits of its weights; None: they have the model's dtype.
 
     Raises:
-        UnsupportedModelError: it lies on several processes.
+        UnsupportedModelError: the model is spread over several processes.
         DraftConfigError: its device has no kernels for so few bits.
     """
     check_on_one_process(model, what)
@@ -129,7 +124,7 @@ def check_for_head(model: PreTrainedModel, what: str, bits: int | None) -> None:
 
 
 def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
-    """Count bytes of the weights of heads that are not those of their target."""
+    """Count bytes of the heads' weights that they do not share with the target."""
     its = {id(weight) for weight in model.parameters()}
     modules = (module for head in heads for module in (head.fusion, head.layers))
     own = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
@@ -137,24 +132,24 @@ def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
 
 
 def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, bits: int | None) -> int:
-    """Count bytes of weights by name, of which those of linear layers may be in fewer bits.
+    """Count bytes of weights; those of linear layers may be rounded to fewer bits.
 
     Args:
-        shapes: of the weights; embeddings are not rounded.
+        shapes: shapes of the weights by name; embeddings are not rounded.
         itemsize: bytes of a number that is not rounded.
-        bits: of a weight that is; None: none is.
+        bits: bits of a rounded weight; None: no weight is rounded.
     """
     return sum(_bytes_of(name, shape, itemsize, bits) for name, shape in shapes.items())
 
 
 def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
-    """Count bytes that a step reads: of weights, as `weight_bytes`, and the model's own head where they have none."""
+    """Count bytes that a step reads: the weights, as in `weight_bytes`, and the model's head if they have no head."""
     output = weight_of(model.get_output_embeddings()).shape
     return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, bits)
 
 
 def bytes_kept(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
-    """Count bytes that are kept: of weights, as `weight_bytes`; in fewer bits the model's own head has a copy."""
+    """Count bytes to keep: the weights, as in `weight_bytes`, and in fewer bits also a copy of the model's head."""
     return weight_bytes(shapes, model.dtype.itemsize, None) if bits is None else bytes_read(shapes, model, bits)
 
 

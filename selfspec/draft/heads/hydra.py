@@ -1,4 +1,4 @@
-"""Hydra heads: as Medusa's, but each reads the tokens that those before it drafted."""
+"""Hydra heads: like Medusa's, but each reads the tokens that the heads before it drafted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
 from selfspec.model.vocabulary import vocabulary_size
 
-# As published, letter for letter.
+# The published spelling.
 _PREFIX = "prefix_embeding_layer."
 
 
@@ -46,9 +46,6 @@ class Hydra(FromFolder, HeadDrafter):
     """Drafts with Hydra heads (Ankner et al., 2024, arXiv 2402.05109), those with a prefix layer ("Hydra++").
 
     A draft is as deep as there are heads.
-
-    Attributes:
-        source: the folder.
     """
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -97,7 +94,7 @@ class Hydra(FromFolder, HeadDrafter):
         adapter = find_adapter(layers)
         inside: Any = layers.get_submodule(adapter.base(layers))
         inside.embed_tokens = nn.Identity()
-        # Nobody reads what the layer itself would guess.
+        # The guesses of the prefix layer itself are not used.
         width = layers.config.hidden_size
         layers.lm_head = nn.Linear(width, 1, bias=False, device="meta")
         fill(layers.lm_head, {"weight": torch.zeros(1, width, device=model.device, dtype=model.dtype)}, self.source)
@@ -115,11 +112,11 @@ class Hydra(FromFolder, HeadDrafter):
 
 
 class HydraFusion(Fusion):
-    """Hydra's heads. Its prefix layer reads states alone.
+    """Computes the guesses of Hydra heads. Their prefix layer reads states alone.
 
     Args:
-        weights: by name, as published: of head i `hydra_mlp.i.b.linear` of each block b, of the first one
-            `res_connection` as well, and `hydra_lm_head.i.1`.
+        weights: weights by published name: for head i, `hydra_mlp.i.b.linear` of each block b, `res_connection` of the
+            first block, and `hydra_lm_head.i.1`.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -132,7 +129,7 @@ class HydraFusion(Fusion):
         return state.clone()
 
     def logits(self, prefix: Tensor, embedded: Tensor) -> Tensor:
-        """Return what the head of the next level guesses.
+        """Return the logits of the head of the next level.
 
         Args:
             prefix: states of the prefix layer, `[rows, 1, hidden]`.
@@ -159,7 +156,7 @@ class HydraFusion(Fusion):
 
 
 class HydraProposer(HeadProposer):
-    """Grows drafts with Hydra heads: of each level by its own head, from the prefix and the path before it."""
+    """Grows drafts with Hydra heads: one head for each level, from the prefix state and the path before it."""
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         fusion = self._state.head.fusion
@@ -189,18 +186,17 @@ def _name(name: str) -> str:
 
 
 def _count(names: Iterable[str]) -> int:
-    """Count the heads."""
     return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("hydra_mlp."))
 
 
 def _blocks(names: Iterable[str], head: int) -> list[int]:
-    """Number the residual blocks of a head. Between them lies what only training has."""
+    """Return the numbers of a head's residual blocks. The numbers between them belong to modules of training alone."""
     found = (re.fullmatch(rf"hydra_mlp\.{head}\.(\d+)\.linear\.weight", name) for name in names)
     return sorted(int(each[1]) for each in found if each)
 
 
 def _layer_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the prefix layer, which is one of the model's own kind."""
+    """Return the config of the prefix layer, which is of the same kind as the model's layers."""
     config: Any = one_layer_config(model)
     config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:1]
     found: PreTrainedConfig = config

@@ -1,8 +1,8 @@
 """Several modules for multi-token prediction, in order: the second drafts the second token, and so on.
 
-What module j reads of a token is what module j - 1 made of the token before it, and the next token. So module j guesses
-node by node of a draft from the root down to depth j - 1, and each has keys and values of its own. Behind the last
-module's depth, the last one goes on from its own states.
+Module j reads a token and the state that module j - 1 made of the token before it. So module j reads the nodes of a
+draft from the root down to depth j - 1, and each module has keys and values of its own. Below the depth of the last
+module, the last one reads its own states.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from selfspec.draft.rows_view import RowsView
 
 
 class ModuleState(PairState):
-    """The passes of one module, which may begin a draft at nodes that the modules before it guessed."""
+    """Runs the passes of one module, which may begin a draft at nodes that the modules before it guessed."""
 
-    # States that were read of the root and of the nodes, where the module behind it reads these too.
+    # States read for the root and the nodes, if the module behind reads these too.
     _read: Tensor | None = None
 
     @property
     def passed_on(self) -> Tensor:
-        """The states that the module behind it reads, of the root and of the nodes, `[rows, nodes, hidden]`."""
+        """States of the root and of the nodes that the module behind it reads, `[rows, nodes, hidden]`."""
         passed = self._states if self.head.passes_on == "made" else self._read
         assert passed is not None
         return passed
@@ -39,13 +39,13 @@ class ModuleState(PairState):
         return logits
 
     def after_nodes(self, view: RowsView, before: ModuleState, tokens: Tensor, first: int) -> Tensor:
-        """Read the nodes of a draft so far, and all that is committed before them.
+        """Read the nodes of a draft so far, and all committed tokens before them.
 
         Args:
-            view: of the target's rows.
+            view: view of the target's rows.
             before: the module whose states it reads.
-            tokens: of the nodes, `[rows, nodes]`.
-            first: number of the first node whose logits are wanted.
+            tokens: tokens of the nodes, `[rows, nodes]`.
+            first: number of the first node to return logits for.
 
         Returns:
             `[rows, nodes, vocab]`.
@@ -63,12 +63,7 @@ class ModuleState(PairState):
 
 
 class ModulesInOrder(ModuleState):
-    """The passes of the first of several modules, which runs those behind it.
-
-    Args:
-        args: see `PairState`.
-        further: passes of the modules behind it.
-    """
+    """Runs the passes of the first of several modules, and the `further` passes of the modules behind it."""
 
     def __init__(self, *args: Any, further: Sequence[ModuleState]) -> None:
         super().__init__(*args)
@@ -78,7 +73,7 @@ class ModulesInOrder(ModuleState):
 
     @property
     def _modules(self) -> list[ModuleState]:
-        # No attribute, which would be a reference cycle.
+        # An attribute would be a reference cycle.
         return [self, *self._further]
 
     @property
@@ -90,7 +85,7 @@ class ModulesInOrder(ModuleState):
         return super().row_bytes + sum(each.row_bytes for each in self._further)
 
     def _reaches(self, number: int) -> bool:
-        # The last module reads what the others made of as many tokens before it.
+        # The last module reads a state that each module before it made from one token earlier.
         known = self._cache.seq_lens[number] + self._count(number)
         return super()._reaches(number) and known > len(self._further)
 

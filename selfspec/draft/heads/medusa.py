@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses one further token from the target's last state, without a look at those before it."""
+"""Medusa heads: each guesses one further token from the target's last state, without reading the tokens before it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ from selfspec.runtime.runtime import with_kernels
 )
 @dataclass(frozen=True)
 class Medusa(FromFolder):
-    """Drafts with Medusa heads (Cai et al., 2024, arXiv 2401.10774): a draft is as deep as there are heads.
-
-    Attributes:
-        source: the folder.
-    """
+    """Drafts with Medusa heads (Cai et al., 2024, arXiv 2401.10774): a draft is as deep as there are heads."""
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     runs = "model"
@@ -94,11 +90,11 @@ class Medusa(FromFolder):
 
 @dataclass(frozen=True, eq=False)
 class MedusaHeads:
-    """Medusa heads.
+    """Computes the guesses of Medusa heads.
 
     Attributes:
-        layers: their linear layers by name, as published: of head i, `i.b.linear` of each residual block b, and one
-            behind them.
+        layers: their linear layers by published name: for head i, `i.b.linear` of each residual block b, then the
+            output layer `i.B` behind its B blocks.
         blocks: the number of residual blocks of each head.
     """
 
@@ -106,7 +102,7 @@ class MedusaHeads:
     blocks: Sequence[int]
 
     def logits(self, states: Tensor, number: int) -> Tensor:
-        """Return what head `number` guesses from states, `[..., hidden]` and `[..., vocab]`."""
+        """Return the logits of head `number`, `[..., vocab]`, from states, `[..., hidden]`."""
         for block in range(self.blocks[number]):
             states = states + silu(self.layers.get_submodule(f"{number}.{block}.linear")(states))
         logits: Tensor = self.layers.get_submodule(f"{number}.{self.blocks[number]}")(states)
@@ -114,12 +110,7 @@ class MedusaHeads:
 
 
 class MedusaProposer(KeepingProposer):
-    """Grows drafts with Medusa heads: of each level by its own head, all from the last state of the row.
-
-    Args:
-        rows: number of rows.
-        heads: their weights.
-    """
+    """Grows drafts with Medusa heads: one head for each level, all from the row's last state."""
 
     def __init__(self, rows: int, heads: MedusaHeads) -> None:
         super().__init__(rows)
@@ -147,10 +138,8 @@ def _name(name: str) -> str:
 
 
 def _count(weights: Mapping[str, object]) -> int:
-    """Count the heads."""
     return 1 + max(int(name.split(".")[0]) for name in weights if name.split(".")[0].isdigit())
 
 
 def _blocks(weights: Mapping[str, object], number: int) -> int:
-    """Count the residual blocks of a head."""
     return sum(name.startswith(f"{number}.") and name.endswith(".linear.weight") for name in weights)

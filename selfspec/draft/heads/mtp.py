@@ -1,4 +1,4 @@
-"""Multi-token prediction: the module that a checkpoint brings along, read from the checkpoint's own files."""
+"""Multi-token prediction: the module that a checkpoint contains, read from the checkpoint's own files."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from selfspec.model.vocabulary import weight_of
 
 
 class MtpFusion(Fusion):
-    """Norms of an embedding and of a state, and a projection of both.
+    """Norms an embedding and a state, and projects both.
 
     Args:
-        norm: one like those of the module.
-        hidden: width.
-        bias: whether the projection has one.
-        hidden_first: whether it reads the state before the embedding.
+        norm: a norm of the module's kind, to copy.
+        hidden: width of the embedding and of the state.
+        bias: whether the projection has a bias.
+        hidden_first: whether the projection reads the state before the embedding.
     """
 
     def __init__(self, norm: nn.Module, hidden: int, bias: bool, hidden_first: bool) -> None:
@@ -56,13 +56,13 @@ class MtpFusion(Fusion):
 
 @dataclass(frozen=True)
 class _Module:
-    """A module in the files of a checkpoint.
+    """Describes a module in the files of a checkpoint.
 
     Attributes:
-        number: counted from 0.
-        folder: with the files.
-        names: of its weights there, and what they are: see `MtpLayout.renamed`.
-        shapes: by names there.
+        number: number of the module, from 0.
+        folder: the folder with the files.
+        names: names of its weights there, and their meaning: see `MtpLayout.renamed`.
+        shapes: shapes of its weights by names there.
     """
 
     number: int
@@ -72,24 +72,24 @@ class _Module:
 
     @property
     def kept(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of what is kept of it."""
+        """Shapes of the weights to keep, without scales."""
         return {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
 
     @property
     def size(self) -> int:
-        """Parameters of it."""
+        """Number of its parameters."""
         return sum(torch.Size(shape).numel() for shape in self.kept.values())
 
     @property
     def _config(self) -> Mapping[str, Any]:
-        """The checkpoint's configuration; of a folder with a module alone it may be missing."""
+        """The checkpoint's configuration; empty if the folder has no config.json, as with a module alone."""
         return self.folder.config() if (self.folder.path / "config.json").is_file() else {}
 
     def check(self, layout: MtpLayout, hidden: int) -> None:
-        """Refuse one that is not whole, or is none of a model of that width.
+        """Refuse a module that is incomplete, or that belongs to a model of another width.
 
         Raises:
-            HeadError: saying what it lacks.
+            HeadError: naming what is missing or wrong.
         """
         shapes = {self.names[name]: shape for name, shape in self.shapes.items()}
         check_layout(shapes, self._config, str(self.folder.path))
@@ -118,14 +118,14 @@ class _Module:
         weights = dequantised(read, self._config, source)
         config = _layer_config(model, layout, self.number)
         width = config.hidden_size
-        # Of a model of text and more there may be no class of its language model alone.
+        # A multimodal model may have no class for its language model alone.
         alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         place = "model" if alone else ".".join(find_adapter(model).path(model)[:-1])
         block = {
             f"{place}.layers.0.{n.removeprefix('block.')}": w for n, w in weights.items() if n.startswith("block.")
         }
         block[f"{place}.norm.weight"] = weights.get("norm.weight", torch.ones(width))
-        # Neither is read: the model's own take their places.
+        # Neither is read: the model's own embeddings and head replace them.
         block[f"{place}.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
         whole, kind = (config, None) if alone else (_with_text(model.config, config), text_alone(type(model)))
         try:
@@ -160,12 +160,12 @@ class _Module:
 class MultiTokenPrediction(HeadDrafter):
     """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
 
-    `transformers` leaves its weights out; they are read from the files that the model was loaded from. Of several
-    modules each drafts its own token, and the last one any number, by going on from its own states.
+    `transformers` leaves its weights out; they are read from the files that the model was loaded from. If there are
+    several modules, each drafts its own token, and the last one also all further tokens, from its own states.
 
     Attributes:
         source: the folder with the checkpoint; None: where the model was loaded from.
-        weight_bits: of its linear layers, 8 or 4; None: they have the dtype of the model.
+        weight_bits: bits of its linear layers, 8 or 4; None: they have the dtype of the model.
     """
 
     source: str | None = None
@@ -179,7 +179,7 @@ class MultiTokenPrediction(HeadDrafter):
         return ("normed",)
 
     def features(self, depth: int) -> tuple[Point, ...]:
-        # Which of them is read, the model's architecture says.
+        # The model's architecture says which of them is read.
         return ("last", "normed")
 
     def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
@@ -207,7 +207,7 @@ class MultiTokenPrediction(HeadDrafter):
         modules = self._modules(model)
         own = [_layer_config(model, _layout(model), module.number) for module in modules]
         token = sum(cache_summary(each, model.dtype).bytes_per_token for each in own)
-        # In fewer bits the model's own head has a copy.
+        # In fewer bits, a copy of the model's head is kept.
         copied = 0 if self.weight_bits is None else self._head_bytes(model)
         return OwnBytes(self._bytes(modules, model) + copied, token)
 
@@ -215,7 +215,7 @@ class MultiTokenPrediction(HeadDrafter):
         return sum(weight_bytes(each.kept, model.dtype.itemsize, self.weight_bits) for each in modules)
 
     def _head_bytes(self, model: PreTrainedModel) -> int:
-        """Count bytes of the model's head as the modules read it; they may have heads of their own."""
+        """Count bytes of the model's head as the modules read it; 0 if they have heads of their own."""
         shapes = {} if _layout(model).head is not None else {"head": weight_of(model.get_output_embeddings()).shape}
         return weight_bytes(shapes, model.dtype.itemsize, self.weight_bits)
 
@@ -234,7 +234,7 @@ class MultiTokenPrediction(HeadDrafter):
         return [module.head(model, _layout(model)) for module in self._modules(model)]
 
     def names(self, model: PreTrainedModel) -> Mapping[str, str]:
-        """Return what the checkpoint calls the first module's weights, and what they are: see `MtpLayout.renamed`.
+        """Return the checkpoint's names of the first module's weights, and their meaning: see `MtpLayout.renamed`.
 
         Raises:
             HeadError: there is no module.
@@ -245,13 +245,13 @@ class MultiTokenPrediction(HeadDrafter):
         """Find the modules in the files.
 
         Raises:
-            HeadError: there is none.
+            HeadError: there is no module.
         """
         layout = _layout(model)
         folder = self._folder(model)
         config = model.config.get_text_config(decoder=True)
         shapes = folder.shapes()
-        # One that has no layer is found as well, so that it is refused for what it lacks.
+        # A module without a layer counts as well, so that the error can name the missing layer.
         count = max(layout.held(shapes, config.num_hidden_layers), 1)
         renamed = [layout.renamed(shapes, config.num_hidden_layers, module) for module in range(count)]
         if not renamed[0]:
@@ -268,7 +268,7 @@ class MultiTokenPrediction(HeadDrafter):
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:
             return HeadFolder.at(self.source)
-        # Within a budget it is the config alone that knows.
+        # Within a memory budget, only the config knows the folder.
         found = map(_folder_of, (model.name_or_path, model.config.name_or_path))
         folder = next((each for each in found if each is not None), None)
         if folder is None:
@@ -289,12 +289,12 @@ class MultiTokenPrediction(HeadDrafter):
 
 @dataclass(frozen=True)
 class HeldModules:
-    """The modules for multi-token prediction of a checkpoint.
+    """Counts the modules for multi-token prediction of a checkpoint.
 
     Attributes:
-        promised: how many its config says there are; 0: it says nothing.
-        held: how many its files hold; None: its files are not all here.
-        parameters: of these.
+        promised: number of modules by its config; 0: the config says nothing.
+        held: number of modules in its files; None: its files are not all here.
+        parameters: number of parameters of these modules.
     """
 
     promised: int
@@ -311,14 +311,14 @@ class HeldModules:
 
 
 def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
-    """Say which modules a checkpoint holds, by the headers of its files.
+    """Count the modules that a checkpoint holds, from the headers of its files.
 
     Args:
-        name: its folder, or its name on the hub, of which only what is on this machine is looked at.
+        name: its folder, or its name on the hub, for which only files on this machine are read.
         config: its configuration.
 
     Returns:
-        None where checkpoints of this architecture have none that selfspec knows, or this one has and promises none.
+        None if selfspec knows no modules of this architecture, or this checkpoint neither has nor promises any.
     """
     layout, text = mtp_layout(config), config.get_text_config(decoder=True)
     if layout is None:
@@ -339,7 +339,7 @@ def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
 
 
 def _folder_of(name: str) -> Path | None:
-    """Return where the files of a checkpoint of that name are; None: not on this machine."""
+    """Return the folder with the files of a checkpoint; None: it is not on this machine."""
     if name and Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     cached = try_to_load_from_cache(name, "config.json") if name else None
@@ -350,7 +350,7 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
     """Return the layout of a model's modules.
 
     Raises:
-        HeadError: none is known.
+        HeadError: no layout is known.
     """
     layout = mtp_layout(model.config)
     if layout is None:
@@ -362,13 +362,13 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
 
 
 def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> PreTrainedConfig:
-    """Return the config of a language model of a module's layer alone."""
+    """Return the config of a language model with a module's layer alone."""
     config = one_layer_config(model)
     for name, value in layout.config:
         if hasattr(config, name):
             found = [getattr(config, value.name)[module]] if isinstance(value, OfModule) else value
             setattr(config, name, found)
-    # Layers of a type may differ from others in more than that.
+    # Layers of one type may differ in further fields.
     own = model.config.get_text_config(decoder=True)
     differences = {int(layer): each for layer, each in (own.to_dict().get("per_layer_config") or {}).items()}
     if differences:
@@ -377,7 +377,7 @@ def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> Pre
 
 
 def _with_text(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a model's config with another one of its language model."""
+    """Return a model's config with the config of its language model replaced."""
     name = next(name for name, part in vars(config).items() if part is config.get_text_config(decoder=True))
     whole = copy.deepcopy(config)
     setattr(whole, name, text)

@@ -17,7 +17,7 @@ def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
     """Return the configuration of a head's layers.
 
     Raises:
-        HeadError: its type is not known, or a value in it is none that the type takes.
+        HeadError: its type is not known, or does not take a value in it.
     """
     kind = given.get("model_type")
     fits = len(given.get("layer_types") or ()) == given.get("num_hidden_layers")
@@ -29,10 +29,10 @@ def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
         )
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
-            # The embeddings and the head are others, and these here take no room.
+            # Other embeddings and another head are used, so these take no room.
             {**kept, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         )
-    # Field validation raises other types.
+    # The validation of fields raises various types.
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise HeadError(f"the config.json of {source} cannot be used ({said})") from error
@@ -47,7 +47,7 @@ def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
     config.vocab_size = 1
     config.tie_word_embeddings = False
     config.bos_token_id = config.eos_token_id = None
-    # Some types take no None.
+    # Some configuration types do not take None.
     config.pad_token_id = 0
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -56,12 +56,7 @@ def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """Make a causal LM on the meta device; its rotary tables are real.
-
-    Args:
-        config: of its layers.
-        attention: the kernel; None: the default.
-    """
+    """Make a causal LM on the meta device with real rotary tables; `attention` None is the default kernel."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     _make_tables(model, config)
@@ -69,7 +64,7 @@ def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedMode
 
 
 def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Replace modules that hold nothing but tables, which no file has, by ones with values."""
+    """Replace modules that hold only tables, which no file has, by modules with values."""
     for module in model.modules():
         for name, child in module.named_children():
             if not list(child.parameters()) and any(buffer.is_meta for buffer in child.buffers()):
@@ -78,7 +73,7 @@ def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def text_alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a class like that of a model of text and more, which has its language model and its head alone."""
+    """Return a class like that of a multimodal model, with its language model and its head alone."""
 
     def make(self: Any, config: PreTrainedConfig) -> None:
         kind.__init__(self, config)
@@ -90,5 +85,5 @@ def text_alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
                     delattr(holder, other)
             holder = getattr(holder, name)
 
-    # With another module or name `transformers` would not rename what its files hold.
+    # With another module or name, `transformers` would not rename the weights in the files.
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})

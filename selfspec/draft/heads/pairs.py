@@ -1,7 +1,7 @@
-"""A head's side of a generation: passes over a cache of its own, which follows what is committed.
+"""A head's state in a generation: passes over a cache of its own, which follows the committed text.
 
-Slot p of it belongs to a pair: the state of token p, and token p + 1. Of committed tokens the state is the target's; of
-drafted ones it is what the head itself made, and the next draft begins by writing these slots again with the target's.
+Slot p of the cache belongs to a pair: the state of token p, and token p + 1. A committed token has the target's state;
+a drafted token has the head's own, and the next draft begins by writing its slot again with the target's state.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import with_kernels
 
-# States that wait for a draft, of a row, before they are read without one.
+# The most states of a row that wait for the next draft; if there are more, they are read earlier.
 _MOST_WAITING = 256
 
 
 @dataclass
 class _Waiting:
-    """The states of a row that are not in the cache yet.
+    """Holds the states of a row that are not in the cache yet.
 
     Attributes:
-        states: `[tokens, hidden]`.
+        states: the states, `[tokens, hidden]`.
         start: number of the token that slot 0 belongs to; None: nothing was read yet.
         first_read: whether the first of them was read, as the last pair before a draft.
     """
@@ -42,21 +42,21 @@ class _Waiting:
 
 
 class PairState:
-    """Reads pairs of the target's states and committed tokens, and of drafted ones behind them.
+    """Reads pairs of a state and the token after it, committed pairs first and drafted ones behind them.
 
     Args:
-        head: what drafts.
-        runner: of its layers.
-        cache: its own.
-        points: whose states it reads of the target, in the order of `Fusion.state`.
+        head: the head that drafts.
+        runner: runner of its layers.
+        cache: cache of the head.
+        points: the points of the target whose states it reads, in the order of `Fusion.state`.
         rows: numbers of the rows of the batch.
-        vocabulary: number of logits that the target gives.
-        weight_bytes: of the head's own weights.
+        vocabulary: number of the target's logits.
+        weight_bytes: bytes of the head's own weights.
 
     Attributes:
-        head: what drafts.
-        kept: how many pairs of each row are left for the pass that begins a draft.
-        following: the passes of the module that reads this one's states; None: none does.
+        head: the head that drafts.
+        kept: number of pairs of each row that are left for the pass that begins a draft.
+        following: the passes of the module that reads this one's states; None: there is no such module.
     """
 
     kept = 1
@@ -82,7 +82,7 @@ class PairState:
         self._rows = list(rows)
         self._waiting: list[_Waiting | None] = [None] * len(rows)
         self._tree = Tree.chain(0)
-        # The head's states of the nodes that are read, the last committed token's first, `[rows, nodes, hidden]`.
+        # The head's states of the nodes read so far, that of the last committed token first, `[rows, nodes, hidden]`.
         self._states: Tensor | None = None
 
     @property
@@ -91,13 +91,7 @@ class PairState:
         return self._weight_bytes + self._cache.most_bytes
 
     def add(self, view: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
-        """Take over the target's states of tokens that are committed.
-
-        Args:
-            view: of the target's rows.
-            features: of a pass of the target.
-            places: of these tokens in that pass, in each running row.
-        """
+        """Take over the target's states of committed tokens, at these places of a pass for each running row."""
         self._drop(view.running)
         states = self.head.fusion.state([features[point] for point in self._points])
         for number, chosen in enumerate(places):
@@ -112,12 +106,12 @@ class PairState:
             waiting.states = torch.cat([waiting.states, states])
 
     def read_if_many(self, view: RowsView) -> None:
-        """Read pairs before the next draft where many wait for it."""
+        """Read pairs before the next draft if many are waiting."""
         if max(self._counts) > _MOST_WAITING:
             self._catch_up(view, _MOST_WAITING)
 
     def known(self, view: RowsView) -> list[bool]:
-        """Return for each running row whether it has a state to draft from."""
+        """Return, for each running row, whether it has a state to draft from."""
         self._drop(view.running)
         return [self._reaches(number) for number in range(len(self._rows))]
 
@@ -125,40 +119,27 @@ class PairState:
         return self._count(number) > 0
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        """Read what is committed, and begin a draft; return the logits after each row's last token.
-
-        Args:
-            view: of the target's rows.
-            tree: of the draft.
-
-        Returns:
-            `[rows, 1, vocab]`.
-        """
+        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
         logits, states = self._after_committed(view)
         self._cache.open(tree)
         self._tree, self._states = tree, states
         return self.head.spread(logits, self._vocabulary)
 
     def state_after_text(self, view: RowsView) -> Tensor:
-        """Read what is committed; return the head's own state after each row's last token, `[rows, 1, hidden]`."""
+        """Read the committed text; return the head's own state after each row's last token, `[rows, 1, hidden]`."""
         _, self._states = self._after_committed(view)
         return self._states
 
     def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
-        """Read what is committed, and behind it slots that stand for tokens which are not known yet, in one pass.
+        """Read the committed text, and behind it slots for `depth` unknown tokens, in one pass.
 
-        Args:
-            view: of the target's rows.
-            depth: tokens to guess.
-
-        Returns:
-            The logits of each of these tokens, `[rows, depth, vocab]`.
+        Return the logits of these tokens, `[rows, depth, vocab]`.
         """
         logits, self._states = self._after_committed(view, depth - 1)
         return self.head.spread(logits, self._vocabulary)
 
     def _after_committed(self, view: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
-        """Read all pairs, and some masked slots behind each row's last one; return logits and states from there on."""
+        """Read all pairs and `masked` slots behind each row's last pair; return logits and states from that pair on."""
         self._drop(view.running)
         self._catch_up(view, self._cache.slack - masked)
         counts = self._counts
@@ -200,7 +181,7 @@ class PairState:
         self._cache.hold(rows, tokens)
 
     def join(self, other: PairState) -> None:
-        """Add the rows of another one of the same head behind these."""
+        """Append the rows of another state of the same head."""
         for each in (self, other):
             each._close()
         longest = max(self._cache.room, other._cache.room)
@@ -211,7 +192,7 @@ class PairState:
         self._rows = list(range(len(self._waiting)))
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, numbered anew in the order given."""
+        """Keep some rows alone, renumbered in the order given."""
         self._close()
         self._cache.narrow(rows)
         self._waiting = [self._waiting[row] for row in rows]
@@ -219,7 +200,7 @@ class PairState:
 
     @property
     def _counts(self) -> list[int]:
-        """How many states of each row wait."""
+        """Number of waiting states of each row."""
         return [self._count(number) for number in range(len(self._waiting))]
 
     def _count(self, number: int) -> int:
@@ -227,7 +208,7 @@ class PairState:
         return 0 if waiting is None else waiting.states.shape[0]
 
     def _drop(self, running: Sequence[int]) -> None:
-        """Drop the rows that passes of the target run no more."""
+        """Drop the rows that the target no longer runs."""
         if self._rows == list(running):
             return
         self._close()
@@ -239,18 +220,18 @@ class PairState:
             self.following._drop(running)
 
     def _close(self) -> None:
-        """End a draft: of its slots the first alone, which was read with the target's state, is worth keeping."""
+        """End a draft; of its slots keep the first alone, which was read with the target's state."""
         made, self._states = self._states, None
         if made is not None:
             read = [int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting]
             self._settle(read, made)
 
     def _settle(self, counts: Sequence[int], made: Tensor) -> None:
-        """Move each row's cursor over pairs that are read, and let go of their states.
+        """Move each row's cursor over the pairs that were read, and drop their states.
 
         Args:
-            counts: of the pairs of each row.
-            made: states that the head made of them, `[rows, tokens, hidden]`.
+            counts: number of pairs of each row.
+            made: states that the head made from them, `[rows, tokens, hidden]`.
         """
         self._cache.commit(counts)
         for number, (waiting, count) in enumerate(zip(self._waiting, counts, strict=True)):
@@ -262,18 +243,18 @@ class PairState:
                 waiting.first_read = False
 
     def _catch_up(self, view: RowsView, most: int) -> None:
-        """Read all pairs but the last `most` and one of each row."""
+        """Read pairs until each row has at most `most` of them left, besides its last `kept`."""
         self._close()
         for row, waiting in zip(self._rows, self._waiting, strict=True):
             if waiting is not None and waiting.start is None:
-                # What the states before it were is not known: of a past that the caller gave.
+                # Earlier states are unknown, as in a past that the caller gave.
                 waiting.start = view.text_length(row) - 1 - len(waiting.states)
         self._cache.shift([0 if each is None else each.start or 0 for each in self._waiting])
         counts = self._counts
         self._cache.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
         unread = [max(count - self.kept, 0) for count in counts]
         while max(unread) > most:
-            # Rows with less to read are filled up, with scrap behind their cursors that needs slots as well.
+            # Shorter rows are filled up; the scrap behind their cursors needs slots as well.
             width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(view, width)
@@ -281,13 +262,13 @@ class PairState:
             unread = [count - done for count, done in zip(unread, read, strict=True)]
 
     def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
-        """Read pairs, of each row the first `counts`, for their keys and values; return the states made, if needed."""
+        """Write keys and values of the first `counts` pairs of each row; return the states made, if needed."""
         taps = () if self.following is None else (self.head.recycled,)
         features = self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts, taps)
         return features.get(self.head.recycled, states)
 
     def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and states of each row's next pairs, filled up: `[rows, width]` and `[rows, width, hidden]`."""
+        """Return tokens and states of each row's next pairs, padded: `[rows, width]` and `[rows, width, hidden]`."""
         known = next(each.states for each in self._waiting if each is not None)
         states = known.new_zeros(len(self._rows), max(width, 1), known.shape[-1])
         tokens = torch.zeros(states.shape[:2], dtype=torch.long)
@@ -301,6 +282,6 @@ class PairState:
         return to_device(tokens, states.device), states
 
     def _run(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Run the head's layers; return logits of the tokens that it can draft, and the states to go on from."""
+        """Run the head's layers; return logits of the tokens that it can draft, and the states for the next step."""
         result = self._runner.logits(self._path, inputs, first=first, taps=(self.head.recycled,))
         return result.logits, result.features[self.head.recycled]

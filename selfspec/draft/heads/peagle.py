@@ -19,7 +19,7 @@ from selfspec.draft.heads.pairs import PairState
 from selfspec.errors import HeadError
 from selfspec.model.vocabulary import weight_of
 
-# Tokens that such heads are published for, where the config.json does not say.
+# Draft tokens of published heads, where the config.json does not say.
 _USUAL = 8
 
 
@@ -32,8 +32,8 @@ _USUAL = 8
 class ParallelEagle(Eagle):
     """Drafts with a P-EAGLE head (2026, arXiv 2602.01469).
 
-    Behind the last committed token it reads slots that stand for the tokens to come: all have the embedding of a mask
-    token and a learnt state, so that one pass guesses every level, and none depends on what was drafted before it.
+    Behind the last committed token it reads slots for the tokens to come. All slots have the embedding of a mask token
+    and a learnt state, so that one pass guesses every level, and no level depends on the tokens drafted before it.
     """
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class ParallelEagle(Eagle):
             )
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        # One pass drafts all of them.
+        # One pass drafts all tokens.
         return super().cost(model, adapter) / _USUAL
 
     def proposer(self, state: PairState) -> LevelProposer:

@@ -1,7 +1,7 @@
 """Assistants whose layers have queries alone, and read keys and values of the target's cache.
 
-An assistant reads the last token and the target's state before it, or its own state of the token before a drafted one.
-All of a draft is at the position of the last committed token, and no drafted token sees another.
+An assistant reads a token and the state before it: the target's for the last committed token, its own for drafted ones.
+All tokens of a draft have the position of the last committed token, and no drafted token sees another.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ from selfspec.model.vocabulary import vocabulary_size, weight_of
 )
 @dataclass(frozen=True)
 class QueriesAssistant(FromFolder):
-    """Drafts with an assistant of a target some of whose layers read keys and values of others, as it does itself.
-
-    Attributes:
-        source: the folder.
-    """
+    """Drafts with an assistant for targets that share keys and values between layers, as the assistant does."""
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _layer_types: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -96,7 +92,7 @@ class QueriesAssistant(FromFolder):
 
 
 def _storing(model: PreTrainedModel, adapter: Adapter) -> dict[str, int]:
-    """Return the layer whose keys and values others of its type read, by type."""
+    """Return, by layer type, the layer whose keys and values the other layers of its type read."""
     attentions: Any = (getattr(layer, "self_attn", None) for layer in adapter.decoder_layers(model))
     return {
         str(each.layer_type): number
@@ -106,7 +102,7 @@ def _storing(model: PreTrainedModel, adapter: Adapter) -> dict[str, int]:
 
 
 class QueriesProposer(KeepingProposer):
-    """Grows drafts with an assistant."""
+    """Grows drafts with an assistant that has queries alone."""
 
     def __init__(self, rows: int, assistant: PreTrainedModel) -> None:
         super().__init__(rows)
@@ -118,12 +114,12 @@ class QueriesProposer(KeepingProposer):
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         known = self.stacked(rows)[:, None]
-        # Its states of the last committed token and of the nodes that are read.
+        # The assistant's states of the last committed token and of the nodes read so far.
         made: list[Tensor] = []
         embed, runner = rows.runner.model.get_input_embeddings(), rows.runner
         cache, lengths = runner.cache, runner.cache.seq_lens
         held = {name: cache.layers[number].held() for name, number in _storing(runner.model, runner.adapter).items()}
-        # Behind a row's last token is scrap.
+        # Slots behind a row's last token hold scrap.
         shared = {name: tuple(each[:, :, : max(lengths)] for each in parts) for name, parts in held.items()}
         masks = self._masks(known, max(lengths), lengths)
         position = cache.position_ids(1)
@@ -139,7 +135,7 @@ class QueriesProposer(KeepingProposer):
                 position_ids=position.expand(len(tokens), nodes),
                 shared_kv_states=shared,
                 use_cache=False,
-                # By itself it keeps the last one alone.
+                # By default it keeps the last one alone.
                 logits_to_keep=torch.arange(nodes, device=tokens.device),
             ).last_hidden_state
             made.append(self._assistant.post_projection(found))
@@ -148,7 +144,7 @@ class QueriesProposer(KeepingProposer):
         return read
 
     def _masks(self, like: Tensor, slots: int, lengths: Sequence[int]) -> dict[str, Tensor]:
-        """Return what is added to the scores of all slots, `[rows, 1, 1, slots]`, by the type of layer."""
+        """Return the additive attention mask over all slots, `[rows, 1, 1, slots]`, by layer type."""
         window = self._assistant.config.get_text_config().sliding_window
         back = to_device(lengths, like.device)[:, None] - 1 - torch.arange(slots, device=like.device)
         seen = {"full_attention": back >= 0, "sliding_attention": (back >= 0) & (back <= window)}
@@ -158,7 +154,7 @@ class QueriesProposer(KeepingProposer):
         }
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Return logits of all tokens, `[rows, nodes, vocab]`; -inf at those of groups that are not likely."""
+        """Return logits of all tokens, `[rows, nodes, vocab]`; -inf at tokens of groups that were not chosen."""
         groups = self._assistant.masked_embedding
         if groups is None:
             logits: Tensor = self._assistant.lm_head(states)

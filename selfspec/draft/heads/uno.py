@@ -1,8 +1,8 @@
 """UNO: a LoRA of the target that mask rows alone use, so that one pass of one model verifies and drafts.
 
-Behind the last committed token and behind each drafted one the pass reads tokens that mean nothing. With the additions
-of the LoRA they guess the tokens that follow the next one, whichever that will be; those behind the place where the
-draft ended are the next draft. The target's own tokens see none of them, and add nothing.
+Behind the last committed token and behind each drafted token, the pass reads masks: tokens without meaning. With the
+LoRA they guess the tokens after the next one, whatever that will be; the guesses behind the last accepted token are the
+next draft. The target's own tokens see no masks, and run without the LoRA.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from selfspec.runtime.runner import Behind, ModelRunner, PassResult
 from selfspec.runtime.runtime import with_kernels
 
 PREFIX = "base_model.model."
-"""What comes before the name of each layer in the files of `peft`."""
+"""Prefix of layer names in the files of `peft`."""
 
 BOUND, LOWEST, DEPTH = "uno_mask_token_id", "uno_noise_low", "uno_depth"
-"""What adapter_config.json may say besides: ids of masks lie below, and from; and the masks behind a token."""
+"""Optional fields of adapter_config.json: the id that mask ids lie below, the least mask id, and masks per token."""
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-# Masks behind a token for which published ones were trained, where the config does not say.
+# Masks behind a token that published LoRAs were trained for, where the config does not say.
 _USUAL = 7
-# A prime: consecutive places take ids that lie far apart.
+# A prime, so that consecutive places take ids that are far apart.
 _STRIDE = 2654435761
 
 
@@ -60,11 +60,8 @@ _STRIDE = 2654435761
 class Uno(FromFolder):
     """Drafts with mask rows in the target's own pass (UNO, 2026), whose LoRA is in the layout of `peft`.
 
-    A draft is a chain of k tokens where a pass has room for k (k + 2) beside the last committed one: k masks behind
-    each of k + 1 tokens. With less room than for one, passes that verify and passes that guess take turns.
-
-    Attributes:
-        source: the folder.
+    A draft is a chain of k tokens if a pass has room for k (k + 2) tokens beside the last committed one: k masks behind
+    each of k + 1 tokens. If there is no room even for k = 1, passes that verify and passes that guess take turns.
     """
 
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -111,7 +108,7 @@ class Uno(FromFolder):
             raise HeadError(f"{self.source} says {DEPTH}={self._depth!r}; it is the masks behind a token, 1 or more")
 
     def _ids(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return the least id of masks, and the one that they lie below."""
+        """Return the bounds of the mask ids: the least id, and the first id above them."""
         return self._config.get(LOWEST, 1), self._config.get(BOUND, vocabulary_size(model))
 
     @property
@@ -120,7 +117,7 @@ class Uno(FromFolder):
         return depth
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        # A draft step reads what the pass before it has left; what there is to read is read with the target's weights.
+        # A draft step uses guesses of the pass before it; the LoRA is read together with the target's weights.
         return share_of(self.own_bytes(model).weights // _USUAL, model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
@@ -151,10 +148,10 @@ class Uno(FromFolder):
 
 
 def check_whole_passes(name: str, adapter: Adapter) -> None:
-    """Refuse a LoRA of a layer that reads the tokens of a pass one after the other, and so does not know their places.
+    """Refuse a LoRA of a layer with a recurrent state, which reads a pass token by token and knows no places.
 
     Raises:
-        UnsupportedModelError: it is one with a recurrent state.
+        UnsupportedModelError: the layer has a recurrent state.
     """
     if set(name.split(".")) & set(adapter.recurrent):
         raise UnsupportedModelError(
@@ -164,21 +161,21 @@ def check_whole_passes(name: str, adapter: Adapter) -> None:
 
 
 def mask_ids(places: Tensor, low: int, bound: int) -> Tensor:
-    """Return tokens that mean nothing for places in a text: `[...]`, from `low` on and below `bound`.
+    """Return mask ids for places in a text, `[...]`: at least `low` and below `bound`.
 
-    They depend on the place alone, so that a row has the same whatever rows are beside it.
+    They depend on the place alone, so that a row has the same masks whatever rows are beside it.
     """
     return low + (places * _STRIDE) % (bound - low)
 
 
 def levels_within(budget: Budget, most: int) -> int:
-    """Return how many masks behind each token of a chain of as many a pass has room for; at least 1."""
+    """Return the largest k, at most `most`, for which a chain of k tokens with k masks behind each fits; at least 1."""
     return max(1, min(isqrt(budget.nodes + 1) - 1, budget.depth, most))
 
 
 @lru_cache(maxsize=256)
 def _with_masks(length: int, levels: int) -> Tree:
-    """Return a chain with chains of masks behind the root and each node, the root's first."""
+    """Return a chain with a chain of masks behind the root and behind each node, the root's masks first."""
     parents = list(range(-1, length - 1))
     for end in range(-1, length):
         parents += [end, *range(len(parents), len(parents) + levels - 1)]
@@ -187,12 +184,12 @@ def _with_masks(length: int, levels: int) -> Tree:
 
 @dataclass(frozen=True)
 class MaskRows(Behind):
-    """Tokens that mean nothing, which guess what follows a draft.
+    """Adds masks behind a draft, which guess the tokens of the next one.
 
     Attributes:
-        tokens: `[rows, tokens]`.
-        block: the tree of the whole pass: the nodes of the draft, then these.
-        lora: what they alone add to the target's layers.
+        tokens: the masks, `[rows, tokens]`.
+        block: the tree of the whole pass: the nodes of the draft, then the masks.
+        lora: the LoRA of the target's layers that the masks alone use.
     """
 
     tokens: Tensor
@@ -210,19 +207,19 @@ class MaskRows(Behind):
 
 
 class UnoProposer(KeepingProposer):
-    """Grows chains from what mask rows of the pass before have guessed; of each row it keeps `[levels, vocab]`.
+    """Grows chains from the guesses of masks in the pass before; it keeps `[levels, vocab]` of each row.
 
     Args:
         rows: number of rows.
-        lora: the additions.
+        lora: the LoRA of the masks.
         depth: the most masks behind a token.
-        ids: the least id of masks, and the one that they lie below.
+        ids: the least mask id, and the first id above them.
     """
 
     def __init__(self, rows: int, lora: Lora, depth: int, ids: tuple[int, int]) -> None:
         super().__init__(rows)
         self._lora, self._depth, self._ids = lora, depth, ids
-        # Masks behind each token of the last pass, and how many of them each row would have had alone.
+        # Number of masks behind each token of the last pass, and the number that each row would have had alone.
         self._levels = 0
         self._alone: dict[int, int] = {}
 

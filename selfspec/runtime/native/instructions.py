@@ -1,4 +1,4 @@
-"""What a native program is made of: operations over storages, as words that `selfspec/kernels/program.cpp` reads."""
+"""The parts of a native program: operations over storages, as words that `selfspec/kernels/program.cpp` reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 
 class Function(IntEnum):
-    """What a map computes of one or two numbers, in the order of `program.cpp`."""
+    """Functions of one or two numbers that a map computes, in the order of `program.cpp`."""
 
     COPY = 0
     NEGATIVE = 1
@@ -70,7 +70,7 @@ FLOAT_COLUMNS = 5
 
 @dataclass(frozen=True)
 class Sight:
-    """What tokens see of the slots before them.
+    """The slots that tokens see before them.
 
     Attributes:
         sliding: how many positions they look back over, themselves included; None: over all.
@@ -99,7 +99,7 @@ class Storage:
 
     @property
     def is_temporary(self) -> bool:
-        """Whether the program keeps it, and only while it runs."""
+        """True if the program keeps it, and only while it runs."""
         return self.argument is None and self.constant is None
 
 
@@ -137,14 +137,14 @@ class Operation:
 
     @property
     def reads(self) -> Iterator[Storage]:
-        """The storages that it reads."""
+        """Storages that it reads."""
         for word in self.words:
             if isinstance(word, Place) and word is not NOWHERE and word.storage is not self.writes:
                 yield word.storage
 
 
 def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arguments: int) -> Tensor:
-    """The words of a program.
+    """Return the words of a program.
 
     Args:
         operations: None: threads wait for each other.

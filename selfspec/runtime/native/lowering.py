@@ -1,4 +1,4 @@
-"""Turns the graph of a pass into operations of a native program."""
+"""Turn the graph of a pass into operations of a native program."""
 
 from __future__ import annotations
 
@@ -258,14 +258,14 @@ class _Lowering:
         return self._map(Function.COPY, [value], self._new(value.layout.shape))
 
     def _contiguous(self, value: Value) -> Value:
-        """The value in float32, its numbers side by side."""
+        """Return the value in float32, its numbers side by side."""
         if id(value.storage) in self._caches:
             raise RecordingError("a pass reads its cache otherwise than by attention")
         fits = value.layout.dtype == torch.float32 or value.storage.is_temporary
         return value if fits and value.layout.is_contiguous() else self._copied(value)
 
     def _rows(self, value: Value, inner: int = 1) -> Value:
-        """The value in float32, with the numbers of its last dimensions side by side."""
+        """Return the value in float32, with the numbers of its last dimensions side by side."""
         strides, sizes = value.layout.stride(), value.layout.shape
         dense = all(strides[-place] == math.prod(sizes[len(sizes) - place + 1 :]) for place in range(1, inner + 1))
         return value if dense and value.layout.dtype == torch.float32 else self._copied(value)
@@ -534,14 +534,14 @@ class _Outputs:
 
 
 def _rows_of(weight: Value, dim: int = 0) -> _Outputs:
-    """The outputs of a weight whose rows lie side by side."""
+    """Return the outputs of a weight whose rows lie side by side."""
     if dim == 0 and not weight.layout.is_contiguous():
         raise RecordingError("programs read weights row by row")
     return _Outputs(weight.layout.shape[dim], DTYPES[weight.layout.dtype])
 
 
 def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
-    """The words of the copies that an attention reads."""
+    """Return the words of the copies that an attention reads."""
     if keys is None or values is None:
         return [0, *[NOWHERE] * 5]
     return [keys.bits, keys.lengths, keys.levels, keys.factors, values.levels, values.factors]

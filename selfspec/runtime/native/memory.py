@@ -1,4 +1,4 @@
-"""Where the threads of a program must wait, and where its storages lie in the memory of a call."""
+"""Plan where the threads of a program wait, and where its storages lie in the memory of a call."""
 
 from __future__ import annotations
 

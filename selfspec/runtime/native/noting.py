@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Noted:
-    """What a function computes.
+    """The graph of a function's operations.
 
     Attributes:
         graph: the `meta["val"]` of each node is what it gives, on the meta device.
@@ -85,7 +85,7 @@ class _Notes(TorchDispatchMode):
         return _StandIn(self.graph.placeholder(f"given_{len(self.graph.nodes)}"), _form(example))
 
     def node_of(self, tensor: Tensor) -> Node:
-        """The node of a tensor of the function, or one that it holds."""
+        """Return the node of a tensor that the function computes or holds."""
         return self._stand_in(tensor).node
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -112,7 +112,7 @@ def _gate(node: Any) -> _Found:
 
 
 def _either_way(node: Any, target: Any) -> Sequence[tuple[Any, Any]]:
-    """The two arguments of a node, in both orders; nothing where it is not of this kind."""
+    """Return the two arguments of a node, in both orders; nothing if the node has another target."""
     if not _is(node, target):
         return ()
     first, second = node.args

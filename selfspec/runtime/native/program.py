@@ -170,13 +170,13 @@ class _Program:
 
 
 def _places(flat: Sequence[Tensor], some: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where some of the tensors of a call are among all of them."""
+    """Return the indices of some tensors of a call among all of them."""
     place = {id(tensor): place for place, tensor in enumerate(flat)}
     return tuple(place[id(each)] for each in some)
 
 
 def _constants(pass_: Lowered) -> Sequence[Tensor]:
-    """The weights that a program reads, which must not go before it."""
+    """Return the weights that a program reads, which must outlive it."""
     read = (storage.constant for operation in pass_.operations for storage in operation.reads)
     return list({id(each): each for each in read if each is not None}.values())
 
@@ -224,7 +224,7 @@ def captured(function: PassFunction, example: PassTensors) -> Capture:
 
 
 def _sight(name: str | None, function: PassFunction) -> Sight:
-    """What tokens see under the mask of a type of layers."""
+    """Return the slots that tokens see under the mask of a type of layers."""
     view, sliding = function.kind.path.view, _window(name, function.config)
     return Sight(sliding, view.window, view.top_keys is not None and sliding is None)
 
@@ -252,7 +252,7 @@ def _recorded(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls: queries `[batch, heads, tokens, head_dim]`, keys and values with as many or fewer."""
+    """Attend as `transformers` asks: queries `[batch, heads, tokens, size]`, keys and values with as many or fewer."""
     unknown = [name for name, value in others.items() if name not in _SAID_ELSEWHERE and value]
     if unknown:
         raise RecordingError(f"attention takes {', '.join(unknown)}, which programs do not know")
