@@ -72,7 +72,7 @@ def check_callables(name: str, value: object) -> None:
 
 
 def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
-    """Return what a logits processor made of scores, `[rows, vocab]`, in any floating dtype; refuse other results."""
+    """Check the scores of a logits processor, `[rows, vocab]`, in any floating dtype; refuse other results."""
     name = f"the logits processor {type(processor).__name__}"
     if not isinstance(found, Tensor):
         raise UnsupportedOptionError(f"{name} returned {shown(found)}; it must return the scores, changed or not")

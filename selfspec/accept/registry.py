@@ -103,9 +103,9 @@ def _made(kind: object, named: str, argument: str = "") -> Rule:
             if isinstance(kind, type)
             else None
         )
-    except (TypeError, ValueError, SyntaxError) as error:
-        if isinstance(error, UnsupportedOptionError):
-            raise
+    except UnsupportedOptionError:
+        raise
+    except (TypeError, ValueError, SyntaxError):
         made = None
     if isinstance(made, Rule):
         return made

@@ -96,7 +96,7 @@ class RoundedCopy:
 def seen_by_copies(
     keys: Tensor, values: Tensor, parts: Sequence[Tensor], lengths: Tensor, bits: CacheBits
 ) -> tuple[Tensor, Tensor]:
-    """Return what a pass sees of a layer; `parts` are levels and factors of its keys, then of its values."""
+    """Return the keys and values that a pass sees; `parts` are levels and factors of keys, then of values."""
     of_keys, of_values = parts[:2], parts[2:]
     return through_copy(keys, *of_keys, lengths, bits), through_copy(values, *of_values, lengths, bits)
 

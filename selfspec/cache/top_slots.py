@@ -80,7 +80,7 @@ class TopSlots:
         self._seen = torch.cat([self._seen, self._seen.new_zeros(rows, self._seen.shape[1])])
 
     def seen(self, capacity: int) -> Tensor:
-        """Return what rows with `capacity` slots see, `[rows, 2 + chunks]`, int64.
+        """Return the slots that rows with `capacity` slots see, `[rows, 2 + chunks]`, int64.
 
         The columns are: the slot from which on all is seen; the number of chunks seen before it; and, for each chunk,
         its rank among the seen ones, or -1 if it is not seen.

@@ -291,7 +291,7 @@ def verify_cost(by_width: Mapping[int, float], width: int) -> float:
 
 @dataclass
 class Sample:
-    """What was timed before one round, in seconds, and the round.
+    """Holds the times before one round, in seconds, and the round.
 
     Attributes:
         units: target passes over one token, several of them among the others.

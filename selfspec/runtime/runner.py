@@ -281,7 +281,7 @@ class ModelRunner:
         self._gated = {place: view for place, view in self._gated.items() if place[0] != path}
 
     def _spread(self, output: PassOutput, head: DraftHead | None) -> PassResult:
-        """Return what a pass gave, with logits of the whole vocabulary."""
+        """Spread the logits of a pass over the whole vocabulary."""
         assert output.logits is not None
         # Only a head of plain weights can be exchanged for one that draws on some of them.
         logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
