@@ -864,7 +864,7 @@ def test_custom_generate_of_another_model_is_refused(llama: PreTrainedModel) -> 
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"logits_processor": LogitsProcessorList([ClassifierFreeGuidanceLogitsProcessor(2.0)])}, "logits processor"),
         ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.4)])}, "stopping criterion"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 9, 10]])}, "position_ids"),
+        ({"position_ids": torch.arange(1, 5)[None]}, "position_ids"),
     ],
 )
 def test_custom_generate_refuses_what_the_wrapper_refuses(

@@ -61,8 +61,9 @@ def _numbered_anew(model: PreTrainedModel) -> None:
 
 
 def _in_another_order(model: PreTrainedModel) -> None:
+    # Masks go by the place: only layers of one kind can change places, in the stock model as well.
     layers = _layers(model)
-    layers[1], layers[2] = layers[2], layers[1]
+    layers[0], layers[1] = layers[1], layers[0]
 
 
 def _said_to_be_fewer(model: PreTrainedModel) -> None:
