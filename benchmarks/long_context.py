@@ -28,7 +28,7 @@ import selfspec
 from selfspec.environment import environment
 from selfspec.measure.embedded import model_place
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.peak_memory import peak_memory
+from selfspec.measure.timing import peak_memory
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.process_memory import resident_bytes
 

@@ -7,9 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from selfspec.measure.embedded import PROMPTS, checkpoint_folder
-from selfspec.tools.train.recipe import ExitHeadRecipe
+from selfspec.tools.train.recipe import Course, ExitHeadRecipe, Texts
 from selfspec.tools.train.run import run
-from selfspec.tools.train.settings import Course, Texts
 
 with tempfile.TemporaryDirectory() as folder:
     text, heads = Path(folder) / "beginnings.txt", Path(folder) / "heads"

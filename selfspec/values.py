@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from reprlib import Repr
@@ -36,6 +38,25 @@ def is_whole(value: object) -> bool:
 def is_finite(value: object) -> bool:
     """Return whether a value is a finite number, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describes a field of settings, in its annotation; the command line makes an option of each such field.
+
+    Attributes:
+        help: says what the value does.
+        min: the least value; `check_numbers` refuses smaller ones.
+        max: the greatest value that the command line takes.
+        metavar: what help calls the value; None: its type.
+        parser: makes the value of text; None: its type does.
+    """
+
+    help: str
+    min: float | None = None
+    max: float | None = None
+    metavar: str | None = None
+    parser: Callable[[str], object] | None = None
 
 
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:

@@ -25,7 +25,7 @@ from selfspec.errors import SelfSpecError
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.export.exported import export_checkpoint
-from selfspec.tools.train.settings import Course
+from selfspec.tools.train.recipe import Course
 from selfspec.tools.verify.settings import Settings
 
 NAN, INF = math.nan, math.inf

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from selfspec.measure.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
+from selfspec.tools.lab.report import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
 
 FOLDER = Path(__file__).parent
 _LIGHT = {

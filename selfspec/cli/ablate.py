@@ -99,15 +99,12 @@ def ablate(
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
 
-    from selfspec.tools.lab.ablation import work_on
+    from selfspec.tools.lab.ablation import fit_study, resize, sizes_of, work_on
     from selfspec.tools.lab.drafts import Given, is_judged_by_teacher_forcing, named_drafts
-    from selfspec.tools.lab.findings import findings, timing_doubts
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
-    from selfspec.tools.lab.studied import check_inputs, load
-    from selfspec.tools.lab.study import Study, declared_in, read_study
-    from selfspec.tools.lab.study_report import described, write_report
-    from selfspec.tools.lab.work import fit_study, resize, sizes_of
+    from selfspec.tools.lab.study import Study, check_inputs, declared_in, load, read_study
+    from selfspec.tools.lab.study_report import described, findings, timing_doubts, write_report
 
     prepare_quietly(machine.threads)
     require_packages()

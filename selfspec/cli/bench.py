@@ -29,8 +29,7 @@ from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
     from selfspec.model.checkpoint import Checkpoint
-    from selfspec.tools.lab.arms import ArmSpec
-    from selfspec.tools.lab.cell import Cell
+    from selfspec.tools.lab.arms import ArmSpec, Cell
     from selfspec.tools.lab.measured import MeasuredCell
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.session import Part
@@ -212,7 +211,7 @@ class Cells:
 
     def grid(self, workloads: Sequence[str]) -> list[Cell]:
         """Every combination, once each, in the order given."""
-        from selfspec.tools.lab.cell import Cell
+        from selfspec.tools.lab.arms import Cell
 
         if self.chat and self.context:
             raise UnsupportedOptionError(
@@ -348,7 +347,7 @@ def _measure(
 ) -> list[MeasuredCell]:
     from selfspec.measure.prompts import read_workloads
     from selfspec.model.registry import check_reads_text
-    from selfspec.tools.lab.cell import with_prompts
+    from selfspec.tools.lab.arms import with_prompts
     from selfspec.tools.lab.session import Session
 
     parts, workloads = measured.parts(memory), read_workloads(cells.workload)

@@ -123,8 +123,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         from selfspec.kernels import native
         from selfspec.measure.embedded import PROMPTS
         from selfspec.model.checkpoint import load_checkpoint
-        from selfspec.tools.lab.arms import ArmSpec, OwnArm, make_arm
-        from selfspec.tools.lab.cell import Cell
+        from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, make_arm
         from selfspec.tools.lab.turns import agreements, race, scores
 
         checkpoint = load_checkpoint(model_place(DEMO), "float32", device)

@@ -12,9 +12,7 @@ from rich.console import Console
 from selfspec.measure.spare_cores import CoreWatch
 
 if TYPE_CHECKING:
-    from selfspec.tools.doctor.machine import MachineReport
-    from selfspec.tools.doctor.packages import Packages
-    from selfspec.tools.doctor.products import Products
+    from selfspec.tools.doctor import MachineReport, Packages, Products
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,7 @@ def doctor() -> Diagnosis:
     watch = CoreWatch()
     with Console(stderr=True).status("Looking around"):
         from selfspec.environment import commit
-        from selfspec.tools.doctor.findings import findings
-        from selfspec.tools.doctor.machine import read_machine
-        from selfspec.tools.doctor.packages import read_packages
-        from selfspec.tools.doctor.products import time_products
+        from selfspec.tools.doctor import findings, read_machine, read_packages, time_products
 
         machine, packages = read_machine(watch.read()), read_packages()
         products = time_products()

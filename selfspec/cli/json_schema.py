@@ -20,13 +20,11 @@ from selfspec.cli.app import app
 from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor.machine import MachineReport
-from selfspec.tools.doctor.packages import Packages
-from selfspec.tools.doctor.products import Products
+from selfspec.tools.doctor import MachineReport, Packages, Products
 from selfspec.tools.export.exported import Exported
 from selfspec.tools.lab.turns import Score
 from selfspec.tools.prospects import CheckpointSummary
-from selfspec.tools.train.doubts import CheckedExit
+from selfspec.tools.train.run import CheckedExit
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {

@@ -18,6 +18,7 @@ from typer.models import OptionInfo
 from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
+from selfspec.values import Option as Described
 
 if TYPE_CHECKING:
     from selfspec.api import SelfSpeculative
@@ -271,6 +272,10 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
 
 def _option(name: str, hint: Any, default: Any, panel: str | None) -> Parameter:
     info = copy(hint.__metadata__[0])
+    if isinstance(info, Described):
+        # A switch is turned on; it is off by itself.
+        words = [f"--{name.replace('_', '-')}"] if hint.__origin__ is bool else []
+        info = typer.Option(*words, **vars(info), show_default=info.parser is None)
     if isinstance(info, OptionInfo):
         kinds = _kinds(hint.__origin__)
         info.rich_help_panel = panel

@@ -72,15 +72,13 @@ def search(
     from selfspec.files.writing import check_output_file
     from selfspec.measure.expected_time import Size
     from selfspec.tools.lab import search as searching
-    from selfspec.tools.lab.ablation import Finding
+    from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of
     from selfspec.tools.lab.drafts import Space
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
-    from selfspec.tools.lab.studied import check_inputs, load
-    from selfspec.tools.lab.study import Study
+    from selfspec.tools.lab.study import Study, check_inputs, load
     from selfspec.tools.lab.study_report import write_report
     from selfspec.tools.lab.table import pareto_front
-    from selfspec.tools.lab.work import fit_study, resize, sizes_of
 
     prepare_quietly(machine.threads)
     require_packages()

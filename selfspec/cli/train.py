@@ -16,11 +16,20 @@ from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, Th
 from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
 from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.embedded import model_place
-from selfspec.tools.train.recipe import ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
-from selfspec.tools.train.settings import Averaging, Course, DraftHeadCourse, Files, HeadCourse, Texts
+from selfspec.tools.train.recipe import (
+    Averaging,
+    Course,
+    DraftHeadCourse,
+    ExitHeadRecipe,
+    Files,
+    HeadCourse,
+    HeadRecipe,
+    LayerSkipRecipe,
+    Texts,
+)
 
 if TYPE_CHECKING:
-    from selfspec.tools.train.doubts import CheckedExit
+    from selfspec.tools.train.run import CheckedExit
 
 train = typer.Typer(
     name="train",
@@ -194,7 +203,7 @@ def average(
     output: Output = "text",
 ) -> Averaged:
     """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
-    from selfspec.tools.train.average import average as run
+    from selfspec.tools.train.layerskip import average as run
 
     _prepare(threads)
     with progress_bar("averaging") as bar:
@@ -212,7 +221,7 @@ def vocabulary(
     size: Annotated[int, typer.Option(min=1, help="Tokens to keep.")],
 ) -> Counted:
     """Count which tokens a draft needs, for `--draft exit:4+vocab:FILE`: its steps then read only their rows."""
-    from selfspec.tools.train.vocabulary import count_vocabulary
+    from selfspec.tools.train.corpus import count_vocabulary
 
     _prepare(threads=None)
     return Counted(str(to), size, count_vocabulary(model_place(model), text, size, to))
@@ -228,8 +237,7 @@ def _train(
 ) -> Trained:
     """Train, and return the figures before and after."""
     from selfspec.tools.train.course import RESUMED
-    from selfspec.tools.train.doubts import doubts
-    from selfspec.tools.train.run import run
+    from selfspec.tools.train.run import doubts, run
 
     _prepare(machine.threads)
     printed: set[str] = set()
@@ -328,10 +336,9 @@ def _checked(trained: Trained, base: str, device: str, seconds: float) -> Traine
     """Decode with each exit that has figures, in turns with plain decoding, for some seconds; add the verdict."""
     from selfspec.measure.prompts import BEGINNINGS
     from selfspec.model.checkpoint import load_checkpoint
-    from selfspec.tools.lab.arms import ArmSpec, make_arm
-    from selfspec.tools.lab.cell import Cell
+    from selfspec.tools.lab.arms import ArmSpec, Cell, make_arm
     from selfspec.tools.lab.turns import race, scores
-    from selfspec.tools.train.doubts import CheckedExit, verdict
+    from selfspec.tools.train.run import CheckedExit, verdict
 
     figures, to = trained.after, trained.folder
     layers = _exits(figures)

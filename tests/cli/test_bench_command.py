@@ -13,8 +13,7 @@ from helpers.budgets import tight_budget
 from helpers.running import Invoke
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
-from selfspec.tools.lab.arms import StockArm
-from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.arms import Cell, Prompts, StockArm
 
 QUICK = ("--prompts", "2", "--repeats", "1", "--warm-up", "1", "--max-new-tokens", "16", "--context", "12")
 ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")

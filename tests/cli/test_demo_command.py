@@ -11,10 +11,9 @@ from helpers.running import Invoke
 from selfspec.cli.demo import Standing, headline
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.peak_memory import peak_memory
+from selfspec.measure.timing import peak_memory
 from selfspec.tools.lab import turns
-from selfspec.tools.lab.agreement import TextAgreement
-from selfspec.tools.lab.turns import Score
+from selfspec.tools.lab.turns import Score, TextAgreement
 
 QUICK = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--threads", "1"]
 

@@ -17,9 +17,8 @@ from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
 from selfspec.control.profile import VARIABLE, find_profile
 from selfspec.control.setting import Setting
-from selfspec.tools.lab.origin import Origin
 from selfspec.tools.lab.report import MARKDOWN
-from selfspec.tools.lab.runs import FILE
+from selfspec.tools.lab.runs import FILE, Origin
 
 pandas = pytest.importorskip("pandas")
 

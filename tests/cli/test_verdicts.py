@@ -9,8 +9,8 @@ import pytest
 
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab.findings import TextFindings
-from selfspec.tools.train.doubts import CheckedExit, doubts, verdict
+from selfspec.tools.lab.study_report import TextFindings
+from selfspec.tools.train.run import CheckedExit, doubts, verdict
 
 
 def estimate(value: float) -> Estimate:

@@ -23,7 +23,7 @@ from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
 from selfspec.kernels.rounded import Precision, round_weight
-from selfspec.measure.teacher_forced.figures import DraftPath
+from selfspec.measure.teacher_forced import DraftPath
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes

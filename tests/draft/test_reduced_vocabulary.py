@@ -15,7 +15,7 @@ from helpers import stories, tiny
 from helpers.goodness import p_value
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError
-from selfspec.tools.train.vocabulary import count_vocabulary, most_frequent
+from selfspec.tools.train.corpus import count_vocabulary, most_frequent
 
 _KEPT = tuple(range(1, 50, 3))
 

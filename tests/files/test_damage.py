@@ -42,9 +42,9 @@ from selfspec.recipe import Recipe
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.train.corpus import written_text
+from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.exit_heads import ExitHeads
-from selfspec.tools.train.folder import RunFolder
-from selfspec.tools.train.settings import Course, Texts
+from selfspec.tools.train.recipe import Course, Texts
 
 
 @cache

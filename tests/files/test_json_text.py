@@ -18,7 +18,7 @@ from selfspec.model.checkpoint import read_config
 from selfspec.tools.lab.runs import FILE, Runs
 from selfspec.tools.lab.study import read_study
 from selfspec.tools.train.corpus import read_documents
-from selfspec.tools.train.folder import RunFolder
+from selfspec.tools.train.course import RunFolder
 
 NESTED = "[" * 100_000
 BAD = {

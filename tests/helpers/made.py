@@ -7,8 +7,7 @@ from typing import Any
 
 from selfspec.decode.stats import Stats
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.lab.arms import ArmKind, ArmSpec
-from selfspec.tools.lab.cell import Cell
+from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.record import Record, Setup
 

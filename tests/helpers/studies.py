@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.stories import checkpoint_folder
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.studied import StudiedModel
-from selfspec.tools.lab.study import Study
+from selfspec.tools.lab.study import StudiedModel, Study
 
 TEXTS, PROMPT = 3, 6
 

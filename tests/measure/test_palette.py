@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.measure.palette import BLACK, GREY, mark_of, marks_of
+from selfspec.tools.lab.report import BLACK, GREY, mark_of, marks_of
 
 
 def test_a_kind_has_its_colour_in_every_picture() -> None:

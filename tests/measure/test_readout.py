@@ -7,7 +7,7 @@ import torch
 
 from helpers import tiny
 from helpers.reference import with_layers
-from selfspec.measure.readout import Readout
+from selfspec.measure.acceptance import Readout
 from selfspec.model.registry import find_adapter
 from selfspec.tools.train.layerskip import layer_dropout
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.measure.teacher_forced.figures import DraftPath, readings
-from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText
+from selfspec.measure.teacher_forced import DraftPath, LayerViews, TeacherForcedText, readings
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.runner import ModelRunner

@@ -11,9 +11,13 @@ from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.draft import LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.measure.own_text import Continuation
-from selfspec.measure.teacher_forced.figures import DraftPath, TeacherForcedFigures, teacher_forced_figures
-from selfspec.measure.teacher_forced.passes import LayerViews
-from selfspec.measure.teacher_forced.rounds import expected_rounds
+from selfspec.measure.teacher_forced import (
+    DraftPath,
+    LayerViews,
+    TeacherForcedFigures,
+    expected_rounds,
+    teacher_forced_figures,
+)
 from selfspec.model.registry import find_adapter
 
 _NEW = 40

@@ -42,10 +42,10 @@ from selfspec.tools.calibrate.candidates import (
     predicted,
     to_confirm,
     to_measure,
+    with_own_vocabulary,
 )
 from selfspec.tools.calibrate.confirm import Confirmed, batches, confirm, generation_options
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.own_vocabulary import with_own_vocabulary
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7

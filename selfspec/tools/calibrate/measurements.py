@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
 from selfspec.errors import DraftConfigError
-from selfspec.values import check_numbers
+from selfspec.values import Option, check_numbers
 
 # Larger trees than pay on any machine that was looked at.
 _MOST_NODES = 256
@@ -23,15 +21,15 @@ class Measurements:
         DraftConfigError: a value is out of range.
     """
 
-    max_new_tokens: Annotated[int, typer.Option(min=8, help="Generate N tokens a text.")] = 48
-    temperature: Annotated[float, typer.Option(help="Temperature of sampling, above 0.")] = 0.8
-    longest_draft: Annotated[int, typer.Option(min=1, help="Draft at most N tokens a round.")] = 7
+    max_new_tokens: Annotated[int, Option(min=8, help="Generate N tokens a text.")] = 48
+    temperature: Annotated[float, Option(help="Temperature of sampling, above 0.")] = 0.8
+    longest_draft: Annotated[int, Option(min=1, help="Draft at most N tokens a round.")] = 7
     nodes: Annotated[
-        int, typer.Option(min=0, help="Try trees of at most N tokens, siblings included, and of half as many; 0: none.")
+        int, Option(min=0, help="Try trees of at most N tokens, siblings included, and of half as many; 0: none.")
     ] = 16
-    batch: Annotated[int, typer.Option(min=1, help="Generate N rows at once.")] = 1
-    repeats: Annotated[int, typer.Option(min=1, help="Time each draft N times; slow ones drop out before.")] = 3
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    batch: Annotated[int, Option(min=1, help="Generate N rows at once.")] = 1
+    repeats: Annotated[int, Option(min=1, help="Time each draft N times; slow ones drop out before.")] = 3
+    seed: Annotated[int, Option(help="Seed of all random draws.")] = 0
 
     def __post_init__(self) -> None:
         check_numbers(self, DraftConfigError)

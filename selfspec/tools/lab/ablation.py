@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, product
+from typing import Any
+
+from torch import Tensor
 
 from selfspec.accept import find_rule
 from selfspec.environment import environment
 from selfspec.errors import StudyError
+from selfspec.measure.expected_time import FittedWork, Size, TokenTimes, Work, fit
 from selfspec.tools.lab.drafts import content, is_judged_by_teacher_forcing, named_drafts
 from selfspec.tools.lab.estimates import confirm, confirm_asked, count, estimate, estimate_asked
-from selfspec.tools.lab.prices import Prices, costs_asked, find_costs
 from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.lab.studied import StudiedModel, texts_asked, texts_of, write_texts
-from selfspec.tools.lab.study import Study
-from selfspec.tools.lab.table import Row, best_length, rows, speedups
-from selfspec.tools.lab.work import price_work, text_work
+from selfspec.tools.lab.study import StudiedModel, Study, texts_asked, texts_of, write_texts
+from selfspec.tools.lab.table import Prices, Row, best_length, costs_asked, find_costs, rows, speedups, timed_paths
 
 # Drafts judged at once: enough to share what they begin with, few enough to lose little by an interruption.
 _TOGETHER = 4
@@ -164,3 +165,101 @@ def _together(asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
     for by, group in groupby(asked, lambda each: each.under["by"]):
         some, size = list(group), 1 if by == "generation" else _TOGETHER
         yield from (some[start : start + size] for start in range(0, len(some), size))
+
+
+# In plain tokens: a draft step on average; a confirmed token, with the plain one beside it and both warm-ups; timing
+# a draft; a counted token.
+_OF_A_PATH, _CONFIRMED, _TIMED, _COUNTED = 0.7, 4.0, 260, 0.8
+
+
+def sizes_of(study: Study) -> dict[str, Size]:
+    """Return the sizes that a study may shrink, from what it declares."""
+    fewest = {"max_new_tokens": 16, "confirm": 2, "reach": 1}
+    return {name: Size(getattr(study, name), min(few, getattr(study, name))) for name, few in fewest.items()}
+
+
+@dataclass(frozen=True)
+class TextWork:
+    """Work for the texts of a workload at one temperature.
+
+    Attributes:
+        texts: writing them.
+        forced: judging a draft by teacher forcing.
+        counted: judging one by generation.
+        confirmed: confirming one.
+    """
+
+    texts: Work
+    forced: Work
+    counted: Work
+    confirmed: Work
+
+
+def text_work(study: Study, prompts: Sequence[Tensor]) -> TextWork:
+    """Count the work for some prompts, `[1, tokens]` each."""
+    count, read, lengths = len(prompts), sum(prompt.shape[1] for prompt in prompts), len(study.draft_lengths)
+    new = study.max_new_tokens * count
+    return TextWork(
+        # What all drafts are compared with is read once for the texts.
+        texts=Work(new, read + 2 * (read + new)),
+        forced=Work(read=(read + new) * min(study.reach, max(study.draft_lengths)) * _OF_A_PATH),
+        counted=Work(new * lengths * _COUNTED, read * lengths),
+        confirmed=Work(new * _CONFIRMED, 4 * read),
+    )
+
+
+def price_work(study: Study, studied: StudiedModel) -> Work:
+    """Count the work of timing costs."""
+    return Work(_TIMED * (1 + len(timed_paths(studied.depth))) if study.pricing == "measured" else 0)
+
+
+def work(study: Study, studied: StudiedModel, drafts: int, sizes: Mapping[str, int], counted: int = 0) -> Work:
+    """Count the tokens of a study of a number of drafts of each of its models, each as large as this one.
+
+    Of the drafts `counted` are judged by generation.
+    """
+    resized, total = resize(study, sizes), Work()
+    for prompts in studied.prompts.values():
+        each = text_work(resized, prompts)
+        judged = each.forced.times(drafts - counted) + each.counted.times(counted)
+        total += each.texts + judged + each.confirmed.times(min(resized.confirm, drafts))
+    return (total.times(len(study.temperatures)) + price_work(study, studied)).times(len(study.models))
+
+
+def resize(study: Study, sizes: Mapping[str, int]) -> Study:
+    """Return the study with other sizes; those that are none of its own are left."""
+    own: dict[str, Any] = {name: size for name, size in sizes.items() if hasattr(study, name)}
+    return replace(study, **own)
+
+
+def fit_study(
+    study: Study,
+    free: Mapping[str, Size],
+    drafts: int,
+    studied: StudiedModel,
+    minutes: float,
+    runs: Runs,
+    counted: int = 0,
+) -> FittedWork:
+    """Choose the sizes of a study; where its folder was begun with some, these stay, so that what is known is used.
+
+    Args:
+        study: as declared.
+        free: sizes that may shrink, by name; `evaluations` among them: drafts.
+        drafts: of each model, unless `evaluations` says it.
+        studied: the model that is timed.
+        minutes: the most it may take.
+        runs: where the study is kept.
+        counted: drafts that are judged by generation.
+    """
+    asked = Asked("sizes", {**asdict(studied.origin), "minutes": minutes, "names": sorted(free)}, studied.place)
+    begun = runs[asked].found if asked in runs else {}
+    bound = {name: Size(begun[name], begun[name]) if name in begun else size for name, size in free.items()}
+    times = TokenTimes.measured(studied.model)
+    fitted = fit(
+        bound, lambda sizes: work(study, studied, sizes.get("evaluations", drafts), sizes, counted), times, minutes
+    )
+    if asked not in runs:
+        runs.keep([Run(asked, dict(fitted.sizes))])
+    shrunk = {name: size for name, size in fitted.sizes.items() if size < free[name].usual}
+    return replace(fitted, shrunk=shrunk)

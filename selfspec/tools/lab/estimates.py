@@ -12,15 +12,17 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
-from selfspec.measure.teacher_forced.figures import DraftPath, TeacherForcedFigures, teacher_forced_figures
-from selfspec.measure.teacher_forced.rounds import expected_rounds
+from selfspec.measure.teacher_forced import (
+    DraftPath,
+    TeacherForcedFigures,
+    expected_rounds,
+    teacher_forced_figures,
+)
 from selfspec.measure.timing import Call, DraftShape
 from selfspec.runtime.named import RuntimeName
-from selfspec.tools.lab.arms import ArmSpec, make_arm
-from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.runs import Asked
-from selfspec.tools.lab.studied import StudiedModel
-from selfspec.tools.lab.study import Study
+from selfspec.tools.lab.study import StudiedModel, Study
 from selfspec.tools.lab.turns import measure
 
 _REPEATS, _WARM_UP = 1, 1

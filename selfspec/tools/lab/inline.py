@@ -18,16 +18,14 @@ from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.runtime.named import usual_runtime
 from selfspec.tools.lab.ablation import work_on
-from selfspec.tools.lab.arms import ArmSpec
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
 from selfspec.tools.lab.bench_report import write_report
-from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.measured import KIND, MeasuredCell
 from selfspec.tools.lab.report import require_packages
 from selfspec.tools.lab.runs import Runs
 from selfspec.tools.lab.session import Part, Session
-from selfspec.tools.lab.studied import StudiedModel
-from selfspec.tools.lab.study import Study
+from selfspec.tools.lab.study import StudiedModel, Study
 from selfspec.values import checked_path
 
 _GIVEN = "given"

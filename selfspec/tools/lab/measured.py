@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from selfspec.errors import BenchError
 from selfspec.files.json_text import first_error
+from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.lab.arms import ArmKind, ArmSpec
-from selfspec.tools.lab.cell import Cell
-from selfspec.tools.lab.figures import Figures, doubts, figures, untimed_figures
-from selfspec.tools.lab.origin import told_apart
-from selfspec.tools.lab.quality import TextQuality, differing, qualities
-from selfspec.tools.lab.record import Record, Setup
-from selfspec.tools.lab.runs import Asked, Run
+from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
+from selfspec.tools.lab.record import Record, Setup, TextQuality, differing, qualities
+from selfspec.tools.lab.runs import Asked, Run, told_apart
 
 KIND = "cell"
 
@@ -182,3 +181,214 @@ def titles(measured: Sequence[MeasuredCell]) -> list[str]:
 
 
 _MEASURED = TypeAdapter(MeasuredCell)
+
+
+CYCLING = 0.1
+"""Texts with a larger share of their tokens inside repeating cycles are left out of the figures without cycles."""
+
+# Tokens per second over some of the calls, one figure for each repeat.
+_Speeds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """The mean round of an arm in the run, in rounds of plain decoding in the same run.
+
+    Its draft, its target pass, and the rest: acceptance, commit and all between; then its draft steps and draft tokens.
+    """
+
+    draft: float
+    verify: float
+    rest: float
+    steps: float
+    drafted: float
+
+
+@dataclass(frozen=True)
+class PredictedSpeedup:
+    """The speed-up that the cost model predicts of an arm, beside the one that was measured.
+
+    Predicted are the tokens of the arm's rounds by what their parts cost when timed apart from the run:
+
+        tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a round
+
+    That is the formula of Leviathan et al. (2023) for the rounds as they were: its numerator (1 - alpha^(gamma+1)) /
+    (1 - alpha) is the mean accepted length where alpha is the same at every place and gamma in every round, and here it
+    is what was measured. The overhead o is left out, so that efficiency shows what it costs.
+
+    Attributes:
+        predicted: speed-up against plain decoding by the passes' costs, with their intervals.
+        measured: decoding speed against selfspec's plain decoding.
+        efficiency: measured by predicted.
+    """
+
+    predicted: Estimate
+    measured: Estimate
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is shown of an arm that is scored. Speeds are tokens per second of all rows together; None if not timed.
+
+    Attributes:
+        decoding_tokens_per_second: after the first tokens, so without prefill.
+        whole_call_tokens_per_second: prefill included.
+        first_token_seconds: until the first tokens of a call stand; of each repeat the mean over calls.
+        decoding_against: decoding speed against that of `model_generate` and of selfspec `plain`.
+        decoding_without_cycles: against `model.generate` in the calls whose texts hardly repeat themselves.
+        whole_call_against: speed of whole calls against that of `model.generate`.
+        mean_accepted_length: tokens committed per target pass of a row, by selfspec's own count, with an interval over
+            calls; of other arms by calls of the model.
+        acceptance_rate: share of the judged draft tokens that were accepted.
+        acceptance_by_depth: the same at each depth of the draft, None where none was judged.
+        cycle_share: share of all tokens inside repeating cycles.
+        round_in_plain_steps: what a round cost in the run; None for arms that do not draft.
+        prediction: None where the passes were not timed or the arm does not draft.
+    """
+
+    mean_accepted_length: Estimate
+    acceptance_rate: Estimate | None
+    acceptance_by_depth: list[float | None] | None
+    cycle_share: float
+    decoding_tokens_per_second: Estimate | None = None
+    whole_call_tokens_per_second: Estimate | None = None
+    first_token_seconds: Estimate | None = None
+    decoding_against: dict[str, Estimate] = field(default_factory=dict)
+    decoding_without_cycles: Estimate | None = None
+    whole_call_against: Estimate | None = None
+    round_in_plain_steps: RoundCost | None = None
+    prediction: PredictedSpeedup | None = None
+
+
+def figures(record: Record, reference: Record | None, plain: Record | None) -> Figures:
+    """The figures of an arm beside `model.generate` and selfspec's plain decoding in the same cell."""
+    own = _decoding(record)
+    others = {"model_generate": reference, "plain": plain}
+    against = {name: _median(own / _decoding(other)) for name, other in others.items() if other is not None}
+    calm = [] if reference is None else calls_without_cycles(reference)
+    return replace(
+        untimed_figures(record),
+        decoding_tokens_per_second=_median(own),
+        whole_call_tokens_per_second=_median(_whole_call(record)),
+        first_token_seconds=_median(np.mean(record.first_seconds, 1)),
+        decoding_against=against,
+        decoding_without_cycles=_median(_decoding(record, calm) / _decoding(reference, calm))
+        if reference and calm
+        else None,
+        whole_call_against=_median(_whole_call(record) / _whole_call(reference)) if reference else None,
+        round_in_plain_steps=_round_cost(record, plain) if plain else None,
+        prediction=_prediction(record, against["plain"]) if plain else None,
+    )
+
+
+def untimed_figures(record: Record) -> Figures:
+    """The figures of an arm whose texts were decoded once, whatever else the machine did: counts alone."""
+    judged, accepted = (
+        [float(sum(sum(depths) for depths in call)) for call in zip(*counts, strict=True)]
+        for counts in (record.judged, record.accepted)
+    )
+    by_depth: list[float | None] | None = None
+    if record.counts is not None:
+        pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
+        by_depth = [stood / seen if seen else None for stood, seen in pairs]
+    return Figures(
+        mean_accepted_length=_tokens_a_pass(record),
+        acceptance_rate=_over_calls(accepted, judged) if sum(judged) else None,
+        acceptance_by_depth=by_depth,
+        cycle_share=float(np.mean(record.cycle_share)),
+    )
+
+
+def doubts(record: Record, found: Figures, plain: Figures | None) -> Iterator[str]:
+    """Say which figures of an arm cannot be, or say less than they seem to."""
+    if found.decoding_tokens_per_second is None:
+        return
+    if len(record.seconds) == 1:
+        yield f"{record.arm.name}: timed once, so its speeds have no interval; give more --repeats"
+    against = found.decoding_against.get("plain")
+    if plain is None or against is None or record.arm.kind != "draft":
+        return
+    doubt = against.doubt(found.mean_accepted_length.value / plain.mean_accepted_length.value)
+    if doubt is not None:
+        yield f"{record.arm.name}: {doubt}"
+    elif found.prediction is not None and found.prediction.measured.doubt(found.prediction.predicted.high):
+        yield (
+            f"{record.arm.name}: an efficiency of {found.prediction.efficiency:.2f} cannot be; its parts were timed "
+            "while the machine was slower than in the run"
+        )
+
+
+def calls_without_cycles(reference: Record) -> list[int]:
+    """The calls whose texts by the reference arm hardly repeat themselves: no more than `CYCLING` of their tokens."""
+    calls: list[int] = np.flatnonzero(np.mean(reference.cycle_share, 0) <= CYCLING).tolist()
+    return calls
+
+
+def _tokens_a_pass(record: Record) -> Estimate:
+    batch = max(len(rows) for repeat in record.texts for rows in repeat) if record.texts else 1
+    passes = np.sum(record.passes, 0) * float(batch)
+    if record.counts is not None and batch > 1:
+        # Rows that have ended make no rounds.
+        passes = passes * (record.counts.row_rounds / passes.sum())
+    return _over_calls(np.sum(record.tokens, 0).tolist(), passes.tolist())
+
+
+def _over_calls(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+    """A ratio with an interval over calls, whose prompts differ."""
+    pairs = [pair for pair in zip(parts, wholes, strict=True) if pair[1] > 0]
+    return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs])
+
+
+def _whole_call(record: Record) -> _Speeds:
+    speeds: _Speeds = np.sum(record.tokens, 1) / np.sum(record.seconds, 1)
+    return speeds
+
+
+def _decoding(record: Record, calls: Sequence[int] | slice = slice(None)) -> _Speeds:
+    tokens = np.array(record.tokens) - record.first_tokens
+    seconds = np.array(record.seconds) - record.first_seconds
+    # Where every text ends with its first tokens nothing is decoded after them.
+    speeds: _Speeds = tokens[:, calls].sum(1) / np.maximum(seconds[:, calls].sum(1), 1e-9)
+    return np.maximum(speeds, 1e-9)
+
+
+def _median(of_repeats: _Speeds) -> Estimate:
+    return Estimate.of_median(of_repeats.tolist())
+
+
+def _round_cost(record: Record, plain: Record) -> RoundCost | None:
+    if record.counts is None or plain.counts is None or record.arm.draft is None:
+        return None
+    step = _round_seconds(plain) / plain.counts.rounds
+    rounds, seconds = record.counts.rounds, record.counts.seconds
+    draft, verify = (seconds[phase] / rounds / step for phase in ("draft", "verify"))
+    rest = _round_seconds(record) / rounds / step - draft - verify
+    steps = sum(shape.steps * shape.rounds for shape in record.rounds)
+    drafted = sum(shape.drafted * shape.rounds for shape in record.rounds)
+    return RoundCost(draft, verify, rest, steps / rounds, drafted / rounds)
+
+
+def _round_seconds(record: Record) -> float:
+    """Time of all rounds: of whole calls, less their prefill."""
+    assert record.counts is not None
+    return float(np.sum(record.seconds)) - record.counts.seconds.get("prefill", 0.0)
+
+
+def _prediction(record: Record, measured: Estimate) -> PredictedSpeedup | None:
+    if record.costs is None or record.counts is None:
+        return None
+    total = [0.0, 0.0, 0.0]
+    for shape in record.rounds:
+        # V is that of the pass the round made: resumed after draft steps, from tokens on after a look-up.
+        cost = record.costs.of_round(shape.steps, shape.drafted)
+        if cost is None:
+            return None
+        total = [
+            sum_ + each * shape.rounds for sum_, each in zip(total, (cost.value, cost.low, cost.high), strict=True)
+        ]
+    # Tokens that a running row commits in a round.
+    counts = record.counts
+    tokens = counts.new_tokens / counts.row_rounds * counts.rounds
+    predicted = Estimate(tokens / total[0], tokens / total[2], tokens / max(total[1], 1e-9), 0.9)
+    return PredictedSpeedup(predicted, measured, measured.value / predicted.value)

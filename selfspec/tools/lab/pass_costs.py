@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from selfspec.api import wrap
+from selfspec.device import backend, on_host
 from selfspec.draft import Drafter, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import MeasuredCosts, measure_costs, verify_cost
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
+from selfspec.measure.timing import peak_memory
 from selfspec.model.registry import find_adapter
+from selfspec.model.tensor_parallel import whole
+from selfspec.process_memory import resident_bytes
 from selfspec.runtime.named import RuntimeName, runtime_named
-from selfspec.tools.lab.arms import Arm, OwnArm
-from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, make_arm
 
 _LENGTHS = (1, 2, 3, 5, 7)
 _REPEATS = 7
@@ -111,3 +118,89 @@ def _costs(measured: MeasuredCosts, path: LayerPathDrafter | None) -> PassCosts:
         from_tokens=dict(verify[PLAIN]),
         overhead=measured.overhead[name],
     )
+
+
+# Tokens enough for every kind of pass.
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """What one call took, in bytes.
+
+    On CUDA torch counts what it allocated; on a CPU the operating system counts the resident set, in pages, Python and
+    its libraries left out.
+
+    Attributes:
+        weights: what the loaded model takes.
+        peak: the most there was at any time of the call, the weights included.
+        counted_by: who counted: "torch" or "system".
+    """
+
+    weights: int
+    peak: int
+    counted_by: str
+
+    @property
+    def growth(self) -> int:
+        """What the call took above the weights."""
+        return self.peak - self.weights
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the other process does, and on what device."""
+
+    arm: ArmSpec
+    cell: Cell
+    prompts: Prompts
+    place: str
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+
+def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype: torch.dtype) -> PeakMemory | None:
+    """Let a new process load the model and decode once, on the device of the prompts.
+
+    Returns:
+        What it took; None where the system does not tell.
+    """
+    there = Prompts(prompts.ids.cpu(), prompts.mask.cpu())
+    job = _Job(arm, cell, there, place, dtype, prompts.ids.device, torch.get_num_threads())
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(_measure, job).result()
+        except Exception as error:
+            raise RuntimeError(f"memory of {arm.name} could not be measured: {error}") from error
+
+
+def _measure(job: _Job) -> PeakMemory | None:
+    """Load the model, decode a few tokens so that all code is loaded, and then measure a whole call."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(job.threads)
+    before = _in_use(job.device)
+    model = AutoModelForCausalLM.from_pretrained(job.place, dtype=job.dtype).to(job.device).eval()
+    # Weights may be mapped from their file, and are not in memory before they are read.
+    for weight in model.parameters():
+        whole(weight).sum()
+    weights = _in_use(job.device) - before
+    arm, prompts = make_arm(job.arm, model), Prompts(job.prompts.ids.to(job.device), job.prompts.mask.to(job.device))
+    few = Prompts.of_one_length(prompts.ids[:, -_FEW:])
+    arm.decode(few, replace(job.cell, max_new_tokens=_FEW), seed=0)
+    loaded = _in_use(job.device)
+    growth = peak_memory(lambda: arm.decode(prompts, job.cell, seed=0), job.device)
+    if growth is None:
+        return None
+    return PeakMemory(weights, loaded - before + growth, "torch" if _counts(job.device) else "system")
+
+
+def _in_use(device: torch.device) -> int:
+    allocated: int = backend(device).memory_allocated(device) if _counts(device) else resident_bytes() or 0
+    return allocated
+
+
+def _counts(device: torch.device) -> bool:
+    """Whether torch counts the memory of a device."""
+    return not on_host(device) and hasattr(backend(device), "memory_allocated")

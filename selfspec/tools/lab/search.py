@@ -21,16 +21,14 @@ from selfspec.draft.skip_file import write_skip_file
 from selfspec.environment import environment
 from selfspec.errors import StudyError
 from selfspec.measure.own_text import Continuation
-from selfspec.measure.teacher_forced.passes import NOTHING, WHOLE, Parts, TeacherForcedText
+from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.lab.ablation import Progress, find_out, untold
 from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name, skip_set
-from selfspec.tools.lab.prices import Prices
 from selfspec.tools.lab.runs import Run, Runs
-from selfspec.tools.lab.studied import StudiedModel, texts_of
-from selfspec.tools.lab.study import Study
-from selfspec.tools.lab.table import Row, rows
+from selfspec.tools.lab.study import StudiedModel, Study, texts_of
+from selfspec.tools.lab.table import Prices, Row, rows
 
 # Ways that dynamic programming keeps for each amount of cost saved.
 _WIDTH = 6

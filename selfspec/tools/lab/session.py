@@ -14,16 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.environment import environment
 from selfspec.measure.expected_time import Watch
 from selfspec.measure.spare_cores import CoreWatch
-from selfspec.tools.lab.arms import ArmSpec, make_arm
-from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.measured import MeasuredCell
-from selfspec.tools.lab.memory import measure_memory
-from selfspec.tools.lab.origin import Origin
-from selfspec.tools.lab.pass_costs import costs_of
-from selfspec.tools.lab.quality import nats_of
-from selfspec.tools.lab.record import Record, Setup
-from selfspec.tools.lab.runs import Asked, Runs
+from selfspec.tools.lab.pass_costs import costs_of, measure_memory
+from selfspec.tools.lab.record import Record, Setup, nats_of
+from selfspec.tools.lab.runs import Asked, Origin, Runs
 from selfspec.tools.lab.turns import ArmRun, measure
 
 Part = Literal["speed", "memory", "costs", "quality", "acceptance"]

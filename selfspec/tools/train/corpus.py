@@ -21,10 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.files.json_text import first_error
+from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import Message
 from selfspec.measure.stock import end_tokens
-from selfspec.tools.train.settings import Course, Texts
+from selfspec.model.checkpoint import load_tokenizer, read_config
+from selfspec.model.summary import describe_config
+from selfspec.tools.train.recipe import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
 _BATCH = 64
@@ -411,3 +414,28 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
             f'line {number} of {file} is no JSON object with a string under "text" or a conversation under "messages" '
             f"({reason})"
         )
+
+
+def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
+    """The `size` most frequent of token ids, ascending, of a model with `vocabulary`; among equals the smaller."""
+    if not 1 <= size <= vocabulary:
+        raise TrainingError(f"a reduced vocabulary of {size} tokens is out of range: this model has {vocabulary}")
+    counts = torch.bincount(ids.flatten(), minlength=vocabulary)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> float:
+    """Count the tokens of a text, write the `size` most frequent ones as JSON, and return their share of the text.
+
+    Only the configuration and the tokenizer of the model are read.
+    """
+    check_output_file(to)
+    if to.exists():
+        raise TrainingError(f"{to} exists; give another name with --to")
+    rows = describe_config(read_config(model)).vocabulary
+    documents = [document for file in text for document in read_documents(file)]
+    ids = packed(documents, load_tokenizer(model), 1).ids
+    tokens = most_frequent(ids, size, rows)
+    coverage = float(torch.isin(ids, tokens).double().mean())
+    write_sealed(to, {"coverage": coverage, "tokens": tokens.tolist()})
+    return coverage

@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 
 from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
 from selfspec.files.writing import write_sealed
-from selfspec.measure.readout import Readout
+from selfspec.measure.acceptance import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.model.vocabulary import vocabulary_size
-from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe
-from selfspec.tools.train.vocabulary import most_frequent
 
 
 class ExitHeads(nn.Module):

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from selfspec.measure.readout import Readout
-from selfspec.model.checkpoint import Checkpoint
+from selfspec.errors import TrainingError
+from selfspec.measure.acceptance import Readout
+from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.model.fingerprint import fingerprint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.corpus import Blocks
+from selfspec.tools.train.corpus import Blocks, identified, packed, read_documents, spread
+from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.lesson import ExitMeter, Lesson
-from selfspec.tools.train.recipe import LayerSkipRecipe
+from selfspec.tools.train.recipe import Averaging, LayerSkipRecipe
 
 _UNLEARNT = -100
 
@@ -113,3 +116,51 @@ def _against(logits: Tensor, teacher: Tensor, batch: Blocks) -> Tensor:
     learnt = batch.before_learnt
     total = -(teacher[learnt] * logits[learnt].float().log_softmax(-1)).sum()
     return total / learnt.sum().clamp(min=1)
+
+
+def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str, Any]:
+    """Average two checkpoints and save the result as the trained one was saved.
+
+    Returns:
+        The report, also in `training.json`: what was averaged, and figures of the trained checkpoint before and of the
+        result after.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be loaded.
+        CorpusError: the text cannot be read or is too short.
+        TrainingError: the two are not of one shape, or the folder is taken.
+        StorageError: the folder cannot be written to.
+    """
+    folder = RunFolder(to)
+    folder.check()
+    checkpoint = load_checkpoint(trained, "auto", "cpu")
+    other = load_checkpoint(base, "auto", "cpu").model
+    dtype, model = checkpoint.model.dtype, checkpoint.model.float()
+    shapes, others = ({name: weight.shape for name, weight in each.named_parameters()} for each in (model, other))
+    if type(model) is not type(other) or shapes != others:
+        raise TrainingError(f"{trained} was not trained from {base}: their weights differ in shape")
+    lesson = None
+    if averaging.held_out is not None:
+        blocks = packed(read_documents(averaging.held_out), checkpoint.tokenizer, averaging.length)
+        lesson = LayerSkipLesson(checkpoint, None, spread(blocks, averaging.held_out_blocks))
+    settings = {
+        "trained": {"model": trained, "fingerprint": fingerprint(model)},
+        "base": {"model": base, "fingerprint": fingerprint(other)},
+        "base_share": averaging.base_share,
+        "held_out": averaging.held_out and identified(averaging.held_out),
+        "held_out_blocks": averaging.held_out_blocks,
+    }
+    before = folder.begin(settings, lesson.measure() if lesson else {}) or {}
+    with torch.no_grad():
+        for weight, towards in zip(model.parameters(), other.parameters(), strict=True):
+            weight.lerp_(towards.to(weight.dtype), averaging.base_share)
+    # What is measured is what is saved.
+    model.to(dtype).float()
+    report = {**settings, "before": before, "after": lesson.measure() if lesson else {}}
+
+    def save(new: Path) -> None:
+        model.to(dtype).save_pretrained(new)
+        checkpoint.tokenizer.save_pretrained(new)
+
+    folder.finish(save, report)
+    return report

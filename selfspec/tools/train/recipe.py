@@ -5,13 +5,117 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 from selfspec.errors import TrainingError
-from selfspec.values import check_numbers
+from selfspec.values import Option, check_numbers
+
+Files = Annotated[
+    list[Path],
+    Option(help='Text to learn from: JSONL with "text" or "messages" in each line, or plain; also .gz.'),
+]
+HeldOutBlocks = Annotated[int, Option(min=1, help="Measure on at most N blocks.")]
+Length = Annotated[int, Option(min=8, help="Tokens of a block.")]
+LearningRate = Annotated[float | None, Option(help="Highest learning rate of AdamW; default: by the model's size.")]
+Decay = Annotated[float, Option(help="Share of the steps, the last, over which the rate falls.")]
+
+# The most parameters of a small model, its rate, and the fewest steps of warm-up.
+_SMALL, _SMALL_RATE, _FEWEST_WARM_UP = 10_000_000, 5e-4, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Text."""
+
+    text: Files
+    held_out: Annotated[Path | None, Option(help="Text to measure on; default: a part of --text.")] = None
+    held_out_blocks: HeldOutBlocks = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Steps and learning rate.
+
+    The rate rises linearly over `warmup` of the steps, stays, and falls linearly to 0 over the last `decay`.
+
+    Raises:
+        TrainingError: a value is out of range.
+    """
+
+    steps: Annotated[int, Option(min=1, help="Optimiser steps.")] = 1000
+    batch: Annotated[int, Option(min=1, help="Blocks a step, on each device.")] = 8
+    accumulate: Annotated[int, Option(min=1, help="Batches summed up into one step.")] = 1
+    length: Length = 256
+    learning_rate: LearningRate = None
+    warmup: Annotated[float, Option(help="Share of the steps over which the rate rises.")] = 0.05
+    decay: Decay = 0.4
+    precision: Annotated[
+        Literal["float32", "bfloat16"],
+        Option(metavar="DTYPE", help="Compute in `float32` or `bfloat16`; weights are float32."),
+    ] = "float32"
+    seed: Annotated[int, Option(help="Seed of the order of the text, of dropout and of new weights.")] = 0
+    save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100
+    evaluate_every: Annotated[int, Option(min=1, help="Steps between measurements.")] = 100
+
+    def __post_init__(self) -> None:
+        check_numbers(self, TrainingError)
+        rate = 1.0 if self.learning_rate is None else self.learning_rate
+        if not (rate > 0 and self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
+            raise TrainingError(
+                f"learning rate {self.learning_rate}, warm-up {self.warmup} and decay {self.decay} do not fit; the "
+                "rate must be positive, and warm-up and decay shares of the steps"
+            )
+
+    def for_model(self, parameters: int) -> Course:
+        """Return the course with a rate for a model of this many parameters, where none was given.
+
+        A pretrained model is continued with the smaller steps the larger it is: 5e-4 for up to 10M parameters, then by
+        the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
+        """
+        usual = _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
+        return replace(self, learning_rate=usual) if self.learning_rate is None else self
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps over which the rate rises: of short trainings a few at least, in which AdamW finds its scales."""
+        return max(int(self.warmup * self.steps), min(_FEWEST_WARM_UP, self.steps // 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCourse(Course):
+    """Steps and learning rate."""
+
+    learning_rate: LearningRate = 2e-3
+    decay: Decay = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadCourse(Course):
+    """Steps and learning rate."""
+
+    learning_rate: LearningRate = 1e-3
+    decay: Decay = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Average.
+
+    Raises:
+        TrainingError: the share is out of range.
+    """
+
+    base_share: Annotated[float, Option(help="Weight of the base, between 0 and 1.")] = 0.1
+    held_out: Annotated[Path | None, Option(help="Text to measure on, before and after; default: none.")] = None
+    held_out_blocks: HeldOutBlocks = 32
+    length: Length = 256
+
+    def __post_init__(self) -> None:
+        if not 0 < self.base_share < 1:
+            raise TrainingError(f"the base's share lies between 0 and 1, e.g. 0.1; got {self.base_share}")
+
 
 _KINDS = ("eagle3", "medusa", "mtp", "uno")
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
@@ -29,7 +133,7 @@ def parse_exits(text: str) -> tuple[int, ...]:
 
 Exits = Annotated[
     tuple[int, ...],
-    typer.Option(parser=parse_exits, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4.", show_default=False),
+    Option(parser=parse_exits, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4."),
 ]
 
 
@@ -41,14 +145,10 @@ class BesideRecipe:
         TrainingError: a value is out of range.
     """
 
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Draft only the N most frequent tokens of the text.")
-    ] = None
-    own_texts: Annotated[
-        int, typer.Option(min=0, help="Learn from N texts that the model continues from beginnings.")
-    ] = 0
-    beginning: Annotated[int, typer.Option(min=1, help="Tokens of each beginning.")] = 16
-    temperature: Annotated[float, typer.Option(help="At which it writes these texts; 0: greedily.")] = 1.0
+    vocabulary: Annotated[int | None, Option(min=1, help="Draft only the N most frequent tokens of the text.")] = None
+    own_texts: Annotated[int, Option(min=0, help="Learn from N texts that the model continues from beginnings.")] = 0
+    beginning: Annotated[int, Option(min=1, help="Tokens of each beginning.")] = 16
+    temperature: Annotated[float, Option(help="At which it writes these texts; 0: greedily.")] = 1.0
 
     def __post_init__(self) -> None:
         check_numbers(self, TrainingError)
@@ -60,9 +160,9 @@ class BesideRecipe:
 class HeadRecipe(BesideRecipe):
     """Head."""
 
-    kind: Annotated[str, typer.Option(metavar="|".join(_KINDS), help="What is trained: see docs/heads.md.")]
-    depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
-    rank: Annotated[int, typer.Option(min=1, help="Of the LoRA, for the kind uno.")] = 32
+    kind: Annotated[str, Option(metavar="|".join(_KINDS), help="What is trained: see docs/heads.md.")]
+    depth: Annotated[int, Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
+    rank: Annotated[int, Option(min=1, help="Of the LoRA, for the kind uno.")] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,18 +179,14 @@ class ExitHeadRecipe(BesideRecipe):
     """Heads."""
 
     exits: Exits = ()
-    rank: Annotated[int | None, typer.Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = (
-        None
-    )
+    rank: Annotated[int | None, Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = None
     loss: Annotated[
         Literal["kl", "tv", "both"],
-        typer.Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
+        Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
     ] = "both"
     foldable: Annotated[
         bool,
-        typer.Option(
-            "--foldable", help="Leave the residual stream as it is: `selfspec export` makes such a head a layer."
-        ),
+        Option(help="Leave the residual stream as it is: `selfspec export` makes such a head a layer."),
     ] = False
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
@@ -106,25 +202,23 @@ class LayerSkipRecipe:
     """
 
     exits: Exits = ()
-    dropout: Annotated[float, typer.Option(help="Chance that a sample skips the last layer.")] = 0.1
+    dropout: Annotated[float, Option(help="Chance that a sample skips the last layer.")] = 0.1
     dropout_curriculum: Annotated[
         Literal["constant", "exponential"],
-        typer.Option(help="`constant`, or `exponential`: the chance rises from 0 over the training."),
+        Option(help="`constant`, or `exponential`: the chance rises from 0 over the training."),
     ] = "constant"
     curriculum: Annotated[
         Literal["rotational", "gradual", "all"],
-        typer.Option(
-            help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."
-        ),
+        Option(help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."),
     ] = "rotational"
-    rotation: Annotated[int, typer.Option(min=1, metavar="R", help="R of the rotational curriculum.")] = 4
-    exit_scale: Annotated[float, typer.Option(help="Weight of the exits against the full model.")] = 0.2
-    weighting: Annotated[
-        Literal["depth", "even"], typer.Option(help="Exits weigh more with `depth`, or all `even`.")
-    ] = "depth"
+    rotation: Annotated[int, Option(min=1, metavar="R", help="R of the rotational curriculum.")] = 4
+    exit_scale: Annotated[float, Option(help="Weight of the exits against the full model.")] = 0.2
+    weighting: Annotated[Literal["depth", "even"], Option(help="Exits weigh more with `depth`, or all `even`.")] = (
+        "depth"
+    )
     exit_target: Annotated[
         Literal["text", "model"],
-        typer.Option(help="Exits learn the next token of the `text`, or the distribution of the full `model`."),
+        Option(help="Exits learn the next token of the `text`, or the distribution of the full `model`."),
     ] = "text"
 
     def exits_of(self, depth: int) -> tuple[int, ...]:

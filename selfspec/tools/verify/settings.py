@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from selfspec.errors import UnsupportedOptionError
-from selfspec.values import check_numbers, shown
+from selfspec.values import Option, check_numbers, shown
 
 if TYPE_CHECKING:
     from selfspec.accept import Rule
@@ -26,16 +24,16 @@ class Settings:
 
     accept: Annotated[
         list[str],
-        typer.Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
+        Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
     ] = field(default_factory=lambda: ["token", "block", "coupled"])
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 64
-    draft_length: Annotated[int, typer.Option(min=1, help="Draft N tokens a round.")] = 4
-    samples: Annotated[int, typer.Option(min=100, help="Sample N texts for each test of fit.")] = 400
-    level: Annotated[float, typer.Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    max_new_tokens: Annotated[int, Option(min=2, help="Generate N tokens a text.")] = 64
+    draft_length: Annotated[int, Option(min=1, help="Draft N tokens a round.")] = 4
+    samples: Annotated[int, Option(min=100, help="Sample N texts for each test of fit.")] = 400
+    level: Annotated[float, Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
+    seed: Annotated[int, Option(help="Seed of all random draws.")] = 0
     runtime: Annotated[
         Literal["eager", "native", "graphs", "batch-invariant"] | None,
-        typer.Option(
+        Option(
             metavar="RUNTIME",
             help="How selfspec runs passes. By `batch-invariant` a draft has to give plain decoding's logits to the "
             "bit. Default: as `generate` does.",

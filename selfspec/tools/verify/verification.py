@@ -26,12 +26,10 @@ from selfspec.measure.stock import Reference, bare, read_reference, stepwise_log
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.named import RuntimeName, runtime_named
-from selfspec.tools.verify.comparison import Check, Comparison
-from selfspec.tools.verify.fit import check_fits
-from selfspec.tools.verify.place import NEW_TOKENS, choose_places
+from selfspec.tools.verify.comparison import Check, Comparison, forced_logits, sampled_texts
+from selfspec.tools.verify.fit import NEW_TOKENS, check_fits, choose_places
 from selfspec.tools.verify.report import DraftReport, VerifyReport
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.texts import forced_logits, sampled_texts
 
 
 def default_drafts(depth: int) -> tuple[Drafter, ...]:

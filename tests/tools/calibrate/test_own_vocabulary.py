@@ -19,10 +19,9 @@ from selfspec.measure.own_text import Continuation, continued
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate.calibration import calibrate
-from selfspec.tools.calibrate.candidates import Candidate
+from selfspec.tools.calibrate.candidates import Candidate, own_vocabulary, with_own_vocabulary
 from selfspec.tools.calibrate.confirm import Confirmed
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.calibrate.own_vocabulary import own_vocabulary, with_own_vocabulary
 
 _ROWS, _WRITTEN = 1024, 40
 

@@ -9,10 +9,16 @@ from importlib import metadata
 import pytest
 
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor.findings import findings
-from selfspec.tools.doctor.machine import KernelState, MachineReport, read_machine
-from selfspec.tools.doctor.packages import Packages, read_packages
-from selfspec.tools.doctor.products import Products, time_products
+from selfspec.tools.doctor import (
+    KernelState,
+    MachineReport,
+    Packages,
+    Products,
+    findings,
+    read_machine,
+    read_packages,
+    time_products,
+)
 
 KERNELS = KernelState(loaded=True, compiler="c++", ninja=True)
 MACHINE = MachineReport(

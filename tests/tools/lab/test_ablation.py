@@ -16,7 +16,7 @@ from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.estimates import count, estimate, estimate_asked
 from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.lab.studied import StudiedModel, texts_asked, texts_of, write_texts
+from selfspec.tools.lab.study import StudiedModel, texts_asked, texts_of, write_texts
 
 pytest.importorskip("pandas")
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from helpers.made import CELL, cell_of, plain, record
 from selfspec.decode.stats import Stats
-from selfspec.measure.palette import GREY, mark_of
 from selfspec.tools.lab import bench_pictures, drawing
-from selfspec.tools.lab.bench_pictures import draw, mark_of_arm
+from selfspec.tools.lab.bench_report import draw, mark_of_arm
 from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.report import GREY, mark_of
 
 DEEP = Stats(
     8, 8, 8, judged_per_depth=[100, 60, 30], accepted_per_depth=[60, 30, 10], seconds={"draft": 0.5, "verify": 1.0}

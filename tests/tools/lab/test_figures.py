@@ -11,14 +11,11 @@ from markdown_it import MarkdownIt
 from helpers.made import CELL, SETTINGS, cell_of, plain, record
 from selfspec.decode.stats import Stats
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab.agreement import TextAgreement
-from selfspec.tools.lab.bench_pictures import draw
-from selfspec.tools.lab.bench_report import overview, page
-from selfspec.tools.lab.figures import Figures, calls_without_cycles, doubts, figures, untimed_figures
-from selfspec.tools.lab.measured import MeasuredCell
-from selfspec.tools.lab.memory import PeakMemory
-from selfspec.tools.lab.pass_costs import PassCosts
+from selfspec.tools.lab.bench_report import draw, overview, page
+from selfspec.tools.lab.measured import Figures, MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
+from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory
 from selfspec.tools.lab.record import Record, ShapeCount
+from selfspec.tools.lab.turns import TextAgreement
 
 STOCK = record("generate", [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
 PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from selfspec.measure.embedded import checkpoint_folder
-from selfspec.tools.lab.arms import ArmSpec
-from selfspec.tools.lab.cell import Cell, Prompts
-from selfspec.tools.lab.memory import measure_memory
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
+from selfspec.tools.lab.pass_costs import measure_memory
 
 CELL = Cell("w", 0.0, 2, 8, 16)
 

@@ -19,7 +19,7 @@ from selfspec.draft import Assistant, ExitHead
 from selfspec.errors import BenchError, StudyError
 from selfspec.model.early_head import DraftHead
 from selfspec.tools.lab.drafts import Given, content
-from selfspec.tools.lab.origin import Origin, told_apart
+from selfspec.tools.lab.runs import Origin, told_apart
 
 
 @torch.no_grad()

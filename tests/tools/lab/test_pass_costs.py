@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab.arms import ArmSpec, make_arm
-from selfspec.tools.lab.cell import Cell, Prompts
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.pass_costs import PassCosts, costs_of
 
 

@@ -18,17 +18,18 @@ from selfspec.measure.estimate import Estimate
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.drafts import draft_kind
-from selfspec.tools.lab.prices import (
+from selfspec.tools.lab.runs import Asked, Run
+from selfspec.tools.lab.table import (
     Prices,
     SublayerPrices,
+    best_length,
     costs_asked,
     find_costs,
     prices_by_measurement,
     prices_by_weights,
+    speedups,
     timed_paths,
 )
-from selfspec.tools.lab.runs import Asked, Run
-from selfspec.tools.lab.table import best_length, speedups
 
 _DEPTH = 4
 

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers.made import cell_of, record
 from helpers.stories import checkpoint_folder
 from selfspec.accept import TopKTolerance
-from selfspec.tools.lab.agreement import TextAgreement
-from selfspec.tools.lab.arms import ArmSpec, make_arm
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.bench_report import quality_sentence
-from selfspec.tools.lab.cell import Cell, Prompts
-from selfspec.tools.lab.quality import differing, nats_of, p_value, qualities
-from selfspec.tools.lab.record import Record
+from selfspec.tools.lab.record import Record, differing, nats_of, p_value, qualities
+from selfspec.tools.lab.turns import TextAgreement
 
 PLAIN, EXIT = ArmSpec("plain"), ArmSpec("draft", "exit:2", accept="block")
 

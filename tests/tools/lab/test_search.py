@@ -11,7 +11,7 @@ import pytest
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StudyError
 from selfspec.tools.lab.drafts import Space
-from selfspec.tools.lab.studied import StudiedModel
+from selfspec.tools.lab.study import StudiedModel
 
 pytest.importorskip("pandas")
 

@@ -16,15 +16,13 @@ from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.runtime.named import RuntimeName
-from selfspec.tools.lab.agreement import TextAgreement
-from selfspec.tools.lab.arms import ArmSpec
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
 from selfspec.tools.lab.bench_report import by_prompt
-from selfspec.tools.lab.cell import Cell, Prompts
 from selfspec.tools.lab.measured import KIND, MeasuredCell
-from selfspec.tools.lab.memory import PeakMemory
-from selfspec.tools.lab.pass_costs import PassCosts
+from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.session import Part, Session
+from selfspec.tools.lab.turns import TextAgreement
 
 SPECS = [ArmSpec("generate"), ArmSpec("plain"), ArmSpec("draft", "lookup+exit:2")]
 CELLS = {Cell("w", temperature, 1, 6, 16): [Prompts.of_one_length(torch.arange(6)[None])] for temperature in (0.0, 0.8)}

@@ -9,12 +9,12 @@ import torch
 
 from helpers import tiny
 from selfspec.errors import DraftConfigError
-from selfspec.measure.teacher_forced.passes import LayerViews, TeacherForcedText, parts_run
+from selfspec.measure.teacher_forced import LayerViews, TeacherForcedText, parts_run
 from selfspec.model.layer_path import LayerPath, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.drafts import Space
-from selfspec.tools.lab.prices import Prices, prices_by_weights
 from selfspec.tools.lab.search import sets_by_similarity
+from selfspec.tools.lab.table import Prices, prices_by_weights
 
 
 def _text() -> tuple[TeacherForcedText, Space, Prices]:

@@ -17,16 +17,13 @@ from matplotlib.figure import Figure
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.palette import Mark
 from selfspec.tools.lab import drawing
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.estimates import confirm
-from selfspec.tools.lab.findings import TextFindings, findings
-from selfspec.tools.lab.report import write_data
+from selfspec.tools.lab.report import Mark, write_data
 from selfspec.tools.lab.runs import Runs
-from selfspec.tools.lab.studied import texts_of
-from selfspec.tools.lab.study_pictures import draw, row_agrees
-from selfspec.tools.lab.study_report import page, printable, write_report
+from selfspec.tools.lab.study import texts_of
+from selfspec.tools.lab.study_report import TextFindings, draw, findings, page, printable, row_agrees, write_report
 from selfspec.tools.lab.table import pareto_front
 
 pytest.importorskip("pandas")

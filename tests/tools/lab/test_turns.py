@@ -11,10 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers import tiny
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.timing import Call
-from selfspec.tools.lab.agreement import Pair, compare
-from selfspec.tools.lab.arms import Arm, ArmSpec, StockArm, make_arm
-from selfspec.tools.lab.cell import Cell, Prompts
-from selfspec.tools.lab.turns import ArmRun, Turn, agreements, measure, race, scores
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts, StockArm, make_arm
+from selfspec.tools.lab.turns import ArmRun, Pair, Turn, agreements, compare, measure, race, scores
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
 SPECS = [

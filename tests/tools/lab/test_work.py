@@ -10,9 +10,8 @@ import pytest
 from helpers.counted_work import counted
 from helpers.studies import declared, stories_loader
 from selfspec.measure.expected_time import TokenTimes
-from selfspec.tools.lab.ablation import work_on
+from selfspec.tools.lab.ablation import fit_study, resize, sizes_of, work, work_on
 from selfspec.tools.lab.runs import Runs
-from selfspec.tools.lab.work import fit_study, resize, sizes_of, work
 
 pytest.importorskip("pandas")
 

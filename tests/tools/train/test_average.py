@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers import tiny
 from helpers.stories import checkpoint_folder
 from selfspec.errors import TrainingError
-from selfspec.tools.train.average import average
-from selfspec.tools.train.settings import Averaging
+from selfspec.tools.train.layerskip import average
+from selfspec.tools.train.recipe import Averaging
 
 FOLDER = checkpoint_folder()
 

@@ -28,7 +28,7 @@ from selfspec.tools.train.corpus import (
     spread,
     written_text,
 )
-from selfspec.tools.train.settings import Course, Texts
+from selfspec.tools.train.recipe import Course, Texts
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from selfspec.errors import StorageError, TrainingError
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
-from selfspec.tools.train.settings import Course
+from selfspec.tools.train.recipe import Course
 
 _COURSE = Course(steps=8, batch=2, length=8, save_every=3, evaluate_every=100, learning_rate=0.05)
 

@@ -17,9 +17,8 @@ import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, HeadError, StorageError, TrainingError
 from selfspec.tools.train.course import Observer
-from selfspec.tools.train.recipe import ExitHeadRecipe, HeadRecipe, LayerSkipRecipe
+from selfspec.tools.train.recipe import Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
 from selfspec.tools.train.run import run
-from selfspec.tools.train.settings import Course, Texts
 
 _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3)
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)

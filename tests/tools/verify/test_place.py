@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from helpers import tiny
 from helpers.shrunken import shrunken
 from selfspec.measure.stock import bare
-from selfspec.tools.verify.place import NEW_TOKENS, Outcome, Place, choose_places
+from selfspec.tools.verify.fit import NEW_TOKENS, Outcome, Place, choose_places
 
 SAMPLES = 400
 TEXTS = [tuple(tiny.prompt(12, seed=seed)[0].tolist()) for seed in range(3)]

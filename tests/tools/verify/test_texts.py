@@ -15,7 +15,7 @@ from selfspec.draft.along_layer_path import LayerPathProposer
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates
-from selfspec.tools.verify.texts import forced_logits
+from selfspec.tools.verify.comparison import forced_logits
 from selfspec.tools.verify.verification import default_drafts
 
 NEW = 11

@@ -14,8 +14,7 @@ from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.tools.train.corpus import Split
-from selfspec.tools.train.heads.lesson import HeadLesson
-from selfspec.tools.train.heads.unrolled import UnrolledModule
+from selfspec.tools.train.heads.lesson import HeadLesson, UnrolledModule
 from selfspec.tools.train.recipe import HeadRecipe
 
 # Standard deviation of new weights.

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.compat import over_cache
+from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
-from selfspec.measure.acceptance import ExitFigures
-from selfspec.measure.readout import Readout
+from selfspec.measure.acceptance import ExitFigures, Readout
 from selfspec.model.features import FeatureTap, Point
 from selfspec.model.registry import find_adapter
 from selfspec.model.vocabulary import vocabulary_size
-from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import HeadRecipe
-from selfspec.tools.train.vocabulary import most_frequent
 
 # How much less each further token weighs in the loss than the one before it, which must be right first.
 _WEIGHT = 0.8
@@ -190,3 +191,63 @@ class HeadLesson(Lesson):
             return logits
         spread = logits.new_full((len(logits), size), -torch.inf)
         return spread.index_copy_(-1, self._tokens.to(logits.device), logits)
+
+
+class UnrolledModule(DraftHeadModule):
+    """The modules that the drafter itself runs, over whole texts.
+
+    Args:
+        fusion: comes before the layers.
+        layers: see `Head`.
+        output: gives logits of normed states, `[pairs, hidden]`; in a tuple where it does not learn.
+        recycled: which of its own states stands for a token that it drafted.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        layers: PreTrainedModel,
+        output: Callable[[Tensor], Tensor],
+        recycled: Literal["last", "normed"],
+    ) -> None:
+        super().__init__()
+        self.fusion = fusion
+        self.layers = layers
+        self._output = (output,)
+        self._recycled: Literal["last", "normed"] = recycled
+
+    def taught(self, step: int, depth: int) -> int:
+        # One after another: each takes as long as the first, and is worth nothing where one before it is wrong.
+        return 1 + step % depth
+
+    def forward(self, seen: Seen, steps: int) -> list[Tensor]:
+        adapter = find_adapter(self.layers)
+        base = adapter.base(self.layers)
+        tap = FeatureTap(self.layers, adapter, base, (self._recycled,))
+        (output,), state, cache, found = self._output, self.fusion.state(seen.features), DynamicCache(), []
+        width = state.shape[1]
+        positions = torch.arange(width, device=state.device)[None]
+        for step in range(steps):
+            # Of the last token before a draft the state is the target's, of drafted ones its own.
+            normed = tap.module.get_submodule(base)(
+                inputs_embeds=self.fusion.inputs(seen.embedded, state),
+                attention_mask=_unrolled(width, step, state),
+                position_ids=positions,
+                **over_cache(self.layers, cache),
+            )[0]
+            found.append(output(normed[seen.reached(step)]))
+            state = pad(tap.take()[self._recycled][:, :-1], (0, 0, 1, 0))
+        return found
+
+
+def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
+    """What pairs of a step see of those of all steps so far, `[1, 1, width, (step + 1) * width]`, as it is added.
+
+    The draft that a pair is in began `step` pairs before it: until there it sees the target's, then its own.
+    """
+    seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
+    parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]
+    # Pairs that no draft of this step ends at see themselves, so that what they give is a number.
+    parts[-1] = parts[-1] | torch.eye(width, dtype=torch.bool, device=like.device)
+    mask = torch.zeros(width, len(parts) * width, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]

@@ -14,8 +14,7 @@ from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.errors import TrainingError
 from selfspec.model.registry import find_adapter
 from selfspec.tools.train.corpus import Split
-from selfspec.tools.train.heads.lesson import HeadLesson
-from selfspec.tools.train.heads.unrolled import UnrolledModule
+from selfspec.tools.train.heads.lesson import HeadLesson, UnrolledModule
 from selfspec.tools.train.recipe import HeadRecipe
 
 

@@ -1,1 +1,0 @@
-"""Drafts judged token by token on given text, each read as a draft step reads it: without generating anything."""

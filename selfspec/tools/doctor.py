@@ -1,0 +1,266 @@
+"""What is slow or missing here, why, and what to do: one line each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch import Tensor
+from torch.nn.functional import linear
+
+from selfspec.compat import NEWEST_TESTED
+from selfspec.environment import device_name
+from selfspec.kernels import native
+from selfspec.measure.spare_cores import SpareCores
+from selfspec.process_memory import machine_bytes
+
+# Of a layer of a model of 1B: larger than caches.
+_INPUTS, _OUTPUTS = 2048, 5632
+_TIMES = 9
+_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of one row and of four with a weight of 46 MB in float32, as torch makes them and as the kernels do.
+
+    Attributes:
+        gigabytes_a_second: of the weight, read by a product of one row.
+        four_rows: what a product of four rows takes, in products of one.
+    """
+
+    gigabytes_a_second: float
+    four_rows: float
+
+
+def time_products() -> dict[str, Products]:
+    """Time them on the CPU, in some tenths of a second: `torch`, and `kernels` where these are loaded."""
+    weight = torch.zeros(_OUTPUTS, _INPUTS)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"torch": lambda states: linear(states, weight)}
+    if native.are_loaded():
+        ways["kernels"] = lambda states: native.few_rows(states, weight, None)
+    return {name: _timed(way, weight) for name, way in ways.items()}
+
+
+@torch.no_grad()
+def _timed(way: Callable[[Tensor], Tensor], weight: Tensor) -> Products:
+    one, four = (_seconds(way, torch.zeros(rows, _INPUTS)) for rows in (1, _ROWS))
+    return Products(weight.nbytes / one / 1e9, four / one)
+
+
+def _seconds(way: Callable[[Tensor], Tensor], states: Tensor) -> float:
+    taken = []
+    for _ in range(_TIMES):
+        started = time.perf_counter()
+        way(states)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """The CPU kernels.
+
+    Attributes:
+        loaded: whether they were built here for this torch, and are used.
+        compiler: a C++ compiler on the path, if there is one.
+        ninja: whether ninja is there, which builds them.
+    """
+
+    loaded: bool
+    compiler: str | None
+    ninja: bool
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """What computes.
+
+    Attributes:
+        system: operating system and architecture.
+        processor: its name.
+        cores: that this process may use, and how many of them were free while it started.
+        load: processes that ran or waited in the last minute, on average; None where the system does not tell.
+        memory: bytes of main memory, or of the process's control group; None as above.
+        threads: that torch computes with.
+        omp_num_threads: the variable of that name; None where it is not set.
+        gpus: names of the accelerators that torch sees.
+        accelerator: what torch calls their kind, such as "cuda"; None: there is none.
+        gpu_without_cuda: whether there is a GPU of NVIDIA's, and this torch was built without CUDA.
+        kernels: the CPU kernels.
+    """
+
+    system: str
+    processor: str
+    cores: SpareCores
+    load: float | None
+    memory: int | None
+    threads: int
+    omp_num_threads: str | None
+    gpus: list[str]
+    accelerator: str | None
+    gpu_without_cuda: bool
+    kernels: KernelState
+
+
+def read_machine(cores: SpareCores) -> MachineReport:
+    """Read it; the kernels are loaded if they were built.
+
+    Args:
+        cores: watched while this process started.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if found is None else torch.accelerator.device_count()
+    gpus = [] if found is None else [device_name(torch.device(found.type, number)) for number in range(count)]
+    return MachineReport(
+        system=f"{platform.system()} {platform.machine()}",
+        processor=device_name(torch.device("cpu")),
+        cores=cores,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        memory=machine_bytes(),
+        threads=torch.get_num_threads(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        gpus=gpus,
+        accelerator=None if found is None else found.type,
+        gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
+        kernels=KernelState(
+            native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()
+        ),
+    )
+
+
+def _has_ninja() -> bool:
+    return find_spec("ninja") is not None or shutil.which("ninja") is not None
+
+
+_NAME = "selfspec"
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What is installed, by what selfspec says it needs.
+
+    Attributes:
+        versions: of each package that selfspec needs; None where it is missing.
+        untested: packages of a version outside the range that selfspec states, each with that range.
+        newer: packages within their range but newer than those that were tested, each with the newest tested.
+        missing: for each extra that is not complete, the packages that it lacks.
+    """
+
+    versions: dict[str, str | None]
+    untested: dict[str, str]
+    newer: dict[str, str]
+    missing: dict[str, list[str]]
+
+
+def read_packages() -> Packages:
+    """Read what is installed; empty where selfspec itself is not, but runs from its folder."""
+    try:
+        needed = [Requirement(line) for line in metadata.requires(_NAME) or ()]
+        extras = metadata.metadata(_NAME).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return Packages({}, {}, {}, {})
+    always = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    versions = {each.name: _version(each.name) for each in always}
+    untested = {
+        each.name: str(each.specifier)
+        for each in always
+        if (found := versions[each.name]) is not None and not each.specifier.contains(found, prereleases=True)
+    }
+    newer = {
+        name: newest
+        for name, newest in NEWEST_TESTED.items()
+        if name not in untested and (found := versions.get(name)) is not None and _minor(found) > _minor(newest)
+    }
+    missing: dict[str, list[str]] = {}
+    for extra in extras:
+        of_extra = [each for each in needed if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        lacking = [each.name for each in of_extra if each not in always and _version(each.name) is None]
+        if lacking:
+            missing[extra] = lacking
+    return Packages(versions, untested, newer, missing)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return Version(version).release[:2]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# A block of four tokens that costs more than this many steps eats most of what drafts gain.
+_DEAR = 1.5
+# Kinds of accelerators that selfspec has run on.
+_TRIED = ("cuda",)
+
+
+def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
+    """Everything that is worth a change, most useful first."""
+    return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_packages(packages)]
+
+
+def _kernels(machine: MachineReport, products: Mapping[str, Products]) -> Iterator[str]:
+    found, torchs = machine.kernels, products["torch"]
+    if found.loaded:
+        return
+    where = "on the CPU, " if machine.gpus else ""
+    said = f"{where}torch reads weights at {torchs.gigabytes_a_second:.0f} GB/s for one token"
+    if torchs.four_rows > _DEAR:
+        said += f", and four tokens cost {torchs.four_rows:.1f} times one, which eats what drafts gain"
+    if found.compiler is None:
+        yield f"{said}. selfspec's CPU kernels do better, but need a C++ compiler: install g++ or clang"
+    elif not found.ninja:
+        yield f"{said}. selfspec's CPU kernels do better: pip install 'selfspec[kernels]', then selfspec kernels"
+    else:
+        yield f"{said}. selfspec's CPU kernels do better: build them once with selfspec kernels"
+
+
+def _threads(machine: MachineReport) -> Iterator[str]:
+    cores, threads = machine.cores, machine.threads
+    fitting = cores.threads(cores.cores)
+    if fitting < threads:
+        yield (
+            f"torch computes with {threads} threads, but only {cores.free:.1f} of {cores.cores} cores are free: each "
+            f"product waits for the slowest. Give --threads {fitting}, or wait until less runs"
+        )
+    if machine.omp_num_threads is not None and threads < fitting:
+        yield (
+            f"OMP_NUM_THREADS={machine.omp_num_threads} holds torch to {threads} of {cores.cores} cores: unset it, or "
+            f"give --threads {fitting}"
+        )
+
+
+def _gpu(machine: MachineReport) -> Iterator[str]:
+    if machine.accelerator not in (None, *_TRIED):
+        yield (
+            f"selfspec was never run on {machine.accelerator}, and does not choose it by itself: where you give "
+            f"--device {machine.accelerator}, run selfspec verify with it first"
+        )
+    if machine.gpu_without_cuda:
+        yield "there is an NVIDIA GPU, but this torch was built for CPUs alone: install a build of torch with CUDA"
+
+
+def _packages(packages: Packages) -> Iterator[str]:
+    for name, wanted in packages.untested.items():
+        yield f"{name} {packages.versions[name]} is outside what selfspec is tested with ({wanted})"
+    for name, newest in packages.newer.items():
+        found = packages.versions[name]
+        yield f"{name} {found} is newer than what selfspec is tested with ({newest}): run selfspec verify"

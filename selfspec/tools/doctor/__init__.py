@@ -1,1 +1,0 @@
-"""What selfspec runs on here, and what is slow about it."""
