@@ -90,11 +90,12 @@ def calibrate(
     from selfspec.control import profile as profiles
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import PromptWriter, beginnings, built_in, read_prompts
+    from selfspec.measure.prompts import beginnings, built_in, read_prompts
     from selfspec.model.registry import check_reads_text
     from selfspec.tools.calibrate.calibration import SIZES, work
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
+    from selfspec.tools.lab.arms import prompt_writer
     from selfspec.tools.lab.report import require_packages, write_data
 
     # The embedded model writes nothing but code.
@@ -112,7 +113,7 @@ def calibrate(
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
     check_reads_text(checkpoint.model)
-    writer, device = PromptWriter(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
+    writer, device = prompt_writer(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
     ids = [prompt.to(device) for prompt in workload.whole_prompts(writer, prompts)]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, measurements, ids, len(paths))

@@ -104,10 +104,11 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import PromptWriter, beginnings, read_prompts
+    from selfspec.measure.prompts import beginnings, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
     from selfspec.model.registry import check_reads_text
     from selfspec.placement.drafts import placement_of
+    from selfspec.tools.lab.arms import prompt_writer
     from selfspec.tools.verify.verification import SIZES, default_drafts, work
     from selfspec.tools.verify.verification import verify as run
 
@@ -130,7 +131,7 @@ def verify(
         if named is None and isinstance(spec.draft, Drafter):
             drafts = [spec.draft, *drafts]
     drafters = _drafters(checkpoint, drafts)
-    writer, device = PromptWriter(checkpoint, chat, settings.max_new_tokens), checkpoint.model.device
+    writer, device = prompt_writer(checkpoint, chat, settings.max_new_tokens), checkpoint.model.device
     prompts = [prompt.to(device) for prompt in workload.whole_prompts(writer)]
     free = {name: size for name, size in SIZES.items() if name not in given}
     counted = partial(work, settings, prompts, len(drafters))

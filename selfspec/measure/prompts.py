@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,22 +113,17 @@ class PromptWriter:
 
     Args:
         checkpoint: the model and its tokenizer.
-        chat: whether prompts are written by the chat template.
         answer: the most tokens of an answer.
-
-    Raises:
-        PromptError: there is no chat template, and one is asked for.
+        template: writes the tokens of messages, up to where an answer begins; None: prompts are text.
     """
 
-    def __init__(self, checkpoint: Checkpoint, chat: bool, answer: int) -> None:
-        from selfspec.serve.chat_template import ChatTemplate
-
+    def __init__(
+        self, checkpoint: Checkpoint, answer: int, template: Callable[[Sequence[Message]], list[int]] | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._answer = answer
         self._answers: dict[tuple[int, ...], str] = {}
-        if chat and not checkpoint.tokenizer.chat_template:
-            raise PromptError("the checkpoint has no chat template to write prompts by; leave out --chat")
-        self._template = ChatTemplate(checkpoint.tokenizer) if chat else None
+        self._template = template
 
     def ids(self, text: Text) -> list[int]:
         """Return the tokens of a prompt, with what the tokenizer or the template begins it with."""
@@ -139,9 +134,9 @@ class PromptWriter:
         written: list[Message] = []
         for message in [*text.messages, {"role": "user", "content": text.prompt}]:
             if written and written[-1].get("role") == message.get("role") == "user":
-                written.append({"role": "assistant", "content": self._answered(self._template.prompt(written))})
+                written.append({"role": "assistant", "content": self._answered(self._template(written))})
             written.append(message)
-        return self._template.prompt(written)
+        return self._template(written)
 
     def _answered(self, prompt: list[int]) -> str:
         key = tuple(prompt)

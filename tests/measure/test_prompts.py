@@ -14,7 +14,6 @@ from helpers.stories import checkpoint_folder as stories_folder
 from selfspec.errors import PromptError
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.prompts import (
-    PromptWriter,
     Text,
     Workload,
     built_in,
@@ -23,6 +22,7 @@ from selfspec.measure.prompts import (
     read_prompts,
 )
 from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.tools.lab.arms import prompt_writer
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def chatty() -> Checkpoint:
 def test_as_chats_the_model_answers_what_nobody_answered(chatty: Checkpoint) -> None:
     asked, more = "One day a dog", "What then?"
     workload = Workload("w", (Text(asked), Text(more, messages=({"role": "user", "content": asked},))))
-    first, second = workload.whole_prompts(PromptWriter(chatty, True, 6))
+    first, second = workload.whole_prompts(prompt_writer(chatty, True, 6))
     said = chatty.tokenizer.decode(first[0])
     assert said.endswith(f"user: {asked}\nassistant:")
     own = chatty.model.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=6, do_sample=False)
@@ -162,13 +162,19 @@ def test_as_chats_the_model_answers_what_nobody_answered(chatty: Checkpoint) -> 
     assert second[0].tolist() == chatty.tokenizer(expected, add_special_tokens=False).input_ids
     # An answer that is there stays.
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": "It ran."})
-    (third,) = Workload("w", (Text(more, messages=messages),)).whole_prompts(PromptWriter(chatty, True, 6))
+    (third,) = Workload("w", (Text(more, messages=messages),)).whole_prompts(prompt_writer(chatty, True, 6))
     assert "assistant: It ran.\nuser: What then?" in chatty.tokenizer.decode(third[0])
+
+
+def test_a_chat_needs_a_template(chatty: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chatty.tokenizer, "chat_template", None)
+    with pytest.raises(PromptError, match="no chat template to write prompts by; leave out --chat"):
+        prompt_writer(chatty, True, 6)
 
 
 def test_as_text_a_later_turn_stands_behind_those_before_it(chatty: Checkpoint) -> None:
     (found,) = Workload("w", (Text("b", messages=({"role": "user", "content": "a"},)),)).whole_prompts(
-        PromptWriter(chatty, False, 6)
+        prompt_writer(chatty, False, 6)
     )
     assert found[0].tolist() == chatty.tokenizer("a\n\nb").input_ids
 

@@ -21,12 +21,14 @@ from selfspec.control.fixed import control_of
 from selfspec.device import has_graphs, on_host, random_state_kept
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
+from selfspec.errors import PromptError
 from selfspec.measure.prompts import PromptWriter, Workload, check_context
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.named import RuntimeName, runtime_named
+from selfspec.serve.chat_template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
 
 
@@ -113,6 +115,19 @@ class Prompts:
         return [row[at.bool()].tolist() for row, at in zip(self.ids, self.mask, strict=True)]
 
 
+def prompt_writer(checkpoint: Checkpoint, chat: bool, answer: int) -> PromptWriter:
+    """Make what writes prompts: as text, or by the checkpoint's chat template.
+
+    Raises:
+        PromptError: there is no chat template, and one is asked for.
+    """
+    if not chat:
+        return PromptWriter(checkpoint, answer)
+    if not checkpoint.tokenizer.chat_template:
+        raise PromptError("the checkpoint has no chat template to write prompts by; leave out --chat")
+    return PromptWriter(checkpoint, answer, ChatTemplate(checkpoint.tokenizer).prompt)
+
+
 def with_prompts(
     cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Prompts]]:
@@ -124,7 +139,8 @@ def with_prompts(
     """
     model, made = checkpoint.model, dict[Cell, list[Prompts]]()
     writers = {
-        key: PromptWriter(checkpoint, *key) for key in dict.fromkeys((cell.chat, cell.max_new_tokens) for cell in cells)
+        key: prompt_writer(checkpoint, *key)
+        for key in dict.fromkeys((cell.chat, cell.max_new_tokens) for cell in cells)
     }
     for cell in cells:
         workload = workloads[cell.workload]

@@ -24,10 +24,11 @@ from selfspec.errors import StudyError
 from selfspec.files.json_text import first_error
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
-from selfspec.measure.prompts import PromptWriter, check_context, read_workloads
+from selfspec.measure.prompts import check_context, read_workloads
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, load_checkpoint, read_config
 from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.arms import prompt_writer
 from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.runs import Asked, Origin, Run
 
@@ -219,7 +220,7 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
     """
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    writer, prompts = PromptWriter(checkpoint, study.chat, study.max_new_tokens), {}
+    writer, prompts = prompt_writer(checkpoint, study.chat, study.max_new_tokens), {}
     for each, workload in read_workloads(study.workloads).items():
         if study.prompt_tokens is None:
             found = workload.whole_prompts(writer, study.texts)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from helpers.made import CELL, cell_of, plain, record
 from selfspec.decode.stats import Stats
-from selfspec.tools.lab import bench_pictures, drawing
+from selfspec.tools.lab import bench_report, report
 from selfspec.tools.lab.bench_report import draw, mark_of_arm
 from selfspec.tools.lab.measured import MeasuredCell
 from selfspec.tools.lab.report import GREY, mark_of
@@ -35,7 +35,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
             figures.append(figure)
         save(figure, file, **how)
 
-    monkeypatch.setattr(drawing, "_DPI", 40)
+    monkeypatch.setattr(report, "_DPI", 40)
     monkeypatch.setattr(Figure, "savefig", keep)
     return figures
 
@@ -70,7 +70,7 @@ def test_every_picture_is_at_most_a_page(
 
 
 def test_a_panel_without_enough_tokens_says_so(saved: list[Figure], tmp_path: Path) -> None:
-    draw(cells(1, DRAFTS, judged=bench_pictures._ENOUGH - 1), tmp_path)
+    draw(cells(1, DRAFTS, judged=bench_report._ENOUGH - 1), tmp_path)
     texts = [text.get_text() for axes in saved[1].axes for text in axes.texts]
     assert texts == ["too few tokens"] * 2
 

@@ -98,7 +98,7 @@ def test_a_bench_in_memory_gives_a_table_and_a_report(tmp_path: Path) -> None:
 
 
 def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfspec.measure.teacher_forced import passes
+    from selfspec.measure import teacher_forced as passes
 
     monkeypatch.setattr(passes, "_ROUNDING", dict.fromkeys(passes._ROUNDING, -1.0))
     table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)

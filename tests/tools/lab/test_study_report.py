@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from helpers.studies import declared, stories_loader
 from selfspec.errors import StorageError
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab import drawing
+from selfspec.tools.lab import report
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.estimates import confirm
 from selfspec.tools.lab.report import Mark, write_data
@@ -44,7 +44,7 @@ def shown(finding: Finding) -> list[TextFindings]:
 def coarse() -> Iterator[None]:
     """Pictures of few dots, which are drawn sooner."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(drawing, "_DPI", 50)
+        patched.setattr(report, "_DPI", 50)
         yield
 
 
@@ -165,7 +165,7 @@ def test_a_heat_map_of_many_layers_has_ticks_and_no_numbers(tmp_path: Path) -> N
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    drawing.heat(axes, np.full((2, 80), 0.5), ["a", "b"], [str(layer) for layer in range(80)], ".2f")
+    report.heat(axes, np.full((2, 80), 0.5), ["a", "b"], [str(layer) for layer in range(80)], ".2f")
     assert len(axes.texts) == 0
     assert [each.get_text() for each in axes.get_xticklabels()] == [str(layer) for layer in range(0, 80, 5)]
 
@@ -176,7 +176,7 @@ def test_lines_by_layer_are_legible_at_any_depth(layers: int) -> None:
     lines = {name: {layer: Estimate(0.5, 0.4, 0.6) for layer in range(layers)} for name in marks}
     figure = Figure((7.2, 2.5))
     axes = figure.subplots()
-    drawing.by_layer(axes, lines, marks, "acceptance", 1.0)
+    report.by_layer(axes, lines, marks, "acceptance", 1.0)
     figure.draw_without_rendering()
     boxes = [each.get_window_extent() for each in axes.get_xticklabels()]
     assert len(boxes) >= min(layers, 6)
