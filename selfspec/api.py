@@ -27,13 +27,11 @@ from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsOfReading
 from selfspec.control.draft_policy import DraftChoice, DraftPolicy
-from selfspec.decode.generation import Generation
+from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
-from selfspec.decode.pieces import generate_in_pieces, has_own_generate
 from selfspec.decode.request import Request, prepared_request, read_request
 from selfspec.decode.row_decoder import Drafting, RowDecoder
-from selfspec.decode.target import Limits, Target
 from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory

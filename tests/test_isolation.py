@@ -18,7 +18,7 @@ import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from helpers.tiers import in_turns
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.model.view import view_with
 
 PROMPT, NEW = 7, 7

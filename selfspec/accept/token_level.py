@@ -1,6 +1,6 @@
 """Token-level rejection sampling: accept each draft token with probability min(1, p/q), until one is rejected.
 
-Rules give probabilities; `selfspec.decode.accept_draws` draws by them.
+Rules give probabilities; `selfspec.decode.judge` draws by them.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def chat(
     source = read_template(talk.template)
     drafting.check(model, budget)
 
-    from selfspec.decode.option_values import Scope, check_values
+    from selfspec.decode.options import Scope, check_values
     from selfspec.model.checkpoint import load_tokenizer
     from selfspec.serve.chat_template import ChatTemplate
     from selfspec.serve.conversation import Conversation

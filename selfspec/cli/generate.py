@@ -22,8 +22,7 @@ from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedModelE
 
 if TYPE_CHECKING:
     from selfspec.decode.generation import Generation
-    from selfspec.decode.output import RowRound
-    from selfspec.decode.stats import Stats
+    from selfspec.decode.output import RowRound, Stats
 
 EPILOG = (
     "Drafts: `exit:4`, `int8`, `skip:attn=3,5`, `lookup`, `recycle` and others, or several, as in `lookup+int8`; "
@@ -116,7 +115,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """Counts and times of a generation: see `selfspec.decode.stats.Stats`. Rates without data are null."""
+    """Counts and times of a generation: see `selfspec.decode.output.Stats`. Rates without data are null."""
 
     rounds: int
     row_rounds: int
@@ -202,8 +201,8 @@ def generate(
 
     from selfspec.accept import find_rule
     from selfspec.control.draft_policy import DraftPolicy
-    from selfspec.decode.option_values import Scope, check_values
-    from selfspec.decode.pieces import has_own_generate
+    from selfspec.decode.generation import has_own_generate
+    from selfspec.decode.options import Scope, check_values
     from selfspec.draft.registry import draft_name
     from selfspec.model.checkpoint import Checkpoint
 

@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from inspect import currentframe
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache, MaxTimeCriteria
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from selfspec.accept import Rule
+from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_layer import CacheKind
 from selfspec.cache.transfer import check_kinds, is_callers
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.control import Controller
 from selfspec.decode.batch import Batch
-from selfspec.decode.encoder_inputs import cross_attentions
 from selfspec.decode.group import Group
+from selfspec.decode.inputs import cross_attentions
 from selfspec.decode.loop import rounds
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import EncoderDecoderOutput, GenerateOutput, Round, streamed
-from selfspec.decode.request import Request
-from selfspec.decode.score_record import ScoreRecord, ScoreRecords
+from selfspec.decode.options import check_not_dropped, unsupported
+from selfspec.decode.output import (
+    EncoderDecoderOutput,
+    GenerateOutput,
+    Round,
+    ScoreRecord,
+    ScoreRecords,
+    Stats,
+    streamed,
+)
+from selfspec.decode.request import Request, prepared_request
 from selfspec.decode.sequences import Sequences
-from selfspec.decode.stats import Stats
-from selfspec.decode.target import Target
 from selfspec.draft import Drafter
-from selfspec.errors import NonFiniteLogitsError, UnsupportedOptionError
+from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.model.registry import has_encoder
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
+from selfspec.model.view import view_with
+from selfspec.model.vocabulary import weight_of
+from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.runner import ModelRunner
 
 
 class Generation(Iterator[Round]):
@@ -206,3 +234,195 @@ def _check_no_clock(request: Request) -> None:
             "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
             "max_new_tokens"
         )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of tokens that memory is reserved for.
+
+    Attributes:
+        context: tokens of prompts and texts, over all rows of a batch.
+        at_once: tokens of prompts that one pass reads, over all rows.
+        cache: how keys and values are kept.
+    """
+
+    context: int
+    at_once: int
+    cache: CacheKind = "exact"
+
+    def check(self, rows: int, tokens: int) -> None:
+        """Refuse a batch that the cache has no room for.
+
+        Args:
+            rows: of the batch.
+            tokens: of the longest prompt plus `max_new_tokens`.
+
+        Raises:
+            PromptError: the batch has too many tokens.
+        """
+        if rows * tokens > self.context:
+            raise PromptError(
+                f"{rows} x {tokens} tokens (rows x prompt and max_new_tokens) are beyond the {self.context} that the "
+                f"memory budget has room for; ask for fewer new tokens, or raise context to {rows * tokens}"
+            )
+
+    def prefill_width(self, rows: int) -> int:
+        """Return how many tokens of each row one pass over prompts may read."""
+        return max(self.at_once // rows, 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A wrapped model, as generations run it.
+
+    Attributes:
+        model: the stock model.
+        adapter: where its layers are.
+        programs: passes recorded so far.
+        substitutes: its weights in fewer bits, made so far.
+        memories: state of drafters that lives as long as the wrapper.
+        limits: of each call under a memory budget; None: there is no budget.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter
+    programs: GraphCache
+    substitutes: Substitutes
+    memories: dict[Hashable, object]
+    limits: Limits | None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of token ids and logits; None: all weights are offloaded, and the prompt's device is used."""
+        device: torch.device = weight_of(self.model.get_input_embeddings()).device
+        return None if device.type == "meta" else device
+
+    def cache(self, rows: int, limit: int, slack: int, device: torch.device) -> SharedCache:
+        """Make a cache for rows of up to `limit` committed tokens, and `slack` more for drafts."""
+        kept = "exact" if self.limits is None else self.limits.cache
+        bucket = self.programs.bucket
+        return self.adapter.shared_cache(self.model, rows, limit, slack, device=device, bucket=bucket, kept=kept)
+
+    def runner(self, cache: SharedCache) -> ModelRunner:
+        """Make a runner of passes over a cache."""
+        return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes)
+
+
+# Seeds of pieces differ by multiples of _APART, so that neighbouring seeds do not give two pieces the same noise.
+_APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
+
+
+@dataclass
+class Transcript(GenerateOutput):
+    """The output of a model's own `generate` for all pieces of its input.
+
+    Attributes:
+        sequences: token ids, `[batch, length]`, as that `generate` returns them: for speech the text alone.
+        lengths: tokens of each row without the padding at its end.
+        segments: of each row, if that `generate` returns them: see its documentation.
+        token_timestamps: seconds of each token, `[batch, length]`, if `return_token_timestamps` asks for them.
+        stats: counts and times of all calls together, including calls that a fallback repeats.
+    """
+
+    segments: list[list[dict[str, Any]]] | None = None
+    token_timestamps: Tensor | None = None
+
+
+def has_own_generate(model: PreTrainedModel) -> bool:
+    """Return whether a model with an encoder has a `generate` of its own."""
+    return has_encoder(model) and type(model).generate is not GenerationMixin.generate
+
+
+def generate_in_pieces(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    begin: Callable[[Request, int | None], Generation],
+    seed: int | None,
+    inputs: Tensor | None,
+    options: Mapping[str, Any],
+) -> GenerateOutput:
+    """Run a model's own `generate`, with selfspec's decoding in each of its calls of the common one.
+
+    Args:
+        model: with a `generate` of its own.
+        adapter: where its layers are.
+        begin: begins a call, with its seed.
+        seed: of the first call; later seeds follow from it. None: each call draws one.
+        inputs: input of the encoder; None: it is among the options.
+        options: of the model's `generate`.
+
+    Raises:
+        UnsupportedOptionError: names an option that cannot be honoured.
+        ValueError, TypeError: as the model's `generate` raises them.
+    """
+    if options.get("output_attentions"):
+        raise unsupported("output_attentions")
+    parts: list[Generation] = []
+
+    def decode(
+        asking: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | Tensor:
+        check_not_dropped(currentframe())
+        request = prepared_request(
+            asking,
+            adapter,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor=inputs_tensor,
+            **model_kwargs,
+        )
+        parts.append(begin(request, None if seed is None else _seed(seed, len(parts))))
+        return parts[-1].answer()
+
+    given = () if inputs is None else (inputs,)
+    # For timestamps of tokens Whisper sets another kernel and keeps it, while other threads may run the model.
+    asked = _set_apart(model) if options.get("return_token_timestamps") else model
+    result = type(model).generate(asked, *given, **options, custom_generate=decode)
+    return _together(model, result, parts)
+
+
+def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a view of a model with its own config and hooks: `transformers` adds hooks where it returns attentions.
+
+    Raises:
+        UnsupportedModelError: the `forward` of a part was replaced by a function that would run the model's own parts.
+    """
+    config = copy(model.config)
+
+    def apart(module: nn.Module) -> nn.Module:
+        view = view_with(module, {name: apart(child) for name, child in module._modules.items() if child is not None})
+        view.__dict__["_forward_hooks"] = module._forward_hooks.copy()
+        if view.__dict__.get("config") is model.config:
+            view.__dict__["config"] = config
+        return view
+
+    return cast(PreTrainedModel, apart(model))
+
+
+def _seed(seed: int, piece: int) -> int:
+    mixed = (seed + piece * _APART) % _SEEDS
+    return mixed - _SEEDS if mixed >= _SEEDS // 2 else mixed
+
+
+def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> GenerateOutput:
+    """Add lengths, stats and lossless to the output of the model's own `generate`."""
+    if isinstance(result, GenerateOutput):
+        found = result
+    else:
+        found = Transcript(**({"sequences": result} if isinstance(result, Tensor) else dict(result)))
+    config = model.generation_config
+    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    filling = torch.isin(found.sequences, torch.tensor([] if pad is None else pad, device=found.sequences.device))
+    # Count the tokens before the padding at the end.
+    found.lengths = tuple((~filling).flip(1).cumsum(1).gt(0).sum(1).tolist())
+    found.stats = Stats.together([part.stats for part in parts]) if parts else Stats()
+    found.lossless = all(part.lossless for part in parts)
+    return found

@@ -6,8 +6,8 @@ places at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import torch
@@ -16,12 +16,115 @@ from torch import Tensor
 from selfspec.accept import Rule
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
-from selfspec.decode.accept_draws import accept, effective
 from selfspec.decode.batch import Batch
-from selfspec.decode.judge_in_order import judge_in_order
+from selfspec.decode.noise import Purpose
 from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
+from selfspec.errors import UnsupportedOptionError
+from selfspec.kernels.trial import runs_triton
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The distributions that a rule judges.
+
+    Attributes:
+        draft: the draft; without probs if its tokens were not drawn.
+        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft
+            token is rejected.
+        overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
+    """
+
+    draft: Draft
+    p: Tensor
+    overlap: Tensor
+
+
+def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
+    """Return the distributions that tokens are actually chosen from.
+
+    Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
+    the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
+    at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
+    and target agree.
+
+    For coupled chains the overlap of p and q, 1 - TV(p, q) = the sum of min(p, q), is recorded as a diagnostic: it is
+    the best acceptance rate of any rule.
+
+    Args:
+        batch: gives sampling and noise.
+        draft: with the probs that its tokens were chosen from.
+        p: as the target's scores give it, `[rows, places, vocab]`.
+        finite: whether p is finite, `[rows, places]`.
+        positions: of the tokens to be chosen, `[rows or 1, places]`.
+    """
+    sampling = batch.sampling
+    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
+    if not sampling.decided:
+        return Effective(sampling.judged(draft), decided, p.new_empty(len(p), 0))
+    overlap = p.new_empty(len(p), 0)
+    if draft.probs is not None and draft.tree.is_chain:
+        overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
+    return Effective(sampling.judged(draft), decided, overlap)
+
+
+def accept(
+    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Accept draft tokens, and draw the token after them.
+
+    Args:
+        batch: gives sampling and noise.
+        seen: the distributions that the rule judges.
+        logits: the target's own, `[rows, nodes + 1, vocab]`.
+        rule: gives the chances.
+        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
+        first: number of the first of these nodes in the whole draft.
+
+    Returns:
+        The place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the residual or
+        the bonus token, `[rows]`.
+    """
+
+    def by_rule() -> tuple[Tensor, Tensor]:
+        if len(seen.draft.tree):
+            mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
+            if judged is not None:
+                mask &= judged
+            place = rule.accepted(mask, seen.draft.tree)
+            recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+        else:
+            # Plain decoding: there is nothing to judge, and the token is drawn from p.
+            place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
+        # A row commits one such token per round, so all of them use the noise of one place.
+        token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
+        return place, token
+
+    tree, declared = seen.draft.tree, vars(type(rule)).get("declared")
+    if declared is not None and declared.by_kernel and len(tree) and tree.is_chain and runs_triton(seen.p.device):
+        place, token = _by_triton(batch, seen, judged, first, lambda: torch.stack(by_rule(), 1)).unbind(1)
+        return place, token
+    return by_rule()
+
+
+def _by_triton(batch: Batch, seen: Effective, judged: Tensor | None, first: int, stock: Callable[[], Tensor]) -> Tensor:
+    """Judge a chain by a token-level rule in one launch; return the two results of `accept` as `[rows, 2]`."""
+    from selfspec.kernels.triton_judge import tried_verdict
+
+    draft, uniform, noise = seen.draft, None, None
+    if not batch.sampling.decided:
+        uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
+        noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
+    return tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock)
+
+
+def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:
+    """Draw whether each draft token is accepted, `[rows, nodes]`."""
+    if batch.sampling.decided and rule.lossless:
+        # Nothing is drawn: the chances of a lossless rule are 0 and 1.
+        return accept_probs > 0.5
+    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs
 
 
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
@@ -267,3 +370,139 @@ def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
     if probs is None:
         probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
     return replace(draft, probs=probs * judged[..., None])
+
+
+@dataclass
+class _Row:
+    """An unfinished row of the round."""
+
+    drafted: list[int]
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    ended: bool = False
+    finite: bool = True
+    overlap: list[float] = field(default_factory=list)
+
+    def verdict(self) -> RowVerdict:
+        judged = min(self.accepted + 1, len(self.drafted))
+        return RowVerdict(
+            self.drafted, range(self.accepted), judged, self.tokens, 0, self.ended, self.finite, self.overlap
+        )
+
+
+def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge a draft of one group place by place: processors, rule, then stopping criteria, as in plain decoding.
+
+    Waits for the device at each place. Arguments as in `judge`.
+
+    Raises:
+        UnsupportedOptionError: the draft is no chain.
+    """
+    if not draft.tree.is_chain:
+        raise UnsupportedOptionError(
+            "logits processors and stopping criteria with memory judge chains, and this drafter drafts trees; draft a "
+            "chain, or give those that remember nothing an attribute `stateless = True`"
+        )
+    sampling, sequences = batch.groups[0].sampling, batch.groups[0].sequences
+    sampling.forget_draft()
+    drafted = draft.tokens.tolist()
+    rows = {row: _Row(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished}
+    finite = logits.amax(-1).isfinite().tolist()
+    for place in range(draft.length + 1):
+        going = [index for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended]
+        broken = [index for index in going if not finite[index][place]]
+        if draft.length and broken:
+            # A draft token may be the cause, so judge the place again in a round without a draft.
+            for index in broken:
+                rows[sequences.running[index]].finite = False
+            break
+        ids = sequences.followed_by(_runs(batch, rows))
+        judged = _judge_place(batch, draft, logits, rule, ids, place)
+        columns = torch.stack([judged.token, judged.accepted, judged.finite], 1)
+        # Transfer everything at once: doubles hold every token id exactly.
+        numbers = torch.cat([columns.double(), judged.overlap.double()], 1).tolist()
+        for index in going:
+            token, accepted, is_finite, *overlap = numbers[index]
+            row = rows[sequences.running[index]]
+            row.finite = bool(is_finite) and (sampling.mends or index not in broken)
+            row.ended = not row.finite
+            if row.finite:
+                row.tokens.append(int(token))
+                row.accepted += int(accepted)
+                row.overlap += overlap
+        _stop(batch, rows, judged.scores, logits[:, place : place + 1])
+        if not all(row.ended or row.accepted > place for row in rows.values()):
+            break
+        if all(row.ended for row in rows.values()):
+            break
+    verdicts = {number: row.verdict() for number, row in rows.items()}
+    return Verdict(tuple(batch.running), verdicts, _last(batch, rows))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The verdict on one place.
+
+    Attributes:
+        token: the token of each running row, `[rows]`.
+        accepted: 1 where it is the draft's, else 0, `[rows]`.
+        finite: whether processors left a token to choose, `[rows]`.
+        overlap: see `Effective`, `[rows, 1 or 0]`.
+        scores: the logits after processors, `[rows, 1, vocab]`.
+    """
+
+    token: Tensor
+    accepted: Tensor
+    finite: Tensor
+    overlap: Tensor
+    scores: Tensor
+
+
+def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:
+    sampling, running = batch.sampling, batch.running
+    whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
+    whole[running] = logits[:, place].float()
+    scores = batch.groups[0].sampling.next_scores(ids, whole)[running][:, None]
+    p = sampling.probabilities(scores)
+    finite = p.sum(-1).isfinite()
+    # The rule sees a draft of one token, or of none at the last place. The token after it is never used.
+    token = draft.tokens[:, place : place + 1]
+    probs = None if draft.probs is None else draft.probs[:, place : place + 1]
+    positions = batch.cache.positions(place + 1)[:, place:] + 1
+    seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
+    places = token.shape[1] + 1
+    seen = replace(seen, p=seen.p.expand(-1, places, -1))
+    accepted, own = accept(batch, seen, logits[:, place : place + places], rule, first=place)
+    chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
+    return _Place(chosen, accepted, finite[:, 0], seen.overlap, scores)
+
+
+def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
+    """Record the scores of the place just judged, and end the rows that end there."""
+    grown = {number: row for number, row in rows.items() if not row.ended}
+    starts = [len(tokens) for tokens in batch.committed]
+    for number, row in rows.items():
+        starts[number] += len(row.tokens) - (number in grown)
+    group = batch.groups[0]
+    kept = group.records.keep(
+        scores, logits, batch.running, starts, [int(number in grown) for number in range(len(starts))]
+    )
+    for number, row in grown.items():
+        row.ended = group.stopping.ends(starts[number] + 1, row.tokens[-1])
+    if group.stopping.criteria and grown:
+        verdicts = group.stopping.criteria(group.sequences.followed_by(_runs(batch, rows)), kept).tolist()
+        count = max(starts[number] for number in grown) + 1
+        for number in group.stopping.ended(group.sequences, [each for each in grown if verdicts[each]], count):
+            rows[number].ended = True
+
+
+def _runs(batch: Batch, rows: dict[int, _Row]) -> list[list[int]]:
+    return [rows[number].tokens if number in rows else [] for number in range(batch.size)]
+
+
+def _last(batch: Batch, rows: dict[int, _Row]) -> Tensor:
+    """Return the last token of each running row, `[rows, 1]`."""
+    before = batch.last_tokens[:, 0].tolist()
+    tokens = [rows[row].tokens if row in rows else [] for row in batch.running]
+    last = [run[-1] if run else token for run, token in zip(tokens, before, strict=True)]
+    return torch.tensor(last, device=batch.last_tokens.device)[:, None]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import closing
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +16,8 @@ from transformers import Cache
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from selfspec.compat import OUTPUT_CACHE
-from selfspec.decode.stats import Stats
+from selfspec.device import backend, has_streams
+from selfspec.draft.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -152,3 +156,278 @@ class EncoderDecoderOutput(GenerateOutput, GenerateEncoderDecoderOutput):
 
 
 _ATTRIBUTES_ALONE = frozenset({"lengths", "stats", "lossless"})
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation, over all its rows.
+
+    Attributes:
+        rounds: rounds of propose, verify, judge and commit, with one target pass each.
+        row_rounds: rounds of each unfinished row, summed over rows; equals `rounds` for a batch of one.
+        new_tokens: tokens committed.
+        drafted: draft tokens of unfinished rows, judged or not.
+        judged: draft tokens that the target judged; siblings in a tree count as one. Not counted: tokens after a
+            rejected one, after the end of the row, and after the place where lockstep cuts the row.
+        accepted: draft tokens committed.
+        overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
+        judged_per_depth: `judged` by depth in the draft, first token first.
+        accepted_per_depth: `accepted` by depth in the draft.
+        cache_bytes: most bytes allocated for keys and values.
+        substitute_bytes: bytes of the substitutes made for the model so far.
+        draft_bytes: bytes of the drafter itself: the weights, keys and values of an assistant, the table of recycling.
+        seconds: wall time by phase: prefill, draft, verify, accept, commit.
+    """
+
+    rounds: int = 0
+    row_rounds: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    overlap: float = 0.0
+    judged_per_depth: list[int] = field(default_factory=list)
+    accepted_per_depth: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+    substitute_bytes: int = 0
+    draft_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> int:
+        """Number of draft tokens that the target judged."""
+        return sum(self.judged_per_depth)
+
+    @property
+    def accepted(self) -> int:
+        """Number of draft tokens committed."""
+        return sum(self.accepted_per_depth)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Alpha of Leviathan et al. (2023): accepted per judged draft token. NaN if none was judged."""
+        return self.accepted / self.judged if self.judged else float("nan")
+
+    @property
+    def optimal_acceptance_rate(self) -> float:
+        """Mean of 1 - TV(p, q) for coupled drafts, the highest acceptance rate of any rule. NaN for other drafts."""
+        return self.overlap / self.judged if self.overlap else float("nan")
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Number of tokens committed per target pass of a row, bonus token included. NaN before the first round."""
+        return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
+
+    def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
+        """Count a round by the places of the draft that it committed.
+
+        A draft token counts if its place was committed, with this token or another one. Lockstep drops places because
+        of other rows, never because of their own verdict, so the acceptance rate is that of the rule.
+        """
+        self.rounds += 1
+        for row in verdict.rows.values():
+            count = len(row.tokens)
+            self.row_rounds += 1
+            self.drafted += nodes
+            self.new_tokens += count
+            self.overlap += row.overlap_of(count)
+            _add(self.judged_per_depth, depth, row.judged_of(count))
+            _add(self.accepted_per_depth, depth, row.accepted_of(count))
+
+    @classmethod
+    def together(cls, parts: Sequence[Stats]) -> Stats:
+        """Return the counts of several generations as one, with the most bytes of any of them."""
+        seconds: Counter[str] = Counter()
+        for part in parts:
+            seconds.update(part.seconds)
+        return cls(
+            rounds=sum(part.rounds for part in parts),
+            row_rounds=sum(part.row_rounds for part in parts),
+            new_tokens=sum(part.new_tokens for part in parts),
+            drafted=sum(part.drafted for part in parts),
+            overlap=sum(part.overlap for part in parts),
+            judged_per_depth=_summed([part.judged_per_depth for part in parts]),
+            accepted_per_depth=_summed([part.accepted_per_depth for part in parts]),
+            cache_bytes=max(part.cache_bytes for part in parts),
+            substitute_bytes=max(part.substitute_bytes for part in parts),
+            draft_bytes=max(part.draft_bytes for part in parts),
+            seconds=dict(seconds),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts, rates and times, ready for JSON; a rate without data is None."""
+        derived = {
+            "judged": self.judged,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate if self.judged else None,
+            "optimal_acceptance_rate": self.optimal_acceptance_rate if self.overlap else None,
+            "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
+        }
+        return {**asdict(self), **derived}
+
+
+def _summed(counts: Sequence[list[int]]) -> list[int]:
+    return [sum(at_depth) for at_depth in zip_longest(*counts, fillvalue=0)]
+
+
+def _add(counts: list[int], positions: int, first: int) -> None:
+    """Add 1 to each of the first `first` counts, of at least `positions`."""
+    counts.extend([0] * (positions - len(counts)))
+    for position in range(first):
+        counts[position] += 1
+
+
+class PhaseClock:
+    """Sums wall time by phase. On devices with streams it records events and reads them at the end: no phase waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block towards `name`."""
+        if has_streams(self._device):
+            begin, end = (backend(self._device).Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+            return
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase so far. Waits for the device."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at the place of one committed token, by the model's own logits, before processors and filters.
+
+    Attributes:
+        logprob: of the token.
+        top: the likeliest tokens with their log-probabilities, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class LogprobRecord:
+    """Keeps the log-probabilities at a round's places until their tokens are known.
+
+    Args:
+        top: number of likeliest tokens to report.
+    """
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._places: list[Tensor] = []
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep the logits of the next places, `[places, vocab]`."""
+        self._places += logits.float().log_softmax(-1).unbind()
+
+    def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities at the places of the tokens that the round committed, and drop what was kept."""
+        places, self._places = self._places[: len(tokens)], []
+        found = []
+        for place, token in zip(places, tokens, strict=True):
+            best = place.topk(min(self._top, len(place)))
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            found.append(TokenLogprobs(float(place[token]), top))
+        return tuple(found)
+
+
+class ScoreRecord:
+    """One tensor `[batch, vocab]` for each new token, as `transformers` returns them.
+
+    After a row has ended, its entry is 0 for the padding token and -inf for all other tokens, normalised or not. So a
+    sum over a row counts its own tokens alone.
+
+    Args:
+        pad: the padding token.
+    """
+
+    def __init__(self, pad: int) -> None:
+        self._pad = pad
+        self._steps: list[Tensor] = []
+
+    @property
+    def steps(self) -> tuple[Tensor, ...]:
+        """Tensors of the new tokens, the first token first."""
+        return tuple(self._steps)
+
+    def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return one tensor for each new token of the longest row.
+
+        Args:
+            lengths: new tokens of each row; later entries are left out.
+        """
+        return tuple(
+            self._with_padding(step, [row for row, length in enumerate(lengths) if length <= index])
+            for index, step in enumerate(self._steps[: max(lengths)])
+        )
+
+    def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Keep the values of a block's committed tokens, not of rejected tokens.
+
+        Args:
+            values: `[rows, places, vocab]`, of the running rows.
+            rows: their numbers in the batch.
+            starts: number of new tokens of each row of the batch before the first place.
+            counts: number of places to keep of each row of the batch, from the first.
+        """
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        while len(self._steps) < longest:
+            self._steps.append(values.new_zeros(len(starts), values.shape[-1], dtype=torch.float32))
+        for index, row in enumerate(rows):
+            for place in range(counts[row]):
+                self._steps[starts[row] + place][row] = values[index, place]
+
+    def _with_padding(self, step: Tensor, rows: list[int]) -> Tensor:
+        if not rows:
+            return step
+        padding = torch.full_like(step[0], -torch.inf)
+        padding[self._pad : self._pad + 1] = 0.0
+        step = step.clone()
+        step[rows] = padding
+        return step
+
+
+@dataclass(frozen=True)
+class ScoreRecords:
+    """Records of committed tokens that the caller asked for.
+
+    Attributes:
+        scores: the logits after processors and warpers; None: the caller did not ask for them.
+        logits: the target's own logits; None: the caller did not ask for them.
+        logprobs: log-probabilities of the tokens of a group of one row; None: the caller did not ask for them.
+    """
+
+    scores: ScoreRecord | None = None
+    logits: ScoreRecord | None = None
+    logprobs: LogprobRecord | None = None
+
+    def keep(
+        self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, ...] | None:
+        """Record tokens about to be committed. Arguments as in `ScoreRecord.keep`.
+
+        Returns:
+            The scores of all new tokens so far, one `[batch, vocab]` each; None if they are not kept.
+        """
+        if self.logprobs is not None:
+            self.logprobs.keep(logits[0, : counts[0]])
+        if self.logits is not None:
+            self.logits.keep(logits, rows, starts, counts)
+        if self.scores is None:
+            return None
+        self.scores.keep(scores, rows, starts, counts)
+        return self.scores.steps

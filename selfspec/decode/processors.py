@@ -5,7 +5,7 @@ Each place is processed as plain decoding would process it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,11 +15,97 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessor, LogitsProcessorList, generation
 
 from selfspec.arguments import check_scores
-from selfspec.decode.occurrences import LogitBias
 from selfspec.decode.sequences import Prefixes, first_end
-from selfspec.decode.suppression import Suppression, SuppressionAt, without_search
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.chain import Choice
+
+
+class LogitBias(LogitsProcessor):
+    """Adds biases to the logits of some tokens at every place.
+
+    Args:
+        biases: by token id.
+    """
+
+    stateless = True
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._tokens = torch.tensor(list(biases))
+        self._biases = torch.tensor(list(biases.values()))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores, `[rows, vocab]`, with the biases added."""
+        biased = scores.clone()
+        biased[:, self._tokens.to(scores.device)] += self._biases.to(scores)
+        return biased
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """Lowers the logits of tokens that occur in the new text: once per token, and once per occurrence.
+
+    Args:
+        prompt: number of prompt tokens, which do not count.
+        presence: subtracted from the logit of each token that occurs.
+        frequency: subtracted once for each occurrence.
+    """
+
+    stateless = True
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt = prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores, `[rows, vocab]`, minus the penalties; `input_ids` is each row's text, `[rows, length]`."""
+        new = input_ids[:, self._prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class Suppression(LogitsProcessor):
+    """Suppresses tokens.
+
+    Args:
+        tokens: their ids.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self._mask = torch.empty(0, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores, `[rows, vocab]`, with -inf for the tokens."""
+        if self._mask.shape != scores.shape[-1:] or self._mask.device != scores.device:
+            self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self.tokens.to(scores.device))
+        return torch.where(self._mask, -torch.inf, scores)
+
+
+class SuppressionAt(Suppression):
+    """Suppresses tokens at one place of the text.
+
+    Args:
+        tokens: their ids.
+        place: number of tokens before the place.
+    """
+
+    def __init__(self, tokens: Tensor, place: int) -> None:
+        super().__init__(tokens)
+        self.place = place
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores, `[rows, vocab]`, with -inf for the tokens if this is the place."""
+        return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.place else scores
+
+
+def without_search(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return a faster processor with the same scores; the processor itself if there is none."""
+    # Exact classes: a subclass may do anything.
+    if type(processor) is generation.SuppressTokensLogitsProcessor:
+        return Suppression(processor.suppress_tokens)
+    if type(processor) is generation.SuppressTokensAtBeginLogitsProcessor:
+        return SuppressionAt(processor.begin_suppress_tokens, processor.begin_index)
+    return processor
 
 
 class Processing(Protocol):

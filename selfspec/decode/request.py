@@ -30,13 +30,26 @@ from selfspec.arguments import check_callables, check_kind, check_methods
 from selfspec.cache.source import Source
 from selfspec.cache.transfer import check_past, check_rows, is_callers, past_length, past_of
 from selfspec.compat import CACHE_NAMES, cache_argument
-from selfspec.decode.beside_text import beside_text, change_nothing, moves_positions, read_by_stock
-from selfspec.decode.encoder_inputs import decoder_inputs, first_of, read_source
-from selfspec.decode.option_values import Scope, check_values, value_in_call
-from selfspec.decode.options import check_keywords, check_model_inputs, check_options
+from selfspec.decode.group import Sampling
+from selfspec.decode.inputs import (
+    beside_text,
+    change_nothing,
+    decoder_inputs,
+    first_of,
+    moves_positions,
+    read_by_stock,
+    read_source,
+)
+from selfspec.decode.options import (
+    Scope,
+    check_keywords,
+    check_model_inputs,
+    check_options,
+    check_values,
+    value_in_call,
+)
 from selfspec.decode.processors import read_processing, widened
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
-from selfspec.decode.sampling import Sampling
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.registry import has_encoder

@@ -13,16 +13,13 @@ from selfspec.accept import Rule, default_rule
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.by_load import ControllerByLoad
 from selfspec.decode.batch import Batch
+from selfspec.decode.generation import Target
 from selfspec.decode.group import Group
-from selfspec.decode.loop import run_round
+from selfspec.decode.loop import Prefill, run_round
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import Round
-from selfspec.decode.prefill import Prefill
+from selfspec.decode.output import LogprobRecord, PhaseClock, Round, ScoreRecords, Stats
 from selfspec.decode.request import read_request
-from selfspec.decode.score_record import LogprobRecord, ScoreRecords
 from selfspec.decode.sequences import Sequences
-from selfspec.decode.stats import PhaseClock, Stats
-from selfspec.decode.target import Target
 from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError

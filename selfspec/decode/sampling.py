@@ -1,77 +1,233 @@
-"""Turn logits of a group of rows into the distribution that plain decoding would draw from."""
+"""Turn processed logits into probabilities, in the same way for target p and draft q, and draw from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import torch
 from torch import Tensor
-from transformers.generation import InfNanRemoveLogitsProcessor
 
-from selfspec.decode.processors import Processing, SequentialProcessing, Warping, choice_of
-from selfspec.decode.suppression import Suppression
+from selfspec.decode.group import Group
+from selfspec.decode.noise import Noise, Purpose
+from selfspec.decode.sequences import Prefixes
+from selfspec.device import to_device
+from selfspec.draft.draft import Draft
 from selfspec.runtime.chain import Choice
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Defines how tokens are chosen, in the same way from the target's and the draft's logits.
-
-    Temperature, top-k, top-p and other processors are in `selfspec.decode.processors`; `selfspec.decode.batch_sampling`
-    applies this to all rows of a batch.
+class NextTokens:
+    """The tokens of a round without a draft.
 
     Attributes:
-        processing: turns logits into scores.
-        greedy: whether the distribution is one-hot at the largest score.
-        couples: whether tokens are chosen by the noise of their position, not by independent draws.
+        tokens: `[rows, 1]`.
+        finite: whether the row had a finite distribution, `[rows, 1]`; if not, the token is arbitrary. None: all rows
+            had one.
     """
 
-    processing: Processing
-    greedy: bool
-    couples: bool = False
+    tokens: Tensor
+    finite: Tensor | None
 
-    def coupled(self) -> Sampling:
-        """Return this sampling with tokens chosen by the noise of their position; greedy sampling stays as it is."""
-        return self if self.greedy else replace(self, couples=True)
 
-    @property
-    def decided(self) -> bool:
-        """True if each place has one possible token, so that nothing is drawn."""
-        return self.greedy or self.couples
+class BatchSampling:
+    """Turns the logits of the running rows into the distribution that plain decoding of each group would draw from.
 
-    def choice(self, length: int) -> Choice | None:
-        """Return how tokens are drawn if the last logits and a `Choice` suffice; None: they do not.
+    Greedy and coupled rows have one possible token at each place, so nothing is drawn for them; sampled rows draw.
+    Groups of one kind are processed together; groups whose processors read prefixes are processed one by one.
+
+    Args:
+        groups: in the order in which tensors hold their running rows.
+
+    Attributes:
+        greedy: whether all rows take the likeliest token.
+        decided: whether all rows have one possible token at each place.
+        mends: whether processors of all rows replace logits that are not finite by numbers.
+        in_order: whether some processor has memory, see `Sampling.in_order`.
+        reads_prefixes: whether some processor reads more than the scores of a place.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        samplings = [group.sampling for group in groups]
+        self.greedy = all(each.greedy for each in samplings)
+        self.decided = all(each.decided for each in samplings)
+        self.mends = all(each.mends for each in samplings)
+        self.in_order = any(each.in_order for each in samplings)
+        self.reads_prefixes = any(each.reads_prefixes for each in samplings)
+        ends = list(accumulate(len(group.running) for group in groups))
+        self._rows = [list(range(end - len(group.running), end)) for group, end in zip(groups, ends, strict=True)]
+        self._mending = self._rows_of(lambda group: group.sampling.mends)
+        self._greedy = self._rows_of(lambda group: group.sampling.greedy)
+        self._choosing = self._rows_of(lambda group: group.sampling.decided and not group.sampling.greedy)
+        self._drawn = self._rows_of(lambda group: not group.sampling.decided)
+        self._together: dict[Hashable, list[int]] = {}
+        for index, group in enumerate(groups):
+            self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
+
+    def choice(self) -> Choice | None:
+        """Return how all rows choose tokens if the last logits suffice for it; None: they do not, or rows differ."""
+        choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
+        return choices.pop() if len(choices) == 1 else None
+
+    def _rows_of(self, which: Callable[[Group], bool]) -> list[int]:
+        return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
+
+    def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        """Return the logits after processors and warpers, float32 as in `transformers`.
+
+        If a processor of isolated rows raises, their group stores the error, and their scores are NaN.
 
         Args:
-            length: of the shortest row's prefix of the first place, in tokens.
+            logits: `[rows, places, vocab]`, any floating dtype.
+            drafted: the draft tokens on the path to the last place, pieces of `[rows, tokens]`; see `Prefixes`.
+
+        Returns:
+            `[rows, places, vocab]`.
         """
-        found = None if self.couples else choice_of(self.processing, length)
-        if found is None or not self.greedy:
-            return found
-        # Leave processors that do not suppress tokens, such as temperature, to single steps.
-        alone = all(isinstance(each, Suppression) for each in self.processing.processors)
-        return replace(found, temperature=0.0) if alone else None
+
+        def failed(group: Group, error: Exception, given: Tensor) -> Tensor:
+            group.error = error
+            return torch.full_like(given, torch.nan, dtype=torch.float32)
+
+        return self._scores(logits, drafted, failed)
+
+    def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Return the scores of draft tokens; if a processor raises, the raw logits: the target may never read them."""
+        return self._scores(logits, drafted, lambda group, error, given: given.float())
+
+    def _scores(
+        self, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+    ) -> Tensor:
+        if len(self._together) == 1:
+            return _processed(self._groups[0], logits, drafted, failed)
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        for indices in self._together.values():
+            rows = to_device([row for index in indices for row in self._rows[index]], logits.device)
+            pieces = [piece[rows] for piece in drafted] if self._groups[indices[0]].sampling.reads_prefixes else []
+            scores[rows] = _processed(self._groups[indices[0]], logits[rows], pieces, failed)
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return the distribution at each place.
+
+        Args:
+            scores: as `scores` gives them, `[rows, places, vocab]`.
+
+        Returns:
+            `[rows, places, vocab]`; each place sums to 1.
+        """
+        if self.greedy:
+            p = _one_hot(scores, scores.argmax(-1))
+        else:
+            p = scores.softmax(-1)
+            if self._greedy:
+                greedy = to_device(self._greedy, p.device)
+                p[greedy] = _one_hot(p[greedy], scores[greedy].argmax(-1))
+        if broken := self._broken:
+            p[broken] = torch.nan
+        return p
+
+    def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
+        """Return the distributions that tokens are drawn from: p, or one-hot at the choice of the position's noise.
+
+        Args:
+            p: `[rows, places, vocab]`.
+            positions: of the tokens to be drawn, `[rows or 1, places]`.
+            noise: of the rows; used if sampling is coupled.
+        """
+        if not self._choosing:
+            return p
+        if len(self._choosing) == len(p):
+            return _one_hot(p, noise.choose(p, positions))
+        own, rows = noise.narrowed(self._choosing), to_device(self._choosing, p.device)
+        decided = p.clone()
+        decided[rows] = _one_hot(p[rows], own.choose(p[rows], positions.expand(len(p), -1)[rows]))
+        return decided
+
+    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
+        """Return the token of each row if nothing was drafted, in fewer steps than `decide` and `draw`.
+
+        Args:
+            scores: as `scores` gives them, `[rows, 1, vocab]`.
+            positions: of the tokens, `[rows or 1, 1]`.
+            noise: of the rows.
+        """
+        if not self.greedy:
+            p = self.probabilities(scores)
+            tokens = self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER)
+            return NextTokens(tokens, p.sum(-1).isfinite())
+        tokens, finite = scores.argmax(-1), None
+        if broken := self._broken:
+            finite = torch.ones_like(tokens, dtype=torch.bool)
+            finite[broken] = False
+        return NextTokens(tokens, finite)
+
+    def legible(self, logits: Tensor) -> Tensor | None:
+        """Return whether the logits of each place of a round without a draft are usable, `[rows, places]`.
+
+        None: all are, since processors replace logits that are not finite.
+        """
+        if self.mends:
+            return None
+        finite = logits.amax(-1).isfinite()
+        if self._mending:
+            finite[self._mending] = True
+        return finite
+
+    def judged(self, draft: Draft) -> Draft:
+        """Return the draft with the distributions that its tokens are judged by: one-hot where all is decided."""
+        if draft.probs is None or len(self._drawn) == len(draft.probs):
+            return draft
+        if self.decided:
+            return replace(draft, probs=None)
+        probs = _one_hot(draft.probs, draft.tokens)
+        probs[self._drawn] = draft.probs[self._drawn]
+        return replace(draft, probs=probs)
+
+    def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
+        """Return one token from each distribution: its one possible token if decided, else a draw.
+
+        Args:
+            weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
+            noise: of the rows, not used if all is decided.
+            purpose: of the tokens.
+            first: the first of these places in the round.
+
+        Returns:
+            `[rows, places]`.
+        """
+        return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
 
     @property
-    def mends(self) -> bool:
-        """True if processors replace logits that are not finite by numbers."""
-        return any(type(each) is InfNanRemoveLogitsProcessor for each in self.processing.processors)
+    def _broken(self) -> list[int]:
+        """Rows whose processors raised in this round."""
+        return self._rows_of(lambda group: group.error is not None)
 
-    @property
-    def in_order(self) -> bool:
-        """True if some processor has memory, so that `next_scores` scores the target's places in order."""
-        return isinstance(self.processing, SequentialProcessing)
 
-    @property
-    def reads_prefixes(self) -> bool:
-        """True if some processor reads more than the scores of a place."""
-        return not isinstance(self.processing, Warping)
+def _processed(
+    group: Group, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+) -> Tensor:
+    try:
+        return group.sampling.processing.scores(logits, Prefixes(group.sequences, drafted))
+    except Exception as error:
+        if not group.isolated:
+            raise
+        return failed(group, error, logits)
 
-    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """See `SequentialProcessing.next_scores`."""
-        assert isinstance(self.processing, SequentialProcessing)
-        return self.processing.next_scores(ids, logits)
 
-    def forget_draft(self) -> None:
-        """See `SequentialProcessing.forget_draft`."""
-        assert isinstance(self.processing, SequentialProcessing)
-        self.processing.forget_draft()
+def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(-1, tokens[..., None], 1.0)
+
+
+def proper(q: Tensor) -> Tensor:
+    """Return `q` with the uniform distribution wherever it is not finite.
+
+    A draft path may overflow where the target does not. Any q is exact, as long as tokens are drawn from the q that is
+    judged.
+
+    Args:
+        q: `[..., vocab]`.
+    """
+    return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

@@ -42,7 +42,7 @@ class RowVerdict:
         dropped: number of tokens of its run that lockstep dropped.
         ended: whether the row ends with `tokens`.
         finite: whether the target's logits after the accepted tokens were finite; if not, the run has no token there.
-        overlap: for a coupled draft, the diagnostic of `selfspec.decode.accept_draws` at each draft token; else empty.
+        overlap: for a coupled draft, the diagnostic of `selfspec.decode.judge` at each draft token; else empty.
     """
 
     drafted: Sequence[int]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.device import backend, on_host
 from selfspec.process_memory import give_back_free_memory, status_bytes
 from selfspec.runtime.timer import Timer

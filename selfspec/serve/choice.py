@@ -9,7 +9,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decode.score_record import TokenLogprobs
+from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.call_reader import CallDelta, CallReader, Said, ToolCall
 from selfspec.serve.events import Committed, Finished

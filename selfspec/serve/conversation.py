@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from selfspec.api import SelfSpeculative
 from selfspec.cache.transfer import past_length
 from selfspec.decode.generation import Generation
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
 from selfspec.model.rope import boundaries

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from selfspec.decode.score_record import TokenLogprobs
+from selfspec.decode.output import TokenLogprobs
 from selfspec.errors import SelfSpecError
 
 Reason = Literal["stop", "length", "cancelled", "error"]

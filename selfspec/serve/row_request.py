@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from selfspec.arguments import check_callables, shown
 from selfspec.decode.group import Group
-from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
+from selfspec.decode.processors import LogitBias, OccurrencePenalty
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.values import is_finite

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
+from selfspec.decode.loop import Prefill
 from selfspec.decode.output import Round, RowRound
-from selfspec.decode.prefill import Prefill
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import CacheBudget, Storage

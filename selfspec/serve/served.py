@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decode.score_record import TokenLogprobs
+from selfspec.decode.output import TokenLogprobs
 from selfspec.errors import SelfSpecError
 from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from selfspec.decode.score_record import TokenLogprobs
+from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.model.stock_passes import block_logits
 from selfspec.model.vocabulary import weight_of

@@ -17,7 +17,7 @@ from helpers.copies import stand_in_device
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import FixedLength
-from selfspec.decode.target import Limits
+from selfspec.decode.generation import Limits
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.placement.drafts import placement_of
 

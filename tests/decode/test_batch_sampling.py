@@ -12,11 +12,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from selfspec.decode.batch_sampling import BatchSampling, proper
-from selfspec.decode.group import Group
+from selfspec.decode.group import Group, Sampling
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import Warping
-from selfspec.decode.sampling import Sampling
+from selfspec.decode.sampling import BatchSampling, proper
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stopping import Stopping
 

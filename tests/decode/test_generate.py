@@ -32,7 +32,7 @@ from helpers.joints import (
 )
 from helpers.tiers import in_turns
 from selfspec.accept import TokenLevel
-from selfspec.decode.batch_sampling import BatchSampling
+from selfspec.decode.sampling import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
 

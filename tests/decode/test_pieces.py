@@ -16,7 +16,7 @@ import selfspec
 from helpers.drafting import near
 from helpers.encoder_decoders import START, encoder_decoder
 from helpers.speech import EOS, FRAMES, MELS, NO_TIMESTAMPS, whisper
-from selfspec.decode.pieces import Transcript
+from selfspec.decode.generation import Transcript
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 DRAFTS = [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.Recycling()]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.decode.score_record import ScoreRecord
+from selfspec.decode.output import ScoreRecord
 from selfspec.draft import Drafter
 
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, generation
 
-from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
-from selfspec.decode.suppression import without_search
+from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
 
 TOKENS = [3, 0, 17]
 ALWAYS = generation.SuppressTokensLogitsProcessor(TOKENS)

@@ -16,7 +16,7 @@ from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
 from helpers.tiers import taking_turns
 from helpers.tiny_joint import PROMPT, network
-from selfspec.decode.target import Limits
+from selfspec.decode.generation import Limits
 from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name, parse_draft

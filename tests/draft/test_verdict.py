@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.control import RowOutcome
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.draft import Draft
 from selfspec.draft.verdict import RowVerdict, Verdict
 

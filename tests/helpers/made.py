@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
 from selfspec.tools.lab.measured import MeasuredCell

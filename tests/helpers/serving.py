@@ -16,7 +16,7 @@ import selfspec
 from helpers import tiny
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.group import Group
-from selfspec.decode.occurrences import LogitBias, OccurrencePenalty
+from selfspec.decode.processors import LogitBias, OccurrencePenalty
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row

@@ -18,7 +18,7 @@ from selfspec.kernels import triton_attention, triton_judge, triton_norms, trito
 
 SEAMS = (
     "selfspec.cache.shared_cache",
-    "selfspec.decode.accept_draws",
+    "selfspec.decode.judge",
     "selfspec.runtime.grouped_queries",
     "selfspec.runtime.norms",
     "selfspec.runtime.rotary",

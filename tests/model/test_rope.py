@@ -19,7 +19,7 @@ from helpers.serving import Stepped
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from selfspec.compat import cache_argument
-from selfspec.decode.target import Limits
+from selfspec.decode.generation import Limits
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.chat_template import ChatTemplate

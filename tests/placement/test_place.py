@@ -22,7 +22,7 @@ from helpers import tiny
 from helpers.captures import Again
 from helpers.proving import ticking
 from helpers.tiers import in_turns
-from selfspec.decode.target import Limits
+from selfspec.decode.generation import Limits
 from selfspec.draft import ReducedVocabulary
 from selfspec.draft.registry import draft_name
 from selfspec.errors import (

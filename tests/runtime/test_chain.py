@@ -25,8 +25,7 @@ from helpers.joints import Warp, p_values
 from helpers.proving import ticking, wrapped
 from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion
-from selfspec.decode.processors import Warping, choice_of, read_processing
-from selfspec.decode.suppression import Suppression, SuppressionAt
+from selfspec.decode.processors import Suppression, SuppressionAt, Warping, choice_of, read_processing
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native

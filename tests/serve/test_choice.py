@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
-from selfspec.decode.score_record import TokenLogprobs
+from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.events import Committed, Finished

@@ -15,7 +15,7 @@ from helpers.serving import Asked, alone, small
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from selfspec.cache.shared_layer import CacheKind
-from selfspec.decode.target import Limits
+from selfspec.decode.generation import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.events import Committed, Event

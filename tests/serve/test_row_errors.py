@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteriaList
 import selfspec
 from helpers.serving import Alternating, Asked, Breaking, Seen, Stepped, alone, small
 from selfspec.decode.group import Group
-from selfspec.decode.score_record import LogprobRecord
+from selfspec.decode.output import LogprobRecord
 from selfspec.draft import Budget, Draft, Stateless, Verdict
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError

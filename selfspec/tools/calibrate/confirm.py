@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.api import SelfSpeculative
 from selfspec.control import CostAware
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.draft.registry import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.measure.estimate import Estimate, holm_rejects
 from selfspec.measure.own_text import cycle_share
 from selfspec.measure.stock import bare

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.stock import bare, read_reference, stepwise_logits

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from selfspec.accept import find_rule
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.measure.estimate import holm_rejects
 from selfspec.measure.rounding import Bound
 from selfspec.tools.verify.comparison import Comparison, Divergence

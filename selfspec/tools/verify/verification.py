@@ -15,7 +15,7 @@ from selfspec.accept import find_rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.decode.noise import Noise
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name

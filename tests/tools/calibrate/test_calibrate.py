@@ -15,7 +15,7 @@ from helpers import published_heads, tiny
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.draft import (
     Budget,
     Cascade,

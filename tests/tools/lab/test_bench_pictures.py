@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from helpers.made import CELL, cell_of, plain, record
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.tools.lab import bench_report, report
 from selfspec.tools.lab.bench_report import draw, mark_of_arm
 from selfspec.tools.lab.measured import MeasuredCell

@@ -9,7 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from helpers.made import CELL, SETTINGS, cell_of, plain, record
-from selfspec.decode.stats import Stats
+from selfspec.decode.output import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.bench_report import draw, overview, page
 from selfspec.tools.lab.measured import Figures, MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
