@@ -101,9 +101,8 @@ def wrap(
             plain decoding, in the same loop.
         draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
             which drafts as many tokens as pay.
-        accept: the rule that judges drafts: "token" (rejection sampling token by token), "block" (block verification),
-            "coupled" (sampled tokens do not depend on the draft), or, not lossless, "relaxed-typical" and
-            "relaxed-top-k"; or a rule object. None: see `default_rule`.
+        accept: the rule that judges drafts, or its name, as `selfspec drafts` and docs/exactness.md list them. None:
+            see `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
         runtime: how passes run: `Eager`, `Native`, `CudaGraphs`, or `BatchInvariant`, which gives text with a draft the
             bits of plain decoding. None: `CudaGraphs` where the model is on one CUDA device, `Eager` where weights are

@@ -319,7 +319,7 @@ for name in ("max_new_tokens", "longest_draft", "batch", "repeats"):
     _each(f"Measurements {name}", NO_COUNTS, _field(name, lambda g: Measurements))
 _each("Measurements temperature", [*NO_NUMBERS, 0.0, -0.1], lambda g, v: Measurements(temperature=v))
 _each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 10**6], lambda g, v: Measurements(nodes=v))
-_each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, None, "token"], lambda g, v: Settings(accept=v))
+_each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, "token"], lambda g, v: Settings(accept=v))
 for name in ("max_new_tokens", "draft_length", "samples"):
     _each(f"Settings {name}", NO_COUNTS, _field(name, lambda g: Settings))
 _each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(level=v))

@@ -14,7 +14,7 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule("block")
+@rule("block", help="block verification (Sun et al., 2024): the draft is judged as a whole; accepts at least as much")
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.
@@ -36,7 +36,7 @@ class Block:
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Return the chance of each node, given that no node judged before it is accepted, `[rows, nodes]`."""
+        """Return the chance of each node if none of those judged before it is accepted, `[rows, nodes]`."""
         weights, left = _before_last_children(draft, p)
         if draft.tree.depth > 1:
             inner: slice | Tensor = slice(1, len(draft.tree))
@@ -49,11 +49,9 @@ class Block:
         return weights[:, 1:]
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Return the place of the first node, from the leaves up, whose draw fell within its chance, `[rows]`."""
         return from_leaves(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """Return the residual of p at a place whose children are all rejected; p itself at a leaf; `[rows, vocab]`."""
         rows = torch.arange(place.shape[0], device=place.device)
         if not len(draft.tree):
             return p[rows, place]
@@ -65,11 +63,7 @@ class Block:
 
 
 def _before_last_children(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of each place and the residual of p there, after all its children but the last are rejected.
-
-    Returns:
-        `[rows, nodes + 1]` and `[rows, nodes + 1, vocab]`; the residual is p itself if no place has two children.
-    """
+    """Return each place's weight, `[rows, nodes + 1]`, and residual of p, before its last child is rejected."""
     tree, left = draft.tree, p
     ratios = _ratios(at_parents(p, tree), draft, slice(None))
     weights = [torch.ones_like(p[:, 0, 0])]
@@ -88,7 +82,6 @@ def _before_last_children(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ratios(p: Tensor, draft: Draft, nodes: slice | int) -> Tensor:
-    """Return p(x) / q(x) of some nodes."""
     index = draft.tokens[:, nodes, None]
     p_token = p.gather(-1, index)[..., 0]
     if draft.probs is None:

@@ -18,24 +18,21 @@ from selfspec.values import is_finite, is_whole, shown
 
 @dataclass(frozen=True)
 class _Relaxed:
-    """Accept by a threshold; where a draft token falls below it, take the target's own token in its place.
-
-    In a tree the longest path above the threshold is accepted.
-    """
+    """Accept the longest path above a threshold (chances are 1 or 0); after it, take the target's own token."""
 
     lossless = False
     couples = False
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Return the place of the deepest node that is accepted with all its ancestors, `[rows]`."""
         return longest_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """Return the target's p after the accepted tokens, `[rows, vocab]`."""
         return p[torch.arange(p.shape[0], device=p.device), place]
 
 
-@rule("relaxed-typical")
+@rule(
+    "relaxed-typical", help="accepts what is likely for the entropy of p (Medusa, 2024); exact where decoding is greedy"
+)
 @dataclass(frozen=True)
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
@@ -54,14 +51,13 @@ class Typical(_Relaxed):
             raise UnsupportedOptionError(f"delta must be at least 0 and finite, got {shown(self.delta)}")
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Return 1 where a draft token is typical, else 0, `[rows, nodes]`."""
         judged = at_parents(p, draft.tree)
         entropy: Tensor = torch.special.entr(judged).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
         return (judged.gather(-1, draft.tokens[..., None])[..., 0] > threshold).to(p.dtype)
 
 
-@rule("relaxed-top-k")
+@rule("relaxed-top-k", help="accepts the likeliest tokens within a tolerance (SpecDec, 2023)")
 @dataclass(frozen=True)
 class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.
@@ -85,7 +81,6 @@ class TopKTolerance(_Relaxed):
             raise UnsupportedOptionError(f"tolerance must be a number of at least 0, got {shown(self.tolerance)}")
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Return 1 where a draft token is tolerable, else 0, `[rows, nodes]`."""
         judged = at_parents(logits, draft.tree)
         score = judged.gather(-1, draft.tokens[..., None])
         rank = (judged > score).sum(-1)

@@ -1,36 +1,32 @@
-"""The protocol of verification rules: three pure functions of a draft and the target's p."""
+"""Verification rules: what a rule is, how it declares its name, and how rules are found by name.
+
+A rule is found by its declared name, by an entry point of another package, or as `module:Class`. A `:` behind the name
+sets its fields: `relaxed-top-k:top_k=5,tolerance=2`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import pkgutil
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from selfspec.arguments import ClassPath, check_kind
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
+from selfspec.errors import UnsupportedOptionError
+
+GROUP = "selfspec.rules"
+"""The group of entry points in which other packages name their rules: `name = module:Class`."""
 
 _Kind = TypeVar("_Kind")
-
-
-@dataclass(frozen=True)
-class RuleDeclaration:
-    """A rule's name, and whether the kernel for chains of `selfspec.kernels.triton_judge` implements the rule."""
-
-    name: str
-    by_kernel: bool
-
-
-def rule(name: str, by_kernel: bool = False) -> Callable[[type[_Kind]], type[_Kind]]:
-    """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
-
-    def declared(kind: type[_Kind]) -> type[_Kind]:
-        own: Any = kind
-        own.declared = RuleDeclaration(name, by_kernel)
-        return kind
-
-    return declared
 
 
 @runtime_checkable
@@ -75,3 +71,117 @@ class Rule(Protocol):
         is drawn. p is the target's, `[rows, nodes + 1, vocab]`; `place` is the deepest accepted node's, `[rows]`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class RuleDeclaration:
+    """Says how a rule is named, and what it does.
+
+    Attributes:
+        help: one line that says what the rule does.
+        by_kernel: whether the kernel for chains of `selfspec.kernels.triton_judge` implements the rule.
+    """
+
+    name: str
+    help: str
+    by_kernel: bool
+
+
+def rule(name: str, *, help: str, by_kernel: bool = False) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
+
+    def declared(kind: type[_Kind]) -> type[_Kind]:
+        own: Any = kind
+        own.declared = RuleDeclaration(name, help, by_kernel)
+        return kind
+
+    return declared
+
+
+def declaration_of(kind: type) -> RuleDeclaration | None:
+    """Return what a class declares itself, and does not inherit; None: nothing."""
+    found: RuleDeclaration | None = vars(kind).get("declared")
+    return found
+
+
+@cache
+def rules() -> Mapping[str, Rule]:
+    """Return every rule by name, lossless rules first. Names of our rules that are not lossless begin with `relaxed-`.
+
+    Raises:
+        UnsupportedOptionError: a package declares a name that is taken, or names something that is no rule.
+    """
+    found: dict[str, Rule] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.accept."):
+        for kind in vars(import_module(module.name)).values():
+            if isinstance(kind, type) and (declared := declaration_of(kind)):
+                found[declared.name] = _made(kind, kind.__name__)
+    found = dict(sorted(found.items(), key=lambda each: not each[1].lossless))
+    for point in entry_points(group=GROUP):
+        if point.name in found:
+            raise UnsupportedOptionError(f"{point.value} declares the rule {point.name!r}, and there is one already")
+        found[point.name] = _made(point.load(), point.value)
+    return found
+
+
+def find_rule(accept: str | Rule) -> Rule:
+    """Return the rule with a name or a `module:Class`; a rule is returned as it is.
+
+    Raises:
+        UnsupportedOptionError: no rule has that name, the class is no rule, or it has no such fields.
+    """
+    listed = ", ".join(rules())
+    if not isinstance(accept, str):
+        check_kind("accept", accept, Rule, f"choose one of {listed}")
+        return accept
+    name, _, argument = accept.partition(":")
+    if name in rules():
+        return _made(type(rules()[name]), name, argument) if argument else rules()[name]
+    named = ClassPath.read(accept)
+    if named is None:
+        raise UnsupportedOptionError(f"no acceptance rule {accept!r}; choose one of {listed}, or module:Class")
+    try:
+        found = named.load()
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UnsupportedOptionError(f"no acceptance rule {accept!r}: {error}; choose one of {listed}") from error
+    return _made(found, f"{named.module}:{named.name}", named.argument or "")
+
+
+def rule_name(rule: Rule) -> str | None:
+    """Return the name by which `find_rule` finds a rule; None: it has none."""
+    kind: Any = type(rule)
+    if kind.__module__ == "__main__":
+        return None
+    own = f"{kind.__module__}:{kind.__qualname__}"
+    name = next((name for name, each in rules().items() if type(each) is kind), own)
+    try:
+        return next((found for found in (name, with_fields(name, rule)) if find_rule(found) == rule), None)
+    except (TypeError, UnsupportedOptionError):
+        return None
+
+
+def with_fields(name: str, rule: Rule) -> str:
+    """Return the name of a rule with all its fields behind it, as `find_rule` reads them."""
+    own: Sequence[Field[Any]] = fields(rule) if is_dataclass(rule) else ()
+    written = ",".join(f"{each.name}={getattr(rule, each.name)!r}" for each in own if each.init)
+    return f"{name}:{written}" if written else name
+
+
+def _made(kind: object, named: str, argument: str = "") -> Rule:
+    """Make a rule of a class, with fields as `name=number`, joined by commas."""
+    try:
+        pairs = (each.partition("=") for each in argument.split(",") if argument)
+        given = {name.strip(): literal_eval(value.strip()) for name, _, value in pairs}
+        made = kind(**given) if isinstance(kind, type) else None
+    except (TypeError, ValueError, SyntaxError) as error:
+        # Errors of selfspec have a message of their own.
+        if isinstance(error, UnsupportedOptionError):
+            raise
+        made = None
+    if isinstance(made, Rule):
+        return made
+    if argument:
+        raise UnsupportedOptionError(
+            f"the acceptance rule {named} takes no {argument!r}; write e.g. {named}:name=2,other=0.5"
+        )
+    raise UnsupportedOptionError(f"{named} is no acceptance rule that is made without arguments; see selfspec.rules")

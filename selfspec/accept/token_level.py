@@ -1,7 +1,4 @@
-"""Token-level rejection sampling: accept each draft token with probability min(1, p/q), until one is rejected.
-
-Rules give probabilities; `selfspec.decode.judge` draws by them.
-"""
+"""Token-level rejection sampling: accept each draft token with probability min(1, p/q), until one is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +14,11 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule("token", by_kernel=True)
+@rule(
+    "token",
+    help="rejection sampling token by token (Leviathan et al., 2023); greedy decoding is a special case",
+    by_kernel=True,
+)
 @dataclass(frozen=True)
 class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.
@@ -33,7 +34,6 @@ class TokenLevel:
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Return min(1, p/q) of each node, with the residual of its earlier siblings as p, `[rows, nodes]`."""
         tokens, probs = draft.tokens, draft.probs
         if draft.tree.is_chain:
             return _chances(p[:, :-1], tokens, probs)
@@ -49,14 +49,10 @@ class TokenLevel:
         return chances
 
     def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        """Return the place of the last node on the path of first accepted children, `[rows]`."""
         return first_path(mask, tree)
 
     def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        """Return max(p - q, 0) with q of each rejected child in turn, p at a leaf; `[rows, vocab]`.
-
-        If rounding leaves nothing of a residual (p and q differ in the last bits alone), q is not subtracted.
-        """
+        # If rounding leaves nothing of a residual (p and q differ in the last bits alone), q is not subtracted.
         rows = torch.arange(place.shape[0], device=place.device)
         left = p[rows, place]
         for rank, (child, missing) in enumerate(_children(draft.tree, place)):
@@ -101,7 +97,11 @@ def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice 
     return (p - q).clamp_min(0.0)
 
 
-@rule("coupled", by_kernel=True)
+@rule(
+    "coupled",
+    help="sampled tokens do not depend on the draft: the same seed gives plain decoding's, token for token",
+    by_kernel=True,
+)
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
     """Choose the tokens of draft and target at a place with the same noise; accept the draft where they are equal.

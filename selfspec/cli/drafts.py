@@ -1,4 +1,4 @@
-"""`selfspec drafts`: what can draft, by name."""
+"""`selfspec drafts`: what can draft, and what can judge drafts, by name."""
 
 from __future__ import annotations
 
@@ -30,17 +30,37 @@ class ListedDraft:
 
 
 @dataclass(frozen=True)
+class ListedRule:
+    """An acceptance rule.
+
+    Attributes:
+        written: its name, with its fields and their defaults.
+        lossless: whether the tokens are distributed exactly as the full model's own.
+        help: what it does.
+        module: that declares it.
+    """
+
+    name: str
+    written: str
+    lossless: bool
+    help: str
+    module: str
+
+
+@dataclass(frozen=True)
 class ListedDrafts:
     """`selfspec drafts`."""
 
     drafts: list[ListedDraft]
+    rules: list[ListedRule]
 
 
 def drafts(output: Output = "text") -> ListedDrafts:
-    """List what can draft: how it is written, what a draft step runs, and what it does.
+    """List what can draft (how it is written, what a draft step runs, what it does), and the rules that judge drafts.
 
-    Drafts of other packages are listed too: those in the entry point group `selfspec.drafts`.
+    Those of other packages are listed too: the entry point groups are `selfspec.drafts` and `selfspec.rules`.
     """
+    from selfspec.accept import declaration_of, rules, with_fields
     from selfspec.draft.registry import AUTO, PLAIN, declarations, kinds
 
     found = []
@@ -48,8 +68,13 @@ def drafts(output: Output = "text") -> ListedDrafts:
         kind = kinds()[each.name]
         runs = kind.runs if each.written == "alone" else "drafts"
         found.append(ListedDraft(each.name, each.form, each.example, runs, each.help, kind.__module__))
+    judges = []
+    for name, rule in rules().items():
+        declared = declaration_of(type(rule))
+        help = "" if declared is None else declared.help
+        judges.append(ListedRule(name, with_fields(name, rule), rule.lossless, help, type(rule).__module__))
     if output == "text":
-        from rich.table import Table
+        from rich.table import Column, Table
 
         table = Table("draft", "runs", "what it does", box=None, pad_edge=False)
         for draft in found:
@@ -58,5 +83,12 @@ def drafts(output: Output = "text") -> ListedDrafts:
         table.add_row("module:Class", "", "a drafter of your own (docs/your_own_drafter.md)")
         table.add_row(f"{AUTO}, {AUTO}:FILE", "", "the fastest one here, by `selfspec calibrate`")
         table.add_row(PLAIN, "", "plain decoding")
-        console().print(table)
-    return ListedDrafts(found)
+        console().print(table, end="\n\n")
+        judging = Table(
+            Column("rule (--accept)", overflow="fold"), "lossless", "what it does", box=None, pad_edge=False
+        )
+        for judge in judges:
+            judging.add_row(judge.written, "yes" if judge.lossless else "no", judge.help)
+        judging.add_row("module:Class", "", "a rule of your own (docs/your_own_drafter.md)")
+        console().print(judging)
+    return ListedDrafts(found, judges)

@@ -182,8 +182,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="RULE",
-            help="`token`, `block` or `coupled`; `relaxed-typical` and `relaxed-top-k` are faster and not lossless. "
-            "Default: `block` where tokens are sampled, else `token`.",
+            help="How drafts are judged: `selfspec drafts` lists the rules. Default: a lossless one, block by block "
+            "where tokens are sampled, else token by token.",
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most N tokens.")] = 128,

@@ -197,7 +197,7 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: VerifyR
     out.print("", _drafts(report), sep="\n")
     out.print(
         f"Greedy texts beside those of model.generate, sampled ones beside plain decoding's. Each p, under "
-        f"{', '.join(settings.accept)} in turn, is of {settings.samples} texts of 3 tokens against the model's own "
+        f"{', '.join(settings.rules)} in turn, is of {settings.samples} texts of 3 tokens against the model's own "
         f"distribution, all of them together at level {settings.level:g} (Holm); coupled tokens do not depend on the "
         f"draft, so one test serves all.\n"
         f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
@@ -221,7 +221,7 @@ def _drafts(report: VerifyReport) -> Table:
     from rich.table import Column
     from rich.text import Text
 
-    bound, rejected, rules = report.bound, report.rejected, report.settings.accept
+    bound, rejected, rules = report.bound, report.rejected, report.settings.rules
     columns = ("greedy texts", "as plain", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
     table = figures_table("What is equal, by draft", [Column("draft", no_wrap=True)], columns)
     table.add_column("p, by rule", justify="right", no_wrap=True)

@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from selfspec.accept import Rule
+from selfspec.accept import Rule, declaration_of
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
@@ -101,7 +101,7 @@ def accept(
         token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
         return place, token
 
-    tree, declared = seen.draft.tree, vars(type(rule)).get("declared")
+    tree, declared = seen.draft.tree, declaration_of(type(rule))
     if declared is not None and declared.by_kernel and len(tree) and tree.is_chain and runs_triton(seen.p.device):
         place, token = _by_triton(batch, seen, judged, first, lambda: torch.stack(by_rule(), 1)).unbind(1)
         return place, token

@@ -1,28 +1,78 @@
-"""Token by token and as a block, exactly the target's joint is committed; a block never commits less of a draft."""
+"""Lossless rules commit exactly the target's joint, over generated chains and trees, in closed form."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.chains import Case, cases
-from helpers.exact import Chain, committed, committed_with_stops
+from helpers.chains import Case, cases, conditionals, tree_cases, without
+from helpers.exact import Chain, all_drafts, committed, committed_when_cut, committed_with_stops
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 
 each_rule = pytest.mark.parametrize("rule", [Block(), TokenLevel()], ids=["block", "token"])
+each_kind = pytest.mark.parametrize("kind", [cases(), tree_cases()], ids=["chains", "trees"])
+FORK = Tree((-1, -1, 0, 0, 1, 2))
+
+
+def generated(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @each_rule
+@each_kind
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(cases())
-def test_commits_the_target_joint_exactly(rule: Rule, case: Case) -> None:
-    result = committed(rule, case.p, case.q)
+@given(st.data())
+def test_drawn_drafts(rule: Rule, kind: st.SearchStrategy[Case], data: st.DataObject) -> None:
+    case = data.draw(kind)
+    result = committed(rule, case.p, case.q, tree=case.tree)
     torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+
+
+@each_rule
+@each_kind
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.data(), st.integers(0, 2**32))
+def test_drafts_that_were_not_drawn(rule: Rule, kind: st.SearchStrategy[Case], data: st.DataObject, seed: int) -> None:
+    # Of so few tokens siblings are often alike.
+    case = data.draw(kind)
+    drafts = torch.randint(case.p.vocab, (1, len(case.tree)), generator=generated(seed))
+    result = committed(rule, case.p, None, drafts, case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+
+
+@each_rule
+@each_kind
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data(), st.integers(0, 2**32))
+def test_drafts_that_end_where_their_tokens_say(
+    rule: Rule, kind: st.SearchStrategy[Case], data: st.DataObject, seed: int
+) -> None:
+    case = data.draw(kind)
+    assume(len(case.tree))
+    result = committed_with_stops(rule, case.p, case.q, case.stops(generated(seed)), case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+
+
+@each_rule
+@each_kind
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data(), st.integers(0, 2**32))
+def test_rounds_that_are_cut_by_a_draw_of_its_own(
+    rule: Rule, kind: st.SearchStrategy[Case], data: st.DataObject, seed: int
+) -> None:
+    case = data.draw(kind)
+    assume(len(case.tree))
+    chances = torch.rand(case.tree.depth + 1, generator=generated(seed), dtype=torch.float64).to(case.p.tables[0].dtype)
+    chances = (chances / chances.sum()).expand(case.p.vocab ** len(case.tree), -1)
+    result = committed_when_cut(rule, case.p, case.q, chances, case.tree)
+    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+    whole = committed(rule, case.p, case.q, tree=case.tree).length
+    assert result.length <= whole + case.tolerance * len(case.tree)
 
 
 @each_rule
@@ -34,23 +84,46 @@ def test_a_token_that_is_hardly_ever_drafted_has_a_chance_like_any_other(rule: R
 
 
 @each_rule
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases(), st.integers(0, 2**32))
-def test_a_deterministic_draft_commits_the_target_joint_exactly(rule: Rule, case: Case, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.randint(case.p.vocab, (1, len(case.p.tables) - 1), generator=generator)
-    result = committed(rule, case.p, None, drafts)
-    torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+def test_a_place_without_a_distribution_accepts_no_child_and_recovers_nothing(rule: Rule) -> None:
+    p = torch.full((1, 7, 3), 1 / 3)
+    p[:, 1] = 0.0
+    tokens = torch.tensor([[0, 1, 0, 1, 2, 0]])
+    for probs in (None, torch.full((1, 6, 3), 1 / 3)):
+        draft = Draft(tokens, FORK, probs)
+        chances = rule.accept_probs(draft, p, p.log())
+        assert chances.isfinite().all()
+        assert chances[0, [2, 3]].tolist() == [0.0, 0.0]
+        assert rule.recovery_probs(draft, p, torch.tensor([1])).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_equal_p_and_q_that_leave_no_residual_fall_back_to_p() -> None:
+    p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
+    weights = TokenLevel().recovery_probs(Draft.chain(torch.tensor([[1]]), p[:, :1]), p, torch.tensor([0]))
+    assert torch.equal(weights, p[:, 0])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases())
-def test_never_commits_less_than_token_level(case: Case) -> None:
-    block, token = committed(Block(), case.p, case.q), committed(TokenLevel(), case.p, case.q)
-    assert block.length >= token.length - len(case.q.tables) * case.tolerance
+def test_a_block_never_commits_less_of_a_chain_than_token_by_token(case: Case) -> None:
+    block, token = (committed(rule, case.p, case.q).length for rule in (Block(), TokenLevel()))
+    assert block >= token - len(case.q.tables) * case.tolerance
 
 
-def test_commits_more_than_token_level_in_the_example_of_the_paper() -> None:
+@pytest.mark.statistical
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(tree_cases())
+def test_nor_of_a_tree_in_which_no_sibling_is_followed_by_a_deeper_one(case: Case) -> None:
+    tree = case.tree
+    deepest = [
+        max(tree.depths[other] for other, path in enumerate(tree.paths) if node in path) for node in range(len(tree))
+    ]
+    heights = [[deepest[child] for child in children] for children in tree.children]
+    assume(case.drawn != "anyhow" and all(each == sorted(each, reverse=True) for each in heights))
+    block, token = (committed(rule, case.p, case.q, tree=tree).length for rule in (Block(), TokenLevel()))
+    assert block >= token - case.tolerance
+
+
+def test_a_block_commits_more_in_the_example_of_the_paper() -> None:
     # Section 3 of the paper: two letters, p(A) = 1/3 and q(A) = 2/3 at every position, two drafted tokens: token by
     # token 10/9 of the draft is accepted, as a block 11/9.
     p, q = torch.tensor([1 / 3, 2 / 3]).double(), torch.tensor([2 / 3, 1 / 3]).double()
@@ -61,35 +134,47 @@ def test_commits_more_than_token_level_in_the_example_of_the_paper() -> None:
 
 
 @each_rule
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(cases(), st.integers(0, 2**32))
-def test_drafts_that_end_where_their_tokens_say_commit_the_target_joint_exactly(
-    rule: Rule, case: Case, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    longest = len(case.p.tables) - 1
-    goes_on = [torch.rand([case.p.vocab] * tokens, generator=generator) < 0.5 for tokens in range(1, longest)]
-    if longest:
-        result = committed_with_stops(rule, case.p, case.q, goes_on)
-        torch.testing.assert_close(result.joint, case.p.joint(), atol=case.tolerance, rtol=0)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tree_cases())
+def test_a_sibling_more_is_never_worse(rule: Rule, case: Case) -> None:
+    last = len(case.tree) - 1
+    if last and case.tree.depth == Tree(case.tree.parents[:last]).depth:
+        fewer = committed(rule, case.p, Chain(case.q.tables[:last]), tree=Tree(case.tree.parents[:last]))
+        assert committed(rule, case.p, case.q, tree=case.tree).length >= fewer.length - case.tolerance
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(2, 64), st.integers(0, 2**32))
 def test_token_by_token_accepts_one_minus_total_variation(vocab: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    p, q = torch.rand(2, vocab, generator=generator, dtype=torch.float64).softmax(-1)
+    p, q = torch.rand(2, vocab, generator=generated(seed), dtype=torch.float64).softmax(-1)
     follow = torch.full((vocab, vocab), 1 / vocab, dtype=torch.float64)
     result = committed(TokenLevel(), Chain((p, follow)), Chain((q,)))
     assert result.length == pytest.approx(1 - 0.5 * float((p - q).abs().sum()), abs=1e-12)
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(2, 5), st.integers(0, 2**32))
+def test_all_tokens_drawn_without_replacement_hold_the_target_token(vocab: int, seed: int) -> None:
+    p, q = torch.rand(2, vocab, generator=generated(seed), dtype=torch.float64).softmax(-1)
+    before = [all_drafts(vocab, node) for node in range(vocab)]
+    tables = [without(q.expand(len(drawn), -1), drawn).reshape([vocab] * (drawn.shape[1] + 1)) for drawn in before]
+    target = Chain((p, p.expand(vocab, -1)))
+    result = committed(TokenLevel(), target, Chain(tuple(tables)), tree=Tree((-1,) * vocab))
+    assert result.length == pytest.approx(1, abs=1e-12)
+
+
+# What the proof is good for: planted errors.
+
+
+def ratios(draft: Draft, p: Tensor) -> Tensor:
+    index = draft.tokens[..., None]
+    assert draft.probs is not None
+    return (p.gather(-1, index) / draft.probs.gather(-1, index))[..., 0]
+
+
 class SwappedRatio(TokenLevel):
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        assert draft.probs is not None
-        index = draft.tokens[..., None]
-        ratio = draft.probs.gather(-1, index) / p[:, : draft.tokens.shape[1]].gather(-1, index)
-        return ratio[..., 0].clamp(max=1.0)
+        return (1 / ratios(draft, p[:, :-1])).clamp(max=1.0)
 
 
 class ResidualFromP(TokenLevel):
@@ -109,24 +194,38 @@ class EveryDrawCounts(TokenLevel):
         return mask.long().sum(-1)
 
 
-@pytest.mark.parametrize("planted", [SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryDrawCounts()])
-def test_the_proof_sees_a_planted_error(planted: TokenLevel) -> None:
-    generator = torch.Generator().manual_seed(0)
+class SiblingsForgotten(TokenLevel):
+    """Each sibling against the whole of p."""
 
-    def chain(length: int) -> Chain:
-        return Chain(
-            tuple(
-                (2 * torch.randn([3] * (i + 1), generator=generator, dtype=torch.float64)).softmax(-1)
-                for i in range(length)
-            )
-        )
-
-    p, q = chain(3), chain(2)
-    assert (committed(TokenLevel(), p, q).joint - p.joint()).abs().max() < 1e-12
-    assert (committed(planted, p, q).joint - p.joint()).abs().max() > 1e-3
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        return ratios(draft, p[:, torch.tensor(draft.tree.parents) + 1]).clamp(max=1.0)
 
 
-def test_equal_p_and_q_that_leave_no_residual_fall_back_to_p() -> None:
-    p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
-    weights = TokenLevel().recovery_probs(Draft.chain(torch.tensor([[1]]), p[:, :1]), p, torch.tensor([0]))
-    assert torch.equal(weights, p[:, 0])
+class ParentsForgotten(TokenLevel):
+    """The last node whose own draw fell within its chance."""
+
+    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
+        return (mask * torch.arange(1, len(tree) + 1)).amax(-1)
+
+
+class LastChildOnly(TokenLevel):
+    """The residual of the last child of a place, taken from p itself."""
+
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        children = draft.tree.children[int(place[0])]
+        assert draft.probs is not None
+        here = p[:, int(place[0])]
+        return (here - draft.probs[:, children[-1]]).clamp_min(0.0) if children else here
+
+
+@pytest.mark.parametrize(
+    ("planted", "tree"),
+    [(each, Tree.chain(2)) for each in (SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryDrawCounts())]
+    + [(each, FORK) for each in (SiblingsForgotten(), ParentsForgotten(), LastChildOnly())],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_proof_sees_a_planted_error(planted: TokenLevel, tree: Tree) -> None:
+    generator = generated(1)
+    p, q = (conditionals(3, range(1, length + 1), generator) for length in (tree.depth + 1, len(tree)))
+    assert (committed(TokenLevel(), p, q, tree=tree).joint - p.joint()).abs().max() < 1e-12
+    assert (committed(planted, p, q, tree=tree).joint - p.joint()).abs().max() > 1e-3

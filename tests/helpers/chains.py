@@ -16,14 +16,21 @@ _KINDS = ("dense", "peaked", "sparse", "one-hot", "near-tie")
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a draft distribution over `drafted` tokens, p with one conditional more."""
+    """A tree, how siblings are drawn, the target over its paths, and the draft distribution over its nodes in order."""
 
+    tree: Tree
+    drawn: str
     p: Chain
     q: Chain
 
     @property
     def tolerance(self) -> float:
         return 2e-6 if self.p.tables[0].dtype == torch.float32 else 1e-12
+
+    def stops(self, generator: torch.Generator) -> list[Tensor]:
+        """Whether drafts go on after each of their beginnings, at random."""
+        shapes = ([self.p.vocab] * nodes for nodes in range(1, len(self.tree)))
+        return [torch.rand(shape, generator=generator) < 0.55 for shape in shapes]
 
 
 def _rows(kind: str, shape: list[int], generator: torch.Generator) -> Tensor:
@@ -53,7 +60,7 @@ def conditionals(vocab: int, lengths: range, generator: torch.Generator) -> Chai
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Vocabularies of 2 to 64 and draft lengths 0 to 6, as long as the joint stays small."""
+    """Chains: vocabularies of 2 to 64 and draft lengths 0 to 6, as long as the joint stays small."""
     drafted = draw(st.integers(0, 6))
     largest = {0: 64, 1: 64, 2: 16, 3: 6, 4: 4, 5: 3, 6: 2}[drafted]
     vocab = draw(st.integers(2, largest))
@@ -75,19 +82,8 @@ def cases(draw: st.DrawFn) -> Case:
         else:
             q.append(_rows(draw(st.sampled_from(_KINDS)), shape, generator))
     # Without a drafted token q is never looked at, but a chain has at least one conditional.
-    return Case(
-        Chain(tuple(table.to(dtype) for table in p)), Chain(tuple(table.to(dtype) for table in q[: max(drafted, 1)]))
-    )
-
-
-@dataclass(frozen=True)
-class TreeCase:
-    """A tree, how siblings are drawn, the target over its paths, and the draft distribution over its nodes in order."""
-
-    tree: Tree
-    drawn: str
-    p: Chain
-    q: Chain
+    p_chain, q_chain = (Chain(tuple(table.to(dtype) for table in each)) for each in (p, q[: max(drafted, 1)]))
+    return Case(Tree.chain(drafted), "chain", p_chain, q_chain)
 
 
 @st.composite
@@ -97,7 +93,7 @@ def trees(draw: st.DrawFn, most: int = 6) -> Tree:
 
 
 @st.composite
-def tree_cases(draw: st.DrawFn, most: int = 6) -> TreeCase:
+def tree_cases(draw: st.DrawFn, most: int = 6) -> Case:
     """Trees whose siblings are drawn with replacement, without it, or by whatever all nodes before them say."""
     tree = draw(trees(most))
     vocab = draw(st.integers(2, {1: 8, 2: 5, 3: 4, 4: 3, 5: 3, 6: 2}[len(tree)]))
@@ -125,7 +121,7 @@ def tree_cases(draw: st.DrawFn, most: int = 6) -> TreeCase:
         if drawn == "without replacement":
             table = without(table, before[:, earlier])
         q.append(table.reshape([vocab] * (node + 1)))
-    return TreeCase(tree, drawn, Chain(tuple(p)), Chain(tuple(q)))
+    return Case(tree, drawn, Chain(tuple(p)), Chain(tuple(q)))
 
 
 def without(q: Tensor, drawn: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
 _RULES_PROOF = "test_lossless_rules.py"
-_TREE_PROOF = "test_trees.py"
+_TREE_PATHS = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
@@ -82,22 +82,22 @@ CATALOGUE = (
         "(place - 1).clamp(min=0)", (_RULES_PROOF,)),
     # Over trees.
     Mutation("a sibling is judged by p, not by what its earlier siblings left", "TokenLevel.accept_probs",
-        "_normalised(torch.where(_1, left, residual))", "left", (_TREE_PROOF,)),
+        "_normalised(torch.where(_1, left, residual))", "left", (_RULES_PROOF,)),
     Mutation("the recovered token forgets all rejected siblings but the last", "TokenLevel.recovery_probs",
-        "_normalised(left) if rank else left", "p[rows, place]", (_TREE_PROOF,)),
+        "_normalised(left) if rank else left", "p[rows, place]", (_RULES_PROOF,)),
     Mutation("a sibling is judged by what itself would leave, not its earlier sibling", "TokenLevel.accept_probs",
         "less_q(left, draft, (slice(None), rank.siblings))", "less_q(left, draft, (slice(None), rank.nodes))",
-        (_TREE_PROOF,)),
+        (_RULES_PROOF,)),
     Mutation("a residual is judged by without being normalised", "TokenLevel.accept_probs",
-        "_normalised(torch.where(_1, left, residual))", "torch.where(_1, left, residual)", (_TREE_PROOF,)),
+        "_normalised(torch.where(_1, left, residual))", "torch.where(_1, left, residual)", (_RULES_PROOF,)),
     Mutation("the next sibling's q is taken from a residual that was not normalised", "TokenLevel.recovery_probs",
-        "_normalised(left) if rank else left", "left", (_TREE_PROOF,)),
+        "_normalised(left) if rank else left", "left", (_RULES_PROOF,)),
     Mutation("a node is accepted though its parent is not", "first_path", "_reached(taken, tables)", "taken",
-        (_TREE_PROOF,)),
+        (_RULES_PROOF,)),
     Mutation("a later sibling is accepted beside an earlier one", "first_path",
-        "mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)", "mask", (_TREE_PROOF,)),
+        "mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)", "mask", (_TREE_PATHS,)),
     Mutation("a child is judged by the place of its own number, not its parent's", "tree_tables",
-        "[parent + 1 for parent in tree.parents]", "list(range(len(tree)))", (_TREE_PROOF,)),
+        "[parent + 1 for parent in tree.parents]", "list(range(len(tree)))", (_TREE_PATHS,)),
     Mutation("a row commits the first nodes of a tree, not its accepted path", "_on_host",
         "[drafted[node] for node in path]", "drafted[: len(path)]", (_TREE_DRAFTS,)),
     Mutation("the number of a node is taken for its depth", "_Accepted.along_path", "tables.depths[self.place]",
@@ -118,17 +118,17 @@ CATALOGUE = (
     Mutation("block: chances without what a prefix has lost", "_weight_after", "total / (total + (1 - weight))",
         "weight", (_RULES_PROOF,)),
     Mutation("block of a tree: a later sibling is judged by the whole of p", "_before_last_children",
-        "_ratios(left[:, place], draft, node)", "_ratios(p[:, place], draft, node)", (_TREE_PROOF,)),
+        "_ratios(left[:, place], draft, node)", "_ratios(p[:, place], draft, node)", (_RULES_PROOF,)),
     Mutation("block of a tree: a sibling's rejection leaves its parent's weight as it was", "_before_last_children",
-        "weights[place] = _weight_after(weights[place], here, residual)", "pass", (_TREE_PROOF,)),
+        "weights[place] = _weight_after(weights[place], here, residual)", "pass", (_RULES_PROOF,)),
     Mutation("block of a tree: what a rejected sibling leaves is not normalised", "_before_last_children",
-        "torch.where(total > 0, residual / total, here)", "torch.where(total > 0, residual, here)", (_TREE_PROOF,)),
+        "torch.where(total > 0, residual / total, here)", "torch.where(total > 0, residual, here)", (_RULES_PROOF,)),
     Mutation("block of a tree: an inner node is judged as if it had no children", "Block.accept_probs",
-        "weights[:, inner] = _weight_after(weight, here, _1)", "pass", (_TREE_PROOF,)),
+        "weights[:, inner] = _weight_after(weight, here, _1)", "pass", (_RULES_PROOF,)),
     Mutation("block of a tree: the recovered token knows the last rejected child alone", "Block.recovery_probs",
-        "left[rows, place]", "p[rows, place]", (_TREE_PROOF,)),
+        "left[rows, place]", "p[rows, place]", (_RULES_PROOF,)),
     Mutation("block of a tree: nodes are judged from the root down", "from_leaves", "mask * tables.turns",
-        "mask * tables.turns.flip(0)", (_TREE_PROOF,)),
+        "mask * tables.turns.flip(0)", (_RULES_PROOF,)),
     # Unions of sources.
     Mutation("unions: tokens that were not drawn are scored with the q of the model's first token",
         "UnionProposer._beside", "probs.new_zeros(*others.shape, probs.shape[-1]).scatter_(-1, others[..., None], 1.0)",

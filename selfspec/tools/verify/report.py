@@ -205,7 +205,7 @@ def _failures(report: VerifyReport) -> Iterator[str]:
             f"{bound.close_calls} of {len(bound.gaps)} tokens are decided by less: that is more than rounding, so "
             "drafting cannot be exact"
         )
-    for rule in report.settings.accept:
+    for rule in report.settings.rules:
         if not find_rule(rule).lossless:
             yield f"{rule} is not lossless, whatever was measured"
 

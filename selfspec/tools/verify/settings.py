@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from selfspec.errors import UnsupportedOptionError
@@ -23,9 +23,13 @@ class Settings:
     """
 
     accept: Annotated[
-        list[str],
-        Option(metavar="RULE", help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows."),
-    ] = field(default_factory=lambda: ["token", "block", "coupled"])
+        list[str] | None,
+        Option(
+            metavar="RULE",
+            help="Acceptance rule; may be repeated. A relaxed rule is not exact, and shows. Default: every rule of "
+            "`selfspec drafts` that is lossless.",
+        ),
+    ] = None
     max_new_tokens: Annotated[int, Option(min=2, help="Generate N tokens a text.")] = 64
     draft_length: Annotated[int, Option(min=1, help="Draft N tokens a round.")] = 4
     samples: Annotated[int, Option(min=100, help="Sample N texts for each test of fit.")] = 400
@@ -42,6 +46,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_numbers(self, UnsupportedOptionError)
+        if self.accept is None:
+            object.__setattr__(self, "accept", _lossless_rules())
         if not isinstance(self.accept, list | tuple):
             raise UnsupportedOptionError(f"accept must be a list of rules, got {shown(self.accept)}")
         for name in self.accept:
@@ -54,25 +60,38 @@ class Settings:
             raise UnsupportedOptionError(f"the seed must be from 0 to 2**63 - 1, got {self.seed}")
 
     @property
+    def rules(self) -> list[str]:
+        """The names of the rules, each once."""
+        return list(self.accept or ())
+
+    @property
     def greedy_rules(self) -> list[str]:
         """The rules under which greedy decoding is verified. Under lossless ones it is the same computation."""
-        first, *others = self.accept
+        first, *others = self.rules
         return [first, *(name for name in others if not _rule(name).lossless)]
 
     @property
     def coupled_rules(self) -> list[str]:
         """The rules whose tokens, at equal seeds, do not depend on the draft."""
-        return [name for name in self.accept if _rule(name).couples]
+        return [name for name in self.rules if _rule(name).couples]
 
     @property
     def sampled_rules(self) -> list[str]:
         """The rules under which every draft has its own sampled distribution."""
-        return [name for name in self.accept if not _rule(name).couples]
+        return [name for name in self.rules if not _rule(name).couples]
 
     @property
     def lossless(self) -> bool:
         """Whether all rules are."""
-        return all(_rule(name).lossless for name in self.accept)
+        return all(_rule(name).lossless for name in self.rules)
+
+
+def _lossless_rules() -> list[str]:
+    """Return every lossless rule; first the one that greedy decoding uses, since that is verified under the first."""
+    from selfspec.accept import default_rule, rules
+
+    found = [name for name, rule in rules().items() if rule.lossless]
+    return sorted(found, key=lambda name: rules()[name] != default_rule(greedy=True))
 
 
 def _rule(name: str) -> Rule:
