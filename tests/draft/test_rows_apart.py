@@ -16,7 +16,7 @@ from helpers import tiny
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, Warp, drawn, joint, small
 from helpers.tiers import in_turns
-from selfspec.accept.registry import find_rule
+from selfspec.accept import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
 from selfspec.draft.offer import likeliest_path
 
