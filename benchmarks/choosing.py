@@ -30,7 +30,7 @@ from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget
 from selfspec.draft.layer_skip import LayerSkip
-from selfspec.draft.path_trial import Trial
+from selfspec.draft.path_choice import Trial
 from selfspec.draft.registry import draft_name
 from selfspec.environment import environment
 from selfspec.measure.acceptance import teacher_forced

@@ -3,7 +3,7 @@
 from selfspec.control.controller import Control, Controller, Evidence
 from selfspec.control.cost_aware import CostAware
 from selfspec.control.fixed import ConfidenceStop, FixedLength
-from selfspec.draft.verdict import RowOutcome
+from selfspec.draft.draft import RowOutcome
 
 __all__ = [
     "ConfidenceStop",

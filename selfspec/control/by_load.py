@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from statistics import median
 
+from selfspec.cache.tree import Tree
 from selfspec.control.controller import Controller, Evidence
-from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.tree_shape import Shape
-from selfspec.draft.verdict import RowOutcome
+from selfspec.draft.draft import Budget, Draft, RowOutcome
 
 # In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
 # they are recorded, after some thirty of a kind, so many plain rounds are needed to know what drafts must beat.
@@ -189,7 +188,7 @@ class ControllerByLoad(Controller):
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._inner.round_cost(steps, nodes)
 
-    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
         return self._inner.shape(chances, budget)
 
     def look_up_length(self, share: float) -> int:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.arguments import shown
+from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.control.loss_budget import LossBudget
-from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft import Budget, Draft, RowOutcome
 from selfspec.draft.rows_view import DraftController
-from selfspec.draft.tree_shape import Shape, largest_products
-from selfspec.draft.verdict import RowOutcome
+from selfspec.draft.tree_growth import largest_products
 from selfspec.errors import DraftConfigError
 
 MOST_NODES = 1024
@@ -78,8 +78,8 @@ class Controller(DraftController):
     def round_cost(self, steps: int, nodes: int) -> float:
         return 1.0
 
-    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
-        return largest_products(chances, budget.nodes, budget.depth)
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
+        return largest_products(chances, budget.nodes, budget.depth).tree
 
     def look_up_length(self, share: float) -> int:
         return self.most.depth

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from selfspec.arguments import check_kind
+from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
 from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
 from selfspec.control.forecast import Prospects
 from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, Progress, may_lose
-from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft import Budget, Draft, RowOutcome
 from selfspec.draft.drafter import MODEL
-from selfspec.draft.tree_shape import Shape, largest_products, sizes_within
-from selfspec.draft.verdict import RowOutcome
+from selfspec.draft.tree_growth import Shape, largest_products, sizes_within
 
 # The share of a short text's plain steps that drafts may lose.
 _SHARE_AT_RISK = 0.04
@@ -127,10 +127,10 @@ class CostAwareController(Controller):
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._costs.of_round(steps, nodes)
 
-    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
-        shape = _best_shape(chances, budget, self._costs)
-        self._branches = not shape.tree.is_chain
-        return shape
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
+        tree = _best_shape(chances, budget, self._costs).tree
+        self._branches = not tree.is_chain
+        return tree
 
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)

@@ -17,7 +17,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Gen
 
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.device import backend, has_streams
-from selfspec.draft.verdict import Verdict
+from selfspec.draft.draft import Verdict
 
 
 @dataclass(frozen=True)

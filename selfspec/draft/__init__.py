@@ -2,12 +2,9 @@
 
 from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade
-from selfspec.draft.declaration import drafter
-from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless
-from selfspec.draft.early_exit import EarlyExit
-from selfspec.draft.exit_head import ExitHead
-from selfspec.draft.fewer_experts import FewerExperts
+from selfspec.draft.draft import Budget, Draft, Offer, Resume, RowVerdict, Verdict
+from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
+from selfspec.draft.early_exit import EarlyExit, ExitHead
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.heads.hydra import Hydra
@@ -16,20 +13,16 @@ from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.peagle import ParallelEagle
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.heads.uno import Uno
-from selfspec.draft.layer_skip import LayerSkip
+from selfspec.draft.layer_skip import LayerSkip, SkipFile
 from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
+from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
-from selfspec.draft.offer import Offer
 from selfspec.draft.path_choice import ChosenExit, ChosenSkips
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
-from selfspec.draft.reduced_vocabulary import ReducedVocabulary
-from selfspec.draft.rows_apart import chains
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.skip_file import SkipFile
+from selfspec.draft.rows_view import RowsView, chains
 from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union
-from selfspec.draft.verdict import RowVerdict, Verdict
 
 __all__ = [
     "Assistant",

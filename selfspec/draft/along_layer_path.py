@@ -5,19 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.cache.view import CacheView
-from selfspec.draft.declaration import read_number
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
-from selfspec.draft.growing import CHANCES, GrowingProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import follow, grow
+from selfspec.draft.tree_growth import CHANCES, GrowingProposer, follow, grow
 from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
@@ -25,9 +21,6 @@ from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.summary import cache_bytes_read
 from selfspec.model.weights_read import share_read
-
-LONG = 1024
-"""Tokens of a text from which on it may pay to read less than the whole cache."""
 
 
 class LayerPathDrafter(Drafter):
@@ -125,54 +118,6 @@ class AroundLayerPath(LayerPathDrafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.draft_with.check_model(model, adapter)
-
-
-@dataclass(frozen=True, eq=False)
-class OverLessOfCache(AroundLayerPath):
-    """Runs another path drafter, whose steps read less than the whole cache.
-
-    Attributes:
-        needs_masks: the message on a model that does not take 4-D masks, which such a draft needs.
-    """
-
-    needs_masks: ClassVar[str]
-
-    @property
-    def runs_exact_layers(self) -> bool:
-        return False
-
-    @classmethod
-    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
-        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        super().check_model(model, adapter)
-        if adapter.ragged != "mask":
-            raise DraftConfigError(
-                f"{type(model).__name__} {self.needs_masks}; draft with "
-                f"{self.draft_with.spelling or 'the same drafter'} alone"
-            )
-
-
-class OverPartOfCache(OverLessOfCache):
-    """Runs another path drafter, whose steps attend to a part of the cache, with its size as a number."""
-
-    @classmethod
-    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
-        if not isinstance(before, LayerPathDrafter):
-            raise ValueError(argument)
-        made: Callable[[LayerPathDrafter, int], OverPartOfCache] = cls
-        return made(before, read_number(argument))
-
-    @abstractmethod
-    def part(self, view: CacheView) -> CacheView:
-        """Return the part of a view of all tokens."""
-
-    def path(self, depth: int) -> LayerPath:
-        path = self.draft_with.path(depth)
-        if path.view.window is not None or path.view.top_keys is not None:
-            raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
-        return replace(path, view=self.part(path.view))
 
 
 class LayerPathProposer(GrowingProposer):

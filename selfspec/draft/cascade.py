@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
-from selfspec.draft.rows_apart import filled_up, lengths_of
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.verdict import Verdict
+from selfspec.draft.rows_view import RowsView, filled_up, lengths_of
 from selfspec.errors import DraftConfigError
 from selfspec.model.features import Features
 from selfspec.runtime.runner import PassResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,6 +12,12 @@ from selfspec.device import to_device
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
 from selfspec.runtime.runner import Behind
+
+Path = tuple[int, ...]
+"""The tokens from the text's end on to a node of a tree."""
+
+# The highest probability that a source may give a token.
+_SUREST = 0.98
 
 
 @dataclass(frozen=True)
@@ -129,11 +135,131 @@ class Draft:
         return self.tree if self.behind is None else self.behind.tree(self.tree)
 
     @property
-    def behind_any_tree(self) -> Behind | None:
-        """`behind`, if it can still be read after other nodes have joined the tree; else None."""
-        return self.behind if self.behind is not None and self.behind.any_tree else None
-
-    @property
     def length(self) -> int:
         """Draft length: the most tokens that a row can accept, the depth of the tree."""
         return self.tree.depth
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Holds the paths that one source proposes after the text of one row.
+
+    Attributes:
+        kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
+        shares: for each path of tokens, the probability that the source gives the path's last token after the tokens
+            before it. Prefixes of a path come first.
+    """
+
+    kind: int
+    shares: dict[Path, float]
+
+    @classmethod
+    def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
+        """Make an offer of one row's part of a draft, down to depth `length`; each token has probability 1."""
+        paths = (path for path in draft.tree.paths if len(path) <= length)
+        return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
+
+    def reach(self, trust: float) -> dict[Path, float]:
+        """Return, for each path, the probability that all its tokens are accepted.
+
+        `trust` is the number of accepted tokens of such offers, divided by the sum of their shares.
+        """
+        reach: dict[Path, float] = {(): 1.0}
+        for path, share in self.shares.items():
+            reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
+        del reach[()]
+        return reach
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """Counts the outcome of a round for one unfinished row.
+
+    Attributes:
+        judged: draft tokens the target judged.
+        accepted: draft tokens accepted, committed or not.
+        committed: tokens committed, the bonus or recovered token included.
+        dropped: tokens accepted and then dropped to keep rows in lockstep.
+        strayed: accepted tokens off the chain that the first nodes of the tree form.
+    """
+
+    judged: int
+    accepted: int
+    committed: int
+    dropped: int = 0
+    strayed: int = 0
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """Holds the verdict on one unfinished row.
+
+    A run is the tokens that the rule lets the row commit: the accepted draft tokens and the target's token after them,
+    up to the end of the row. Lockstep may drop the last tokens of a run.
+
+    Attributes:
+        drafted: its draft tokens, one for each node.
+        path: the nodes that the rule accepted, in order.
+        judged: number of places the rule judged: those of the accepted nodes, and one where it rejected all children.
+        tokens: the part of its run that it commits.
+        dropped: number of tokens of its run that lockstep dropped.
+        ended: whether the row ends with `tokens`.
+        finite: whether the target's logits after the accepted tokens were finite; if not, the run has no token there.
+        overlap: for a coupled draft, the diagnostic of `selfspec.decode.judge` at each draft token; else empty.
+    """
+
+    drafted: Sequence[int]
+    path: Sequence[int]
+    judged: int
+    tokens: Sequence[int]
+    dropped: int
+    ended: bool
+    finite: bool
+    overlap: Sequence[float]
+
+    @property
+    def run_length(self) -> int:
+        """Length of the run: tokens committed and dropped."""
+        return len(self.tokens) + self.dropped
+
+    def accepted_of(self, tokens: int) -> int:
+        """Count the accepted draft tokens among the first `tokens` of the run."""
+        return min(len(self.path), tokens)
+
+    def judged_of(self, tokens: int) -> int:
+        """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
+        return self.judged if tokens > len(self.path) else tokens
+
+    def outcome(self) -> RowOutcome:
+        """Return the counts that the controller learns from."""
+        accepted = self.accepted_of(self.run_length)
+        along = next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
+        judged = self.judged_of(self.run_length)
+        return RowOutcome(judged, accepted, len(self.tokens), self.dropped, accepted - along)
+
+    def overlap_of(self, tokens: int) -> float:
+        """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""
+        return sum(self.overlap[: self.judged_of(tokens)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Holds the verdict of one round.
+
+    Attributes:
+        running: numbers of the rows, in the order in which tensors hold them.
+        rows: the verdict on each unfinished row, by its number.
+        last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
+    """
+
+    running: Sequence[int]
+    rows: Mapping[int, RowVerdict]
+    last_tokens: Tensor
+
+    def outcomes(self) -> list[RowOutcome | None]:
+        """Return the outcome of each running row for the controller, in the order of tensors; None for finished rows.
+
+        The controller also learns from tokens that lockstep dropped: only the other rows decide that they are dropped,
+        and their places are drawn again, so their verdicts are valid evidence. Statistics leave them out.
+        """
+        return [self.rows[row].outcome() if row in self.rows else None for row in self.running]

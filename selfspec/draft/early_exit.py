@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
+import torch
+from pydantic import PositiveInt
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.declaration import drafter, read_number
-from selfspec.draft.drafter import Drafter
-from selfspec.errors import DraftConfigError
+from selfspec.draft.drafter import Drafter, drafter, read_number
+from selfspec.errors import DraftConfigError, ExitHeadError
+from selfspec.files.json_text import read_json
+from selfspec.model.early_head import DraftHead
+from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.tensor_parallel import check_on_one_process
+from selfspec.values import checked_path
 
 
 @drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")
@@ -46,3 +61,151 @@ class EarlyExit(LayerPathDrafter):
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
         return [cls(layer) for layer in range(1, depth)]
+
+
+CONFIG = "exit_head.json"
+WEIGHTS = "exit_head.safetensors"
+FORMAT = 2
+_COPY = "copy the folder that selfspec train exit wrote again"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """Holds the fields of `exit_head.json` that drafting needs."""
+
+    format: Literal[2]
+    exits: list[int]
+    default: int
+    hidden: PositiveInt
+    rank: PositiveInt
+    base: str
+    sha256: str
+
+
+class ExitAdapter(nn.Module):
+    """Adds a norm and a gated MLP on a residual branch; untrained, it changes nothing and equals the plain exit.
+
+    It reads one position at a time, so unlike an attention adapter (Kangaroo, Liu et al., 2024) it has no keys and
+    values: nothing has to be computed for the prompt or rolled back. `rank` is the width of the MLP.
+    """
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.gate = nn.Linear(hidden, rank, bias=False)
+        self.up = nn.Linear(hidden, rank, bias=False)
+        self.down = nn.Linear(rank, hidden, bias=False)
+        self.scale = nn.Parameter(torch.ones(hidden))
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Adapt states, `[..., hidden]`."""
+        normed = self.norm(states)
+        adapted: Tensor = self.scale * states + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+        return adapted
+
+
+@drafter(
+    "head",
+    argument=":FOLDER@E",
+    example="head:FOLDER@4",
+    help="a trained exit head, by `selfspec train exit`; without @E its best exit",
+)
+@dataclass(frozen=True, eq=False)
+class ExitHead(LayerPathDrafter):
+    """Drafts from an exit layer through a head trained for it; the base model is unchanged.
+
+    The draft runs layers [0, E), the head's adapter, then the model's own norm and head. Keys, values and exit states
+    are the base's own, so verification resumes at layer E, as for `EarlyExit`. Related work: Kangaroo (Liu et al.,
+    2024) and the exits of Draft & Verify's successors.
+
+    Attributes:
+        layer: the exit layer E.
+        draft_head: the adapter, and the tokens that can be drafted.
+        base: fingerprint of the base's weights.
+        source: the folder it was read from, for messages.
+    """
+
+    layer: int
+    draft_head: DraftHead
+    base: str
+    source: str = field(default="this exit head")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, layer: int | None = None) -> ExitHead:
+        """Read an exit head from a folder of `selfspec train exit`; without `layer`, the one that was best in training.
+
+        Raises:
+            ExitHeadError: the files are missing, truncated, corrupt, of another format, or lack the exit.
+        """
+        place = checked_path("folder", folder, ExitHeadError)
+        config = read_json(place / CONFIG, _Config, ExitHeadError, _COPY)
+        tensors = _read_weights(place / WEIGHTS, config.sha256)
+        chosen = config.default if layer is None else layer
+        if chosen not in config.exits:
+            listed = ", ".join(map(str, config.exits))
+            raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
+        prefix = f"exits.{chosen}."
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if config.hidden * config.rank > sum(value.numel() for value in own.values()):
+            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: they are fewer than it says")
+        adapter = ExitAdapter(config.hidden, config.rank)
+        try:
+            adapter.load_state_dict(own)
+        except RuntimeError as error:
+            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: {_one_line(error)}") from error
+        adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
+        tokens = tensors.get("tokens")
+        head = DraftHead(adapter, None if tokens is None else tokens.long())
+        return cls(chosen, head, config.base, str(folder))
+
+    @property
+    def head(self) -> DraftHead:
+        return self.draft_head
+
+    def path(self, depth: int) -> LayerPath:
+        return EarlyExit(self.layer).path(depth)
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        if self.draft_head.tokens is not None:
+            check_on_one_process(model, f"the reduced vocabulary of {self.source}")
+        remedy = "train exits for this one: selfspec train exit"
+        check_base(model, self.base, self.source, ExitHeadError, remedy)
+
+    @classmethod
+    def spelled(cls, name: str, argument: str | None) -> ExitHead:
+        if not argument:
+            raise ValueError(argument)
+        folder, at, layer = argument.rpartition("@")
+        if at and folder and layer.isascii() and layer.isdigit():
+            return cls.from_pretrained(folder, read_number(layer))
+        return cls.from_pretrained(argument)
+
+    @property
+    def spelling(self) -> str:
+        return f"head:{self.source}@{self.layer}"
+
+    def __repr__(self) -> str:
+        return self.spelling
+
+
+def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ExitHeadError(f"{file} cannot be read ({error.strerror}); copy it from the original again") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ExitHeadError(
+            f"{file} is truncated, corrupt or of another training than the {CONFIG} beside it; copy both again"
+        )
+    try:
+        tensors: dict[str, Tensor] = load(content)
+    except SafetensorError as error:
+        raise ExitHeadError(f"{file} is no safetensors file ({error}); copy it from the original again") from error
+    if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.dtype != torch.int32):
+        raise ExitHeadError(f"{file} holds NaN or infinite weights; train the exit head again")
+    return tensors
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

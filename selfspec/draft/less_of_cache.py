@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import ClassVar, get_args
 
 from transformers import PreTrainedModel
 
@@ -12,15 +14,65 @@ from selfspec.cache.masks import all_layers_slide
 from selfspec.cache.rounded_copy import CacheBits, copied_bytes
 from selfspec.cache.top_slots import CHUNK
 from selfspec.cache.view import CacheView, Window
-from selfspec.draft.along_layer_path import LayerPathDrafter, OverLessOfCache, OverPartOfCache
-from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
+from selfspec.draft.drafter import Drafter, OwnBytes, drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
 from selfspec.model.summary import cache_summary
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.values import shown
+
+LONG = 1024
+"""Tokens of a text from which on it may pay to read less than the whole cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class OverLessOfCache(AroundLayerPath):
+    """Runs another path drafter, whose steps read less than the whole cache.
+
+    Attributes:
+        needs_masks: the message on a model that does not take 4-D masks, which such a draft needs.
+    """
+
+    needs_masks: ClassVar[str]
+
+    @property
+    def runs_exact_layers(self) -> bool:
+        return False
+
+    @classmethod
+    def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
+        return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        if adapter.ragged != "mask":
+            raise DraftConfigError(
+                f"{type(model).__name__} {self.needs_masks}; draft with "
+                f"{self.draft_with.spelling or 'the same drafter'} alone"
+            )
+
+
+class OverPartOfCache(OverLessOfCache):
+    """Runs another path drafter, whose steps attend to a part of the cache, with its size as a number."""
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
+        if not isinstance(before, LayerPathDrafter):
+            raise ValueError(argument)
+        made: Callable[[LayerPathDrafter, int], OverPartOfCache] = cls
+        return made(before, read_number(argument))
+
+    @abstractmethod
+    def part(self, view: CacheView) -> CacheView:
+        """Return the part of a view of all tokens."""
+
+    def path(self, depth: int) -> LayerPath:
+        path = self.draft_with.path(depth)
+        if path.view.window is not None or path.view.top_keys is not None:
+            raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+        return replace(path, view=self.part(path.view))
 
 
 @drafter(

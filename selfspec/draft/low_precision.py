@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.arguments import check_module
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
-from selfspec.draft.layer_skip import LayerSkip, layer_numbers
-from selfspec.draft.skip_file import SkipFile
+from selfspec.draft.layer_skip import LayerSkip, SkipFile, layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.low_bits import has_kernels
 from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.draft.declaration import drafter
+import numpy as np
+from numpy.typing import NDArray
+
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter, FreeProposer
-from selfspec.draft.rows_apart import chains
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.text_places import OwnText, following, last_match
+from selfspec.draft.drafter import Drafter, FreeProposer, drafter
+from selfspec.draft.rows_view import RowsView, chains
 from selfspec.errors import DraftConfigError
 
 _LONGEST = 64
@@ -81,3 +81,92 @@ class LookUpProposer(FreeProposer):
 
     def select(self, rows: Sequence[int]) -> None:
         self._texts[:] = [self._texts[row] for row in rows]
+
+
+Tokens = NDArray[np.int32]
+
+NONE = -1
+"""Separator between two texts, which matches no token."""
+
+MOST_PLACES = 64
+"""The most places of one match length: the latest of a text, or evenly spread ones of a corpus."""
+
+
+def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
+    """Find a context in a text that may end with it; the match at the end does not count, as nothing follows it.
+
+    No token of the context may be `NONE`.
+
+    Returns:
+        Places of the tokens that follow a match, for each match length from one to `longest` that occurs.
+    """
+    found: list[NDArray[np.int64]] = []
+    ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
+    for length in range(1, min(longest, len(context)) + 1):
+        if not len(ends):
+            break
+        found.append(ends[-MOST_PLACES:])
+        ends = ends[ends > length]
+        if length < len(context):
+            ends = ends[tokens[ends - 1 - length] == context[-1 - length]]
+    return found
+
+
+@dataclass(frozen=True)
+class Match:
+    """Holds the latest earlier place that ends as a text does.
+
+    Attributes:
+        end: number of the token that follows it.
+        length: number of equal tokens, counted back from the end.
+    """
+
+    end: int
+    length: int
+
+
+def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
+    """Find the longest earlier match, of `shortest` to `longest` tokens, of the end of a text; the latest of these."""
+    places = places_in(tokens, tokens[-longest:].tolist(), longest) if len(tokens) else []
+    if len(places) < shortest:
+        return None
+    end = int(places[-1][-1])
+    differing = np.flatnonzero(tokens[:end][::-1] != tokens[::-1][:end])
+    return Match(end, int(differing[0]) if len(differing) else end)
+
+
+def following(tokens: Tokens, match: Match, length: int) -> list[int]:
+    """Return the `length` tokens after a match; at the end of the text they start again behind the match, as a loop."""
+    found: list[int] = tokens[match.end + np.arange(length) % (len(tokens) - match.end)].tolist()
+    return found
+
+
+class OwnText:
+    """Holds the growing text of a row, behind the row's source.
+
+    Args:
+        source: tokens before the text, which an encoder has read.
+
+    Attributes:
+        length: tokens of the text so far, without the source.
+    """
+
+    def __init__(self, source: Sequence[int] = ()) -> None:
+        self._tokens: Tokens = np.empty(256, dtype=np.int32)
+        self.length = 0
+        self._before = 0
+        self.extend(source)
+        self._before, self.length = len(source), 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of the source, then those of the text so far."""
+        return self._tokens[: self._before + self.length]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        start = self._before + self.length
+        if start + len(tokens) > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])
+        self._tokens[start : start + len(tokens)] = tokens
+        self.length += len(tokens)

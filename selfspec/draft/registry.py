@@ -18,8 +18,7 @@ from typing import Any
 import selfspec.draft
 from selfspec.arguments import ClassPath, shown
 from selfspec.draft.cascade import Cascade
-from selfspec.draft.declaration import GROUP, Declaration
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import GROUP, Declaration, Drafter
 from selfspec.errors import DraftConfigError, SelfSpecError
 
 PLAIN = "none"

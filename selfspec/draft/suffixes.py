@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
-from selfspec.draft.corpus_file import LONGEST, CorpusFile
-from selfspec.draft.declaration import drafter
-from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import Drafter
-from selfspec.draft.merging import MergingProposer
-from selfspec.draft.offer import Offer, counted
+from selfspec.draft.draft import Budget, Draft, Offer, Verdict
+from selfspec.draft.drafter import Drafter, DraftMemory, drafter
+from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, OwnText, Tokens, places_in
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.text_places import NONE, OwnText, SortedCorpus, TextMemory, Tokens, places_in
-from selfspec.draft.verdict import Verdict
+from selfspec.draft.union import MergingProposer
 from selfspec.errors import DraftConfigError
+from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.runtime.runner import PassResult
 
@@ -176,3 +179,154 @@ def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tup
                 yield count * _SHORTER ** (longest - length), tokens
         if places >= _ENOUGH:
             break
+
+
+_ABOUT = "corpus"
+_REWRITE = "write it again: selfspec index"
+LONGEST = 16
+"""Tokens of a context that places are sorted by."""
+
+
+@dataclass(frozen=True)
+class _About:
+    """Describes a corpus file."""
+
+    format: Literal[2]
+    vocabulary: Vocabulary
+
+
+class CorpusFile(DescribedTensors[_About]):
+    """Reads a corpus that `write_corpus` wrote. It is mapped into memory, and searches read only the parts they need.
+
+    Attributes:
+        corpus: the corpus to search.
+
+    Raises:
+        DraftConfigError: the file is missing, truncated, damaged, foreign or of another format.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        super().__init__(file, "a corpus", _ABOUT, _About, _REWRITE)
+        self.check_names(("tokens", "ends"))
+        tokens, ends = self.read("tokens"), self.read("ends")
+        within = _is_within(tokens, NONE) and _is_within(ends, 1, len(tokens))
+        if not within or len(ends) != len(tokens):
+            raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
+        self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
+
+    def check(self, vocabulary: Vocabulary) -> None:
+        """Refuse the corpus for a model with other tokens.
+
+        Raises:
+            DraftConfigError: the tokens differ.
+        """
+        if not self.about.vocabulary.is_same(vocabulary):
+            raise DraftConfigError(
+                f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
+
+
+def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
+    if numbers.dtype != torch.int32 or numbers.ndim != 1 or not len(numbers):
+        return False
+    smallest, largest = numbers.aminmax()
+    return least <= int(smallest) and (most is None or int(largest) <= most)
+
+
+def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
+    """Write a corpus of texts, given as token ids, in one piece or not at all; return the number of its tokens.
+
+    Raises:
+        DraftConfigError: the texts hold no tokens.
+        StorageError: the file cannot be written.
+    """
+    between = np.array([NONE], dtype=np.int32)
+    parts: list[Tokens] = [each for text in texts for each in (np.asarray(text, dtype=np.int32), between)]
+    tokens = np.concatenate(parts) if parts else between
+    if len(tokens) == len(parts) // 2:
+        raise DraftConfigError("a corpus needs texts with tokens; give others")
+    ends = sorted_ends(tokens, LONGEST)
+    parts_of_it = {"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}
+    write_described(Path(file), _ABOUT, asdict(_About(2, vocabulary)), parts_of_it)
+    return len(tokens) - len(parts) // 2
+
+
+def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
+    """Return the probability of each token of weighted continuations after the tokens before it, by its count.
+
+    Unseen tokens share a probability by the number of distinct tokens seen (Witten and Bell, 1991, method C).
+    """
+    counts: dict[Path, float] = {(): 0.0}
+    kinds: dict[Path, int] = {}
+    for weight, tokens in continuations:
+        counts[()] += weight
+        for length in range(1, len(tokens) + 1):
+            path = tuple(tokens[:length])
+            if path not in counts:
+                counts[path] = 0.0
+                kinds[path[:-1]] = kinds.get(path[:-1], 0) + 1
+            counts[path] += weight
+    return {path: count / (counts[path[:-1]] + kinds[path[:-1]]) for path, count in counts.items() if path}
+
+
+class TextMemory(DraftMemory):
+    """Keeps the latest texts that fit into its bytes, one after another. Each search reads through all of them.
+
+    Attributes:
+        tokens: tokens of the texts, with `NONE` after each; adding a text makes a new array.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes // 4
+        self.tokens: Tokens = np.empty(0, dtype=np.int32)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text, and drop the oldest tokens that no longer fit."""
+        if not self._most:
+            return
+        kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
+        self.tokens = kept[max(len(kept) - self._most, 0) :]
+
+
+class SortedCorpus:
+    """Holds texts with `NONE` between them, and their places sorted by `sorted_ends`, for binary search of contexts."""
+
+    def __init__(self, tokens: Tokens, ends: Tokens) -> None:
+        self.tokens = tokens
+        self._ends = ends
+
+    def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
+        """Find a context as `places_in` does; of many places, return evenly spread ones."""
+        found: list[NDArray[np.int64]] = []
+        low, high = 0, len(self._ends)
+        for length, token in enumerate(reversed(context[-longest:]), 1):
+
+            def before(place: int, back: int = length) -> int:
+                start = int(self._ends[place]) - back
+                return int(self.tokens[start]) if start >= 0 else NONE
+
+            within = range(low, high)
+            low, high = (low + cut(within, token, key=before) for cut in (bisect_left, bisect_right))
+            if low >= high:
+                break
+            chosen = np.linspace(low, high - 1, min(high - low, MOST_PLACES)).astype(np.int64)
+            found.append(self._ends[chosen].astype(np.int64))
+        return found
+
+
+def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
+    """Sort the places after each token of a text by the tokens before them, compared from the nearest on; `[tokens]`.
+
+    It works by doubling (Manber and Myers, 1993): ranks by some tokens sort by twice as many. Places with at least
+    `longest` equal tokens keep the order of the text.
+    """
+    ranks, known = tokens.astype(np.int64) - NONE + 1, 1
+    while True:
+        keys = ranks * (int(ranks.max(initial=0)) + 1)
+        keys[known:] += ranks[:-known]
+        order = np.argsort(keys, kind="stable")
+        if 2 * known >= longest:
+            return (order + 1).astype(np.int32)
+        ordered = keys[order]
+        ranks[order] = np.cumsum(np.diff(ordered, prepend=ordered[:1]) != 0) + 1
+        known *= 2

@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.draft import Draft
+from selfspec.draft.draft import Budget, Draft, Verdict
+from selfspec.draft.drafter import Proposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.runtime.chain import Chain
+from selfspec.runtime.runner import PassResult
+
+_SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Holds a tree of candidates, siblings likeliest first, and the draft tokens that it commits in expectation."""
+
+    tree: Tree
+    expected: float
+
+
+def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
+    """Return the tree within `most` that commits most for the cost of its pass, in plain steps by number of nodes.
+
+    `chances` are the acceptance rates of candidates by rank where their place is reached, the likeliest first.
+    """
+    shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
+    return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
+
+
+def sizes_within(nodes: int) -> list[int]:
+    """Return the sizes of trees to try: few, so that few kinds of passes need a program."""
+    return [size for size in _SIZES if size <= nodes]
+
+
+@lru_cache(maxsize=256)
+def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shape:
+    """Return the tree of `nodes` nodes that commits most if a rank has the same acceptance rate at every place.
+
+    It holds the nodes with the largest products of rates along their paths (Sequoia, Chen et al., 2024, arXiv
+    2402.12374). It has fewer nodes where `depth` has no room for more.
+    """
+    parents: list[int] = []
+    expected = 0.0
+    # The next node of each family: the chance of its path, in the order in which families began; then its family.
+    families = [(-chances[0], -1, 0, 1, 1.0)] if depth else []
+    while families and len(parents) < nodes:
+        loss, parent, rank, level, reached = heapq.heappop(families)
+        expected -= loss
+        parents.append(parent)
+        if rank + 1 < len(chances):
+            heapq.heappush(families, (-reached * chances[rank + 1], parent, rank + 1, level, reached))
+        if level < depth:
+            heapq.heappush(families, (loss * chances[0], len(parents) - 1, 0, level + 1, -loss))
+    return Shape(Tree(tuple(parents)), expected)
+
 
 Read = Callable[[Tensor, int], Tensor]
 """A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""
@@ -158,3 +210,60 @@ def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
 
 def _index(numbers: list[int], device: torch.device) -> Tensor:
     return to_device(numbers, device)
+
+
+# Acceptance rates of siblings by rank on the models measured, and how many places they count for.
+CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
+
+
+class RankChances:
+    """Estimates the acceptance rate of the first, second, ... child of a place that is reached.
+
+    The prior is `rates`, which counts for `weight` places.
+
+    Attributes:
+        counts: how often each rank was accepted, and how often its place was reached, `[2, ranks]`.
+    """
+
+    def __init__(self, rates: Sequence[float], weight: float) -> None:
+        self.counts = np.array([[weight * rate for rate in rates], [weight] * len(rates)])
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the acceptance rate of each rank, which never rises from one rank to the next.
+
+        Rates are rounded to one part in fifty, so that shapes of trees change rarely.
+        """
+        accepted, reached = self.counts.tolist()
+        rates = (round(50 * each / places) / 50 for each, places in zip(accepted, reached, strict=True))
+        return tuple(accumulate(rates, min))
+
+    def count(self, tree: Tree, path: Sequence[int]) -> None:
+        """Count which siblings were accepted along a path of a tree.
+
+        In a union, other sources put their nodes beside a model's; ranks beyond those of `counts` are ignored.
+        """
+        ranks = range(self.counts.shape[1])
+        for place, accepted in zip((-1, *path), (*path, None), strict=True):
+            for rank, node in zip(ranks, tree.children[place + 1], strict=False):
+                self.counts[:, rank] += node == accepted, 1
+
+
+class GrowingProposer(Proposer):
+    """Drafts with a model: a chain, or a tree where the controller allows more nodes than levels.
+
+    `chances` are the acceptance rates of siblings by rank that it assumes at first.
+    """
+
+    def __init__(self, chances: Sequence[float] = CHANCES) -> None:
+        self._chances = RankChances(chances, _WEIGHT)
+
+    def tree(self, rows: RowsView, budget: Budget) -> Tree:
+        """Choose the tree of a round, numbered by level."""
+        if budget.nodes == budget.depth or rows.chains_only:
+            return Tree.chain(budget.depth)
+        return by_level(rows.controller.shape(self._chances.rates(), budget))
+
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        if draft.steps and rows.controller.most.nodes > rows.controller.most.depth:
+            for row in verdict.rows.values():
+                self._chances.count(draft.tree, row.path)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -360,17 +359,15 @@ class ModelRunner:
 
 
 class Behind(ABC):
-    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged.
-
-    Attributes:
-        any_tree: whether they may follow any tree, not only the one for which they were made.
-    """
-
-    any_tree: ClassVar[bool] = False
+    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
 
     @abstractmethod
     def tree(self, draft: Tree) -> Tree:
         """Return a draft's tree with these nodes behind its own."""
+
+    def after_more(self) -> Behind | None:
+        """Return the nodes to read if others join the draft's own; None: they follow the draft they were made for."""
+        return None
 
     @abstractmethod
     def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:

@@ -26,7 +26,7 @@ from helpers.joints import padded
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.tree import Tree
 from selfspec.decode.sequences import Sequences
-from selfspec.draft.assistant_state import AssistantState
+from selfspec.draft.assistant import AssistantState
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import by_level, growth_of
 from selfspec.runtime.runner import ModelRunner

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.draft.candidate_table import NONE, CandidateTable
+from selfspec.draft.recycling import NONE, CandidateTable
 
 
 def listed(tokens: list[int], longest: int, kept: int) -> dict[tuple[int, ...], list[int]]:

@@ -12,7 +12,7 @@ import torch
 
 import selfspec
 from helpers import tiny
-from selfspec.draft.exit_head import CONFIG, WEIGHTS
+from selfspec.draft.early_exit import CONFIG, WEIGHTS
 from selfspec.errors import ExitHeadError
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.exit_heads import ExitHeads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.cache.tree import Tree
-from selfspec.draft.growing import RankChances
+from selfspec.draft.tree_growth import RankChances
 
 
 def test_ranks_are_counted_along_the_path() -> None:

@@ -27,9 +27,9 @@ from selfspec.draft import (
     PromptLookup,
     ReducedVocabulary,
 )
-from selfspec.draft.corpus_file import write_corpus
+from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import declarations
-from selfspec.draft.skip_file import write_skip_file
+from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.vocabulary import Vocabulary

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget
-from selfspec.draft.offer import Merged, Offer, Outcome, Path, Trust, counted, merged
+from selfspec.draft.draft import Offer, Path
+from selfspec.draft.suffixes import counted
+from selfspec.draft.union import Merged, Outcome, Trust, merged
 
 
 def _most(nodes: int, committed: float) -> float:

@@ -30,8 +30,16 @@ from selfspec.draft import (
     Verdict,
 )
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.path_choice import FAMILY, ChosenExit, ChosenPath, ChosenPathProposer, ChosenSkips, RecentPaths
-from selfspec.draft.path_trial import PathTrial, Tried
+from selfspec.draft.path_choice import (
+    FAMILY,
+    ChosenExit,
+    ChosenPath,
+    ChosenPathProposer,
+    ChosenSkips,
+    PathTrial,
+    RecentPaths,
+    Tried,
+)
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.runner import PassResult

@@ -13,7 +13,7 @@ from helpers.bench import Bench
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.tree import Tree
 from selfspec.draft import EarlyExit
-from selfspec.draft.path_trial import ExitTrial, PathTrial, Trial, Tried
+from selfspec.draft.path_choice import ExitTrial, PathTrial, Trial, Tried
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.runtime.runner import PassResult

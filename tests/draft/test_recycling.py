@@ -14,8 +14,7 @@ from helpers import tiny
 from helpers.drafting import stock
 from selfspec.cache.tree import Tree
 from selfspec.draft import Recycling
-from selfspec.draft.candidate_table import NONE
-from selfspec.draft.recycling import RecyclingMemory, contexts_of
+from selfspec.draft.recycling import NONE, RecyclingMemory, contexts_of
 from selfspec.draft.registry import draft_name, parse_draft
 
 

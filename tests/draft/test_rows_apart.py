@@ -18,7 +18,7 @@ from helpers.joints import EOS, Warp, drawn, joint, small
 from helpers.tiers import in_turns
 from selfspec.accept import find_rule
 from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
-from selfspec.draft.offer import likeliest_path
+from selfspec.draft.union import likeliest_path
 
 WARP = Warp(temperature=1.2)
 DRAFTS: list[Drafter] = [

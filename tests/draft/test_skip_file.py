@@ -8,8 +8,8 @@ import pytest
 
 import selfspec
 from helpers import tiny
+from selfspec.draft.layer_skip import SkipFile, write_skip_file
 from selfspec.draft.registry import draft_name, parse_draft
-from selfspec.draft.skip_file import SkipFile, write_skip_file
 from selfspec.errors import DraftConfigError
 from selfspec.model.fingerprint import fingerprint
 

@@ -17,9 +17,8 @@ from helpers.drafting import GREEDY
 from helpers.goodness import holm_rejects
 from helpers.joints import PROMPTS, Warp, drawn, joint, small
 from selfspec.draft import Suffixes
-from selfspec.draft.corpus_file import CorpusFile, write_corpus
 from selfspec.draft.registry import draft_name, parse_draft
-from selfspec.draft.text_places import TextMemory
+from selfspec.draft.suffixes import CorpusFile, TextMemory, write_corpus
 from selfspec.model.vocabulary import Vocabulary
 
 

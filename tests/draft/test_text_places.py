@@ -7,18 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.draft.text_places import (
-    MOST_PLACES,
-    NONE,
-    Match,
-    OwnText,
-    SortedCorpus,
-    TextMemory,
-    following,
-    last_match,
-    places_in,
-    sorted_ends,
-)
+from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, Match, OwnText, following, last_match, places_in
+from selfspec.draft.suffixes import SortedCorpus, TextMemory, sorted_ends
 
 
 def _places(tokens: list[int], context: list[int], longest: int) -> list[list[int]]:

@@ -28,7 +28,6 @@ from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft import Budget, Draft
 from selfspec.draft.tree_growth import by_level, confidences_of, growth_of, upper_levels
-from selfspec.draft.tree_shape import Shape
 
 FORK = Tree((-1, -1, 0, 0, 1, 2))
 # A leaf before a node with children, a place with three, and a path that goes on alone.
@@ -77,8 +76,8 @@ class _Given(Controller):
     def budget(self, remaining: int, unfinished: Any) -> Budget:
         return self.most if remaining > self.most.depth else Budget(0, 0)
 
-    def shape(self, chances: tuple[float, ...], budget: Budget) -> Shape:
-        return Shape(self._control.tree, 0.0)
+    def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
+        return self._control.tree
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         return self._control.goes_on(confidences())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget
-from selfspec.draft.tree_shape import best_shape, largest_products
+from selfspec.draft.tree_growth import best_shape, largest_products
 
 
 def expected(tree: Tree, chances: tuple[float, ...]) -> float:

@@ -21,8 +21,8 @@ from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.costs import Costs
 from selfspec.draft import Budget, Draft, EarlyExit, Proposer, Recycling, RowsView, Suffixes, Union
+from selfspec.draft.draft import RowOutcome
 from selfspec.draft.union import FreeUnionProposer, UnionProposer
-from selfspec.draft.verdict import RowOutcome
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -8,7 +8,7 @@ import torch
 from selfspec.control import RowOutcome
 from selfspec.decode.output import Stats
 from selfspec.draft import Draft
-from selfspec.draft.verdict import RowVerdict, Verdict
+from selfspec.draft.draft import RowVerdict, Verdict
 
 DRAFT = Draft.chain(torch.tensor([[1, 2, 3, 4]] * 3))
 

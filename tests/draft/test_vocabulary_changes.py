@@ -24,7 +24,7 @@ from selfspec.draft import (
     Suffixes,
     Union,
 )
-from selfspec.draft.corpus_file import write_corpus
+from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import DraftConfigError
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.serve.engine import Engine

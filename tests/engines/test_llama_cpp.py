@@ -14,7 +14,7 @@ from helpers import tiny
 from helpers.engines import ask_llama_cpp
 from helpers.stories import checkpoint_folder
 from selfspec.draft import Drafter
-from selfspec.draft.exit_head import ExitAdapter, ExitHead
+from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead

@@ -20,9 +20,9 @@ from helpers import tiny
 from helpers.described import rewrite
 from helpers.profiles import profile_of
 from selfspec.control.profile import Profile
-from selfspec.draft.corpus_file import CorpusFile, write_corpus
-from selfspec.draft.exit_head import CONFIG, WEIGHTS, ExitHead
-from selfspec.draft.skip_file import SkipFile, write_skip_file
+from selfspec.draft.early_exit import CONFIG, WEIGHTS, ExitHead
+from selfspec.draft.layer_skip import SkipFile, write_skip_file
+from selfspec.draft.suffixes import CorpusFile, write_corpus
 from selfspec.errors import (
     BenchError,
     CorpusError,

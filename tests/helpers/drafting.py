@@ -18,8 +18,8 @@ from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget, Draft, RowsView, Stateless
+from selfspec.draft.draft import Offer, Path
 from selfspec.draft.drafter import FreeProposer
-from selfspec.draft.offer import Offer, Path
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -8,7 +8,7 @@ import torch
 import selfspec
 from helpers import tiny
 from selfspec.adapters import ADAPTERS
-from selfspec.draft.exit_head import ExitAdapter
+from selfspec.draft.early_exit import ExitAdapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.summary import describe

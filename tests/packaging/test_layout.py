@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "runtime": "architecture cache compat device errors kernels model",
         "draft": "architecture arguments cache device errors files kernels model runtime values",
         "accept": "arguments cache device draft errors values",
-        "control": "architecture arguments draft environment errors files kernels model values version",
+        "control": "architecture arguments cache draft environment errors files kernels model values version",
         "placement": "architecture arguments cache control draft errors kernels model process_memory",
         "decode": "accept architecture arguments cache compat control device draft errors kernels model runtime",
         "recipe": "accept control draft errors files version",

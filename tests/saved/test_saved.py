@@ -17,7 +17,7 @@ from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
 from selfspec.accept import TokenLevel
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
-from selfspec.draft.skip_file import write_skip_file
+from selfspec.draft.layer_skip import write_skip_file
 from selfspec.model.fingerprint import fingerprint
 from selfspec.recipe import Recipe
 

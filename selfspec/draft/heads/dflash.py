@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.device import to_device
-from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, check_for_head

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.declaration import drafter, name_of
-from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.drafter import OwnBytes, drafter, name_of
 from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, share_of

@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from selfspec.draft.declaration import name_of
-from selfspec.draft.drafter import Drafter
+from selfspec.draft.drafter import Drafter, name_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
 from selfspec.model.checkpoint import weight_files

@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Drafter
-from selfspec.draft.growing import GrowingProposer
 from selfspec.draft.heads.head import Head, own_bytes
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView, own_programs
-from selfspec.draft.tree_growth import Read, grow
-from selfspec.draft.verdict import Verdict
+from selfspec.draft.tree_growth import GrowingProposer, Read, grow
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.early_head import plain_head
 from selfspec.model.features import Features, Point

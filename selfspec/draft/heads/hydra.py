@@ -16,9 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill, linear_layers
 from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes

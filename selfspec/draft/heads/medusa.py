@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.draft.declaration import drafter
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import OwnBytes
+from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter, MtpLayout, OfModule
-from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import SCALE, HeadFolder, bits_spelled, check_layout, dequantised, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, own_bytes, weight_bytes

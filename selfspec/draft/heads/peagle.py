@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.declaration import drafter
+from selfspec.draft.drafter import drafter
 from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.heads.folder import HeadFolder
 from selfspec.draft.heads.growing_head import LevelProposer

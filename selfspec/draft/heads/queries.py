@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.declaration import drafter
-from selfspec.draft.drafter import Drafter, OwnBytes
+from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder
 from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
 from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes

@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.declaration import drafter
-from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import MODEL, OwnBytes
+from selfspec.draft.draft import Budget, Draft, Verdict
+from selfspec.draft.drafter import MODEL, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
-from selfspec.draft.verdict import Verdict
 from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.features import Features, Point
 from selfspec.model.layer_path import LayerPath

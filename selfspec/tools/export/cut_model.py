@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.exit_head import ExitAdapter
+from selfspec.draft.early_exit import ExitAdapter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer

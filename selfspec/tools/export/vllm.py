@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.draft.prompt_lookup import PromptLookup
-from selfspec.draft.text_places import following, last_match
+from selfspec.draft.prompt_lookup import PromptLookup, following, last_match
 
 
 class LookUps:

@@ -23,7 +23,7 @@ from selfspec.architecture import Adapter
 from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.exit_head import CONFIG
+from selfspec.draft.early_exit import CONFIG
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json

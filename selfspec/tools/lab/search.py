@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import LayerSkip
+from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import parse_draft
-from selfspec.draft.skip_file import write_skip_file
 from selfspec.environment import environment
 from selfspec.errors import StudyError
 from selfspec.measure.own_text import Continuation

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.draft.exit_head import CONFIG, FORMAT, WEIGHTS, ExitAdapter
+from selfspec.draft.early_exit import CONFIG, FORMAT, WEIGHTS, ExitAdapter
 from selfspec.files.writing import write_sealed
 from selfspec.measure.acceptance import Readout
 from selfspec.model.early_head import DraftHead

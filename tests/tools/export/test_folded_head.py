@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.draft.exit_head import ExitAdapter, ExitHead
+from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.export.exported import export_checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import selfspec
-from selfspec.draft.text_places import following, last_match
+from selfspec.draft.prompt_lookup import following, last_match
 from selfspec.tools.export.vllm import LookUps
 
 CONTEXT = 64

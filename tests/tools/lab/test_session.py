@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.made import cell_of, record
-from selfspec.draft.corpus_file import write_corpus
+from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate
 from selfspec.model.vocabulary import Vocabulary
