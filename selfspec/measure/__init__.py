@@ -1,1 +1,1 @@
-"""Measuring, each thing once, for all tools: costs, acceptance, memory, time, texts, prompts, intervals."""
+"""Measure each thing once, for all tools: costs, acceptance, memory, time, texts, prompts, intervals."""

@@ -1,4 +1,4 @@
-"""How often a target accepts what drafts would propose on given text: all exits from one pass over each sequence."""
+"""Measure how often a target accepts what drafts would propose on given text, all exits in one pass over each text."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ExitFigures:
 
     Attributes:
         positions: counted so far.
-        accepted: how many of their drafts are accepted, by temperature. Above 0 that is the sum of 1 - TV(p, q); at 0
-            the positions where exit and full model have the same likeliest token.
+        accepted: by temperature: above 0 the sum of 1 - TV(p, q), at 0 the positions where both have one likeliest
+            token.
     """
 
     positions: int = 0
@@ -64,44 +64,36 @@ class ExitFigures:
         return self.alpha(0.0)
 
     def alpha(self, temperature: float = 1.0) -> float:
-        """Mean of 1 - TV(p, q): the acceptance rate of sampled drafts on this text (Leviathan et al., 2023)."""
+        """Return the mean of 1 - TV(p, q): the acceptance rate of sampled drafts (Leviathan et al., 2023)."""
         return self.accepted[temperature] / self.positions
 
 
 @dataclass
 class Acceptance:
-    """One draft against the target, teacher-forced: the figures of every sequence apart."""
+    """Holds the figures of one draft against the target, teacher-forced, sequence by sequence."""
 
     sequences: list[ExitFigures] = field(default_factory=list)
 
     @property
     def positions(self) -> int:
-        """Positions of all sequences."""
         return sum(each.positions for each in self.sequences)
 
     def agreement(self) -> Estimate:
-        """Top-1 agreement, the acceptance rate of greedy decoding; with a bootstrap interval over sequences."""
+        """Return the top-1 agreement, the greedy acceptance rate, with a bootstrap interval over sequences."""
         return self.alpha(0.0)
 
     def alpha(self, temperature: float) -> Estimate:
-        """Acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement; interval as there."""
+        """Return the acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement."""
         accepted = [each.accepted[temperature] for each in self.sequences]
         return Estimate.of_ratio(accepted, [each.positions for each in self.sequences])
 
     def to_dict(self) -> dict[str, Any]:
-        """All rates, ready for JSON."""
         rates = {f"{at:g}": self.alpha(at).to_dict() for at in self.sequences[0].accepted if at}
         return {"positions": self.positions, "agreement": self.agreement().to_dict(), "alpha": rates}
 
 
 class ForcedLogits(NamedTuple):
-    """A draft beside the target over the judged positions of one text.
-
-    Attributes:
-        name: of the draft.
-        target: its logits, `[positions, vocab]`.
-        draft: the draft's.
-    """
+    """Logits of target and draft at the judged positions of one text, both `[positions, vocab]`."""
 
     name: str
     target: Tensor
@@ -116,24 +108,15 @@ def teacher_forced(
     temperatures: Sequence[float] = TEMPERATURES,
     watch: Watch | None = None,
 ) -> dict[str, Acceptance]:
-    """Each draft's distribution against the target's at every position of some texts.
+    """Compare each draft's distribution with the target's at every position of some texts.
 
     Exits, with or without a head of their own, are read off the states of one target pass. Other paths take a pass
-    each. Acceptance while generating differs from this: there a draft also follows its own tokens.
-
-    Args:
-        model: the stock model, in evaluation mode.
-        adapter: where its layers are.
-        drafters: by name, as in what is returned. Those of one precision share their substitutes, as in a wrapper: the
-            first file's, or made here.
-        sequences: token ids, each `[1, tokens]` or `[tokens]`, at least two of them; or continuations, of which only
-            the tokens after the prompt are judged.
-        temperatures: above 0, at which 1 - TV(p, q) is counted; agreement is counted always.
-        watch: shows progress.
+    each. Acceptance while generating differs from this: there a draft also follows its own tokens. Drafters of one
+    precision share their substitutes. Of continuations, only the tokens after the prompt are judged.
 
     Raises:
         DraftConfigError: a draft does not fit the model, or a temperature is not above 0.
-        PromptError: there is no sequence, or one is too short.
+        PromptError: there is no sequence, or one has fewer than two tokens.
     """
     if any(not temperature > 0 for temperature in temperatures):
         raise DraftConfigError(f"temperatures must be above 0, got {list(temperatures)}; agreement is that of 0")
@@ -186,7 +169,7 @@ def forced_logits(
 def _draft_logits(
     model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter, ids: Tensor, substitutes: Substitutes
 ) -> Tensor:
-    """Logits of draft steps at all positions of a text, `[tokens, vocab]`."""
+    """Return the logits of draft steps at all positions of a text, `[tokens, vocab]`."""
     length = ids.shape[1]
     cache = adapter.shared_cache(model, 1, length + _PIECE, _PIECE)
     cache.reserve(length)
@@ -216,7 +199,7 @@ def _as_text(sequence: Tensor | Continuation) -> Continuation:
 
 
 class Readout:
-    """What a stock model's exits would say, with gradients. The model itself is not changed."""
+    """Reads what a stock model's exits would say, with gradients; the model is not changed."""
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self._layers = adapter.decoder_layers(model)
@@ -227,7 +210,7 @@ class Readout:
 
     @contextmanager
     def recorded(self, exits: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """The states `[batch, tokens, hidden]` at each exit, filled in as passes run inside the `with` block."""
+        """Yield the states at each exit, `[batch, tokens, hidden]`, filled in as passes run inside the `with` block."""
         states: dict[int, Tensor] = {}
 
         def record(exit_layer: int, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,10 +224,7 @@ class Readout:
             yield states
 
     def logits(self, states: Tensor) -> Tensor:
-        """The model's own norm and head, and whatever it does to logits, over states of any layer.
-
-        States are `[batch, tokens, hidden]`, logits `[batch, tokens, vocab]`.
-        """
+        """Apply the model's norm and head to states `[batch, tokens, hidden]`; return `[batch, tokens, vocab]`."""
         tokens = torch.zeros(states.shape[-3:-1], dtype=torch.long, device=states.device)
         self._head.enter(ExactStates(states))
         logits: Tensor = self._head.module(input_ids=tokens, use_cache=False).logits

@@ -1,9 +1,9 @@
-"""What the parts of a round cost on this machine: c, V(m) and o, measured on the passes and rounds of real generations.
+"""Measure the parts of a round on this machine: c, V(m) and o, on the passes and rounds of real generations.
 
-The unit is a round of plain decoding, as selfspec runs it. c and V are timed inside a generation that decodes plainly:
-before each of its rounds every draft is drafted and every width is verified, one after the other, by the drafters and
-the loop's own `verify`, over the generation's own cache. So all that is compared is timed within moments of each
-other. o comes from what rounds of generations that draft count beside, in turns with rounds of one that does not.
+The unit is a round of plain decoding. c and V are timed inside a generation that decodes plainly: before each of its
+rounds, every draft is drafted and every width is verified, by the drafters and the loop's own `verify`, over the
+generation's own cache. So all that is compared is timed within moments. o is what rounds that draft take beside draft
+and target pass; they are timed in turns with plain ones.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What was measured; the terms of the speed-up formula after Leviathan et al. (2023).
+    """Measured terms of the speed-up formula after Leviathan et al. (2023).
 
-    Drafts go by their `draft_name`. `none` is a draft that takes no step and is verified from tokens on, as
-    look-ups are: a round of it is nothing but a target pass and o.
+    Drafts go by their `draft_name`. `none` is a draft that takes no step and is verified from tokens on, as look-ups
+    are: its rounds are a target pass and o.
 
     Attributes:
-        step_seconds: seconds of a plain step: a whole round of plain decoding.
-        draft: c of each draft: a draft step, head included, in plain steps.
+        step_seconds: seconds of a round of plain decoding, the unit below.
+        draft: c of each draft: a draft step, head included.
         verify: V(m) of each draft by m: the time between draft and verdict with m tokens to verify, in target passes
-            over one token. A draft whose work is exact up to some sublayer has its own V: its last token is brought up
-            to there, and the target pass resumes there.
-        overhead: o of each draft: all else in a round that drafts, in plain steps, beyond what V times a plain round
-            already counts of it; at the middle one of `lengths`. It may be negative.
+            over one token. A draft whose work is exact up to some sublayer has its own V: the target pass resumes
+            there.
+        overhead: o of each draft: all else in a round that drafts, beyond what V times a plain round already counts of
+            it; at the middle one of `lengths`. It may be negative.
         context: tokens before those that were timed.
         lengths: draft lengths at which drafts were timed.
         out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place;
-            None of a single row.
+            None for a single row.
     """
 
     step_seconds: Estimate
@@ -75,7 +75,7 @@ class MeasuredCosts:
     out_of_step: Estimate | None = None
 
     def of(self, name: str) -> Costs:
-        """The costs of one draft as the formula and the control want them: V as a line through what was measured."""
+        """Return the costs of one draft for the formula and the control: V as a line through what was measured."""
         measured = self.verify[name]
         widths, values = list(measured), [estimate.value for estimate in measured.values()]
         slope, intercept = (0.0, values[0]) if len(widths) == 1 else statistics.linear_regression(widths, values)
@@ -88,7 +88,6 @@ class MeasuredCosts:
         return costs if self.out_of_step is None else replace(costs, out_of_step=max(self.out_of_step.value, 1.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
         by_width = {name: {str(width): asdict(each) for width, each in at.items()} for name, at in self.verify.items()}
         return {**asdict(self), "verify": by_width}
 
@@ -122,14 +121,12 @@ def measure_costs(
         context: tokens before the first that is timed; fewer where the model's context is shorter.
         repeats: times everything is timed, at least 1.
         lengths: draft lengths at which drafts are timed.
-        batch: rows of one length. Where there are several, rounds are also timed in which every other row is one
-            token behind.
+        batch: rows of one length. With several, rounds are also timed in which every other row is one token behind.
         temperature: 0 decodes greedily.
-        warm_up: times everything is run before it is timed.
-        base: a wrapper of the model, whose programs run the passes and are left with those made here; None: one that
-            makes programs as soon as can be. A warm-up of 4 is enough for these.
+        warm_up: times everything is run before it is timed; 4 are enough to record passes.
+        base: a wrapper of the model whose recorded passes are used and added to; None: one that records at once.
         watch: shows progress.
-        clock: seconds, as `time.perf_counter`.
+        clock: returns seconds.
 
     Raises:
         DraftConfigError: a draft does not fit the model, two have one name, or a number is out of range.
@@ -184,7 +181,7 @@ def measure_costs(
 
 
 class _Bench:
-    """Real generations that go on from `[batch, context]` tokens, timed round by round after `warm_up` rounds."""
+    """Runs real generations from `[batch, context]` tokens, timed round by round after `warm_up` rounds."""
 
     def __init__(
         self, base: SelfSpeculative, prompt: Tensor, temperature: float, clock: Callable[[], float], warm_up: int
@@ -200,7 +197,7 @@ class _Bench:
             self._options |= {"temperature": temperature, "top_k": 0}
 
     def probed(self, probe: Probe, longest: int, rounds: int, progress: Watch) -> list[Sample]:
-        """What a probe saw in the rounds of one generation, and how long each round took by itself."""
+        """Return what a probe timed in the rounds of one generation, and the seconds of each round by itself."""
         generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1, self.prompt)
         samples = []
         for _ in range(rounds):
@@ -212,7 +209,7 @@ class _Bench:
         return samples[self._warm_up :]
 
     def out_of_step(self, rounds: int, progress: Watch) -> Estimate:
-        """Plain rounds over rows of which every other is one token behind, in rounds over rows at one place."""
+        """Compare plain rounds, every other row one token behind, with rounds over rows at one place."""
         longer = torch.nn.functional.pad(self.prompt, (1, 0))
         mask = torch.ones_like(longer)
         mask[::2, 0] = 0
@@ -229,10 +226,10 @@ class _Bench:
         return Estimate.of_median(ratios[self._warm_up :])
 
     def rest(self, drafter: Drafter, length: int, passes: float) -> float:
-        """Seconds of a round beside draft and target pass (judging, committing) that the formula has not counted yet.
+        """Return the seconds of a round that are neither draft nor target pass, and not in the formula yet.
 
-        V (`passes`) counts target passes, and the formula's unit is a whole plain round: so it has counted a plain
-        round's rest V times. Plain rounds are run in turns with those that draft.
+        V (`passes`) counts target passes, and the formula's unit is a plain round: it has counted a plain round's rest
+        V times.
         """
         # Room for whole drafts to the last round.
         room = _ROUNDS * (length + 1) + 1
@@ -274,7 +271,7 @@ def _check(widths: Sequence[int], context: int, repeats: int, lengths: Sequence[
 
 
 def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tensor:
-    """Random tokens, the same every time; what they say does not change what a pass costs."""
+    """Return random tokens, the same every time; what they say does not change what a pass costs."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = context if most is None else min(context, most - room - 1)
     if length < 1:
@@ -291,7 +288,7 @@ def verify_cost(by_width: Mapping[int, float], width: int) -> float:
 
 @dataclass
 class Sample:
-    """Holds the times before one round, in seconds, and the round.
+    """Times before one round, in seconds, and of the round.
 
     Attributes:
         units: target passes over one token, several of them among the others.
@@ -309,11 +306,11 @@ class Sample:
 
     @property
     def unit(self) -> float:
-        """A target pass over one token: what all else is compared with, being timed several times."""
+        """Seconds of a target pass over one token, the unit of all else."""
         return statistics.median(self.units)
 
     def steps(self, name: str) -> list[float]:
-        """Steps of a draft, in target passes over one token; one value for each draft length."""
+        """Return the steps of a draft, in target passes over one token, by draft length."""
         return [seconds / length / self.unit for length, seconds in self.draft[name].items()]
 
 
@@ -325,12 +322,10 @@ class Repeating(Stateless):
 
 
 class Probe(Stateless):
-    """Times drafts and target passes over the state of a generation and leaves it as it was.
+    """Times drafts and target passes over the state of a generation, which it leaves as it was.
 
-    Widths are the tokens of target passes from tokens on, lengths those of drafts.
-
-    Attributes:
-        sample: what was timed before the last round.
+    Widths are the tokens of target passes from tokens on, lengths those of drafts; `sample` has the times before the
+    last round.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The checkpoint of the demonstration, and what is asked of it."""
+"""The checkpoint of the demonstration, and prompts for it."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class TestPatternMatching:
 '''
 
 DEMO = "demo"
-"""What commands and studies call the embedded model."""
+"""Name of the embedded model in commands and studies."""
 
 PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
 """Beginnings of Python files that the model was not trained on."""
 
 
 def checkpoint_folder() -> Path:
-    """The `transformers` folder of the embedded model; its MODEL_CARD.md says what it is.
+    """Return the `transformers` folder of the embedded model, with its MODEL_CARD.md.
 
     Raises:
         CheckpointError: it is not installed.
@@ -77,5 +77,5 @@ def checkpoint_folder() -> Path:
 
 
 def model_place(model: str) -> str:
-    """The folder or hub name of a model as commands and studies name it."""
+    """Return the folder or hub name of a model that commands and studies name."""
     return str(checkpoint_folder()) if model == DEMO else model

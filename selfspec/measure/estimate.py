@@ -1,4 +1,4 @@
-"""An estimated quantity and how sure it is: medians, ratios and shares, each with its interval."""
+"""Estimates of medians, ratios and shares, each with its interval."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate:
         value: the estimate.
         low: lower end of the interval.
         high: upper end.
-        confidence: the chance that such an interval holds the true value; 0 where a single sample says nothing of it.
+        confidence: the chance that such an interval holds the true value; 0 where a single sample tells nothing.
     """
 
     value: float
@@ -38,12 +38,9 @@ class Estimate:
     def of_median(cls, samples: Sequence[float]) -> Estimate:
         """Estimate a median, with the narrowest interval between order statistics of confidence `LEVEL` or more.
 
-        It assumes nothing of how samples are distributed: the interval between the k-th smallest and the k-th largest
-        of n samples misses the median with probability 2 P(B < k), where B is binomial with n trials of 1/2. Of fewer
-        than five samples the interval is their range.
-
-        Raises:
-            ValueError: there are no samples.
+        It assumes no distribution: the interval between the k-th smallest and the k-th largest of n samples misses the
+        median with probability 2 P(B < k), where B is binomial with n trials of 1/2. Of fewer than five samples it is
+        their range.
         """
         from scipy.stats import binom
 
@@ -58,11 +55,7 @@ class Estimate:
     def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float], draws: int = 1000, seed: int = 0) -> Estimate:
         """Estimate sum(parts) / sum(wholes), with a 95 % percentile bootstrap over the pairs (Efron, 1979).
 
-        Whole pairs are drawn again, so they must be independent: sequences or prompts, not positions. Wholes are
-        positive.
-
-        Raises:
-            ValueError: there are no pairs, or not as many of both.
+        Pairs must be independent: sequences or prompts, not positions. Wholes are positive.
         """
         from scipy.stats import bootstrap
 
@@ -82,10 +75,7 @@ class Estimate:
 
     @classmethod
     def of_share(cls, successes: float, trials: float) -> Estimate | None:
-        """Estimate a share of independent trials, with Wilson's 95 % score interval (1927); None without trials.
-
-        Both numbers may be expected ones; the interval is that of the nearest whole numbers.
-        """
+        """Estimate a share of independent trials, counted or expected, with Wilson's 95 % score interval (1927)."""
         from scipy.stats import binomtest
 
         if trials <= 0:
@@ -101,10 +91,7 @@ class Estimate:
         return upper.value - lower.value <= spread + 1e-12
 
     def doubt(self, tokens_a_pass: float) -> str | None:
-        """Say why a speed-up over plain decoding cannot be, with so many times its tokens a pass; None: it can.
-
-        A round that drafts costs no less than a plain one; a little more is noise.
-        """
+        """Say why a speed-up cannot be, as it is more than tokens a pass allow and noise explains; None: it can."""
         if self.low <= _NOISE * tokens_a_pass:
             return None
         return (

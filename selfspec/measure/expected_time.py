@@ -1,6 +1,6 @@
-"""How long work will take, known before it starts, in tokens of which a few are timed; and how far it has come.
+"""Expected time of work, from its number of tokens, of which a few are timed before; and progress.
 
-A tool counts what it will do as a function of its sizes. Sizes that nobody asked for shrink until that fits.
+A tool counts the tokens as a function of its sizes. Sizes that nobody asked for shrink until the time is enough.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Work:
 
     @property
     def share(self) -> float:
-        """What it takes beside other work, in tokens that are passed one after the other."""
+        """Weight of the work beside other work, in tokens that take a pass each."""
         return self.steps + _READ_SHARE * self.read
 
     def times(self, count: float) -> Work:
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TokenTimes:
-    """What a token takes here, in seconds: passed by itself, and read among many."""
+    """Seconds of a token on this machine: passed by itself, and read among many."""
 
     step: float
     read: float
@@ -71,13 +71,13 @@ class TokenTimes:
         return cls(fastest(1), fastest(_READ) / _READ)
 
     def seconds(self, work: Work) -> float:
-        """Return what some work takes."""
+        """Return the seconds that some work takes."""
         return work.steps * self.step + work.read * self.read
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size of some work: what it is where there is time, and the fewest that are of use."""
+    """A size of some work: the usual one, and the fewest that are of use."""
 
     usual: int
     fewest: int
@@ -89,12 +89,12 @@ class Size:
 
 @dataclass(frozen=True)
 class FittedWork:
-    """Sizes of some work, and what it takes.
+    """Sizes of some work that fit the time.
 
     Attributes:
         sizes: by name.
         shrunk: those that are smaller than usual.
-        seconds: that the work is expected to take; more than the limit where the fewest of everything do.
+        seconds: expected time; above the limit where even the fewest of everything take longer.
     """
 
     sizes: Mapping[str, int]
@@ -114,14 +114,7 @@ class FittedWork:
 def fit(
     sizes: Mapping[str, Size], work: Callable[[Mapping[str, int]], Work], times: TokenTimes, minutes: float
 ) -> FittedWork:
-    """Shrink sizes, all by the same share, until the work takes no more than some minutes.
-
-    Args:
-        sizes: those that may shrink, by name.
-        work: what is done at given sizes.
-        times: what a token takes.
-        minutes: the most it may take, if the fewest of everything allow it.
-    """
+    """Shrink sizes, all by the same share, until the work takes no more than some minutes, or they are the fewest."""
     for step in range(_STEPS, -1, -1):
         chosen = {name: size.shrunk(step / _STEPS) for name, size in sizes.items()}
         seconds = times.seconds(work(chosen))
@@ -144,14 +137,14 @@ class Watch(Protocol):
         """Begin work of `steps` steps."""
 
     def step(self, what: str) -> None:
-        """A step begins."""
+        """Begin a step."""
 
 
 class Unwatched:
-    """Tells nobody."""
+    """Shows nothing."""
 
     def begin(self, steps: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, what: str) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Texts that a model writes on from prompts: what drafts meet when it generates, and cycles that it falls into."""
+"""Texts that a model writes from prompts, which drafts meet as it generates; and the cycles that it falls into."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORTEST_RUN = 8
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text, and where drafts begin to be judged on it.
+    """A text of which drafts are judged behind its prompt.
 
     Attributes:
         ids: token ids, `[1, tokens]`.
@@ -42,13 +42,10 @@ def own_text(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Let the stock model continue prompts, without top-k, top-p or other generation defaults.
+    """Let the stock model continue prompts, without generation defaults such as top-k; at temperature 0 greedily.
 
-    Nothing ends a text early. Prompts are `[texts, prompt]`, on its device; those that are shorter are padded on the
-    left, where the mask is 0. At temperature 0 it writes greedily.
-
-    Returns:
-        `[texts, prompt + new tokens]`.
+    Nothing ends a text early. Prompts are `[texts, prompt]`, shorter ones padded on the left, where the mask is 0; the
+    result is `[texts, prompt + new tokens]`.
     """
     sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     length = prompts.shape[1] + new_tokens
@@ -63,7 +60,7 @@ def own_text(
 
 
 def random_starts(model: PreTrainedModel, texts: int, seed: int = 0) -> Tensor:
-    """Single tokens, each as likely, that texts may begin with where there are no prompts, `[texts, 1]`."""
+    """Return single random tokens to begin texts with where there are no prompts, `[texts, 1]`."""
     vocabulary = weight_of(model.get_input_embeddings()).shape[0]
     return torch.randint(vocabulary, (texts, 1), generator=torch.Generator().manual_seed(seed))
 
@@ -74,13 +71,9 @@ def own_texts(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> list[Tensor]:
-    """Let the stock model write texts of 256 tokens, or of its context, from starts of one length at temperature 1.
+    """Let the stock model write texts of 256 tokens, or of its context, from starts `[texts, tokens]` at temperature 1.
 
-    They are written some at a time. Starts are `[texts, tokens]`; `progress` is called with how many texts are written,
-    and how many there will be.
-
-    Returns:
-        Token ids, each `[rows, tokens]`.
+    Returns token ids, each `[rows, tokens]`. `progress` is called with the number of texts written, and of all.
     """
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     more = min(_TOKENS, context or _TOKENS) - starts.shape[1]
@@ -100,9 +93,9 @@ def continued(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> list[Continuation]:
-    """Let the stock model continue prompts of any lengths, each `[1, prompt]`, one by one, as `own_text` does.
+    """Let the stock model continue prompts, each `[1, prompt]`, one by one, up to where it ends the text.
 
-    A text ends where the model ends it. The seed is that of the first text; the others count on from it.
+    The seed is that of the first text; the others count on from it.
     """
     progress = watch or Unwatched()
     progress.begin(len(prompts))
@@ -116,10 +109,7 @@ def continued(
 
 
 def in_cycles(tokens: Sequence[int], longest: int = 64) -> list[bool]:
-    """Whether each token is inside a repeating cycle: a passage that comes three times or more in direct succession.
-
-    Cycles of up to `longest` tokens are looked for.
-    """
+    """Return whether each token is in a passage, of at most `longest` tokens, that comes three times in succession."""
     inside = [False] * len(tokens)
     for period in range(1, min(longest, len(tokens) // 3) + 1):
         begin = period
@@ -133,6 +123,6 @@ def in_cycles(tokens: Sequence[int], longest: int = 64) -> list[bool]:
 
 
 def cycle_share(tokens: Sequence[int]) -> float:
-    """Share of tokens inside repeating cycles; 0 for no tokens."""
+    """Return the share of tokens inside repeating cycles; 0 for no tokens."""
     inside = in_cycles(tokens)
     return sum(inside) / len(inside) if inside else 0.0

@@ -1,4 +1,4 @@
-"""Prompts to measure on: texts from files, whole as people have them, or cut or joined to one length in tokens."""
+"""Prompts to measure on: texts from files, whole, or cut or joined to one length in tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selfspec.model.checkpoint import Checkpoint
 from selfspec.values import shown
 
 BUILT_IN = "demo"
-"""The default workload: beginnings of four Python files."""
+"""Name of the default workload: beginnings of four Python files."""
 
 BEGINNINGS = (
     "Once upon a time, there was a little",
@@ -29,19 +29,19 @@ BEGINNINGS = (
     "def add(a, b):\n    return",
     "Monday, Tuesday, Wednesday,",
 )
-"""Short beginnings of prose, a fact, code and a list, so that any language model has something to continue."""
+"""Short beginnings of prose, a fact, code and a list."""
 
 # Characters of a document that make a prompt of text.
 _BEGINNING = 400
 _FIELDS = ("prompt", "turns", "text", "messages")
 
 Message = dict[str, Any]
-"""`role` and `content`, as chat templates read them."""
+"""A message with `role` and `content`, as chat templates read it."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to go on from: a whole document, of which a prompt is the beginning, or another, whose end it keeps.
+    """A text for prompts: a whole document, whose beginning is used, or any other text, whose end is kept.
 
     Attributes:
         messages: of a conversation, those before it; answers may be missing between a user's messages.
@@ -53,13 +53,13 @@ class Text:
 
     @property
     def prompt(self) -> str:
-        """What a prompt says: all of it, or the beginning of a document."""
+        """Text of a whole prompt: all of it, or the beginning of a document."""
         return self.text[:_BEGINNING] if self.whole else self.text
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Texts of one sort, at least one, under the name that reports call it."""
+    """Texts of one sort, at least one, under the name that reports show."""
 
     name: str
     texts: tuple[Text, ...]
@@ -77,13 +77,11 @@ class Workload:
         return [torch.tensor([[*ids]]) for ids in chosen]
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, number: int, batch: int, context: int) -> list[Tensor]:
-        """Prompts of one length, spread evenly over the texts.
+        """Return prompts of one length, `[batch, context]` for each call; `number` rows in all, at least `batch`.
 
-        A document gives its first tokens and any other text its last ones. What is too short has other texts of the
-        workload put before it. Where the tokenizer begins a text with its bos token, every prompt begins so.
-
-        Returns:
-            One `[batch, context]` for each call; `number` rows in all, or `batch` where that is more.
+        They are spread evenly over the texts. A document gives its first tokens and any other text its last ones; texts
+        that are too short have others of the workload before them. Each begins with the tokenizer's bos token, where it
+        adds one.
 
         Raises:
             PromptError: no text has a token.
@@ -108,8 +106,7 @@ class Workload:
 class PromptWriter:
     """Writes texts as prompts, for every tool alike: as they are, or as a user's messages by the chat template.
 
-    A later turn has all turns before it in its prompt. As chats, the model itself answers those that nobody answered,
-    greedily.
+    A prompt holds all turns before it. As chats, the model itself answers greedily those that nobody answered.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -153,15 +150,13 @@ def read_given(
     prompts: Tensor | Sequence[str] | Sequence[Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Tensor]:
-    """Return prompts that a caller gives, whole, `[1, tokens]` each on the model's device.
+    """Check a caller's prompts, texts or token ids, `[texts, tokens]` or each `[1, tokens]`.
 
-    Args:
-        model: that reads them.
-        prompts: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`.
-        tokenizer: for prompts that are texts.
+    Returns:
+        Each as `[1, tokens]`, on the model's device.
 
     Raises:
-        PromptError: naming what cannot be.
+        PromptError: they are nothing of these, or there is no tokenizer for texts.
     """
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or not prompts.numel():
@@ -185,11 +180,7 @@ def read_given(
 
 
 def check_context(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> None:
-    """Refuse prompts, `[rows, tokens]` each, that leave no room for new tokens.
-
-    Raises:
-        PromptError: one and its text exceed the model's context.
-    """
+    """Refuse prompts, `[rows, tokens]` each, that leave no room in the model's context for new tokens."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = max(prompt.shape[1] for prompt in prompts)
     if limit is not None and longest + new_tokens > limit:
@@ -205,16 +196,12 @@ def beginnings() -> Workload:
 
 
 def built_in() -> Workload:
-    """The beginnings of four Python files that the embedded model was not trained on."""
+    """Return the beginnings of four Python files that the embedded model was not trained on."""
     return Workload(BUILT_IN, tuple(Text(text, whole=True) for text in PROMPTS))
 
 
 def read_workloads(given: Sequence[str]) -> dict[str, Workload]:
-    """Workloads by name: `demo` is the built-in one, any other is read as `parse_workloads` does.
-
-    Raises:
-        PromptError: one cannot be read, or two have one name.
-    """
+    """Read workloads by name: `demo` is built in, any other is read by `parse_workloads`. No two may have one name."""
     found = [each for text in given for each in ([built_in()] if text == BUILT_IN else parse_workloads(text))]
     named = {each.name: each for each in found}
     if len(named) < len(found):
@@ -229,7 +216,7 @@ def parse_workloads(given: str) -> list[Workload]:
     every turn of the user is a prompt.
 
     Raises:
-        PromptError: it is not written so, or the file cannot be used.
+        PromptError: the words are malformed, or the file cannot be used.
     """
     name, named, place = given.partition("=")
     file, _, selection = place.partition("#")
@@ -258,7 +245,7 @@ def parse_workloads(given: str) -> list[Workload]:
 
 
 def read_prompts(file: Path) -> Workload:
-    """Return the prompts of a file: one a line, or JSONL as of a workload, if the file's name ends in `.jsonl`.
+    """Read prompts from a file: one a line, or JSONL as of a workload if the file's name ends in `.jsonl`.
 
     Raises:
         PromptError: the file cannot be read, is not UTF-8, or holds no prompt.

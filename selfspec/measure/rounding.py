@@ -1,4 +1,4 @@
-"""How far rounding moves the logits: the model's own one-token passes against its own passes over several tokens."""
+"""Measure how far rounding moves logits: the model's own one-token passes against its passes over several tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TF32_EPS = 2.0**-10
 
 
 class Bound:
-    """What rounding explains, as measured on this model, device and dtype; all in logits.
+    """Bounds what rounding explains, as measured on this model, device and dtype; all in logits.
 
     The model's passes over one token are compared with its passes over several, on reference texts. At each position
     the largest difference over the vocabulary counts.
 
     Attributes:
-        widths: as given.
+        widths: tokens of the wider passes.
         rounding: what rounding the largest logit once may change. The bound is never taken to be less.
         moved: the largest difference of any logit, at each position compared.
         gap_moved: the change of the gap between the two likeliest tokens there.
@@ -58,37 +58,36 @@ class Bound:
 
     @property
     def largest(self) -> float:
-        """The largest difference of any logit."""
+        """Largest difference of any logit."""
         return self.moved.max().item()
 
     @property
     def gap_largest(self) -> float:
-        """The largest change of the gap between the two likeliest tokens."""
+        """Largest change of the gap between the two likeliest tokens."""
         return self.gap_moved.max().item()
 
     @property
     def near_tie(self) -> float:
-        """The widest gap between two logits that rounding may close: twice what it was seen to change one by."""
+        """Widest gap between two logits that rounding may close: twice the largest change of one."""
         return _SAFETY * max(self.gap_largest, self.rounding)
 
     @property
     def most_off(self) -> float:
-        """The largest difference of a logit that may still be called rounding."""
+        """Largest difference of a logit that may still be called rounding."""
         return _BEYOND_ROUNDING * max(self.largest, self.rounding)
 
     @property
     def close_calls(self) -> int:
-        """Positions of the reference texts at which the two likeliest tokens are nearly tied."""
+        """Number of positions of the reference texts at which the two likeliest tokens are nearly tied."""
         return int((self.gaps.double() <= self.near_tie).sum())
 
     @property
     def is_rounding(self) -> bool:
-        """Whether what was measured can be called rounding: it is small, and leaves most of the text decided."""
+        """True if the differences are small, and leave most of the text decided."""
         decided = self.close_calls <= _MOST_CLOSE_CALLS * len(self.gaps)
         return decided and self.largest <= _MOST_ROUNDINGS * self.rounding
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
         return {
             "widths": list(self.widths),
             "positions": len(self.moved),
@@ -105,19 +104,19 @@ class Bound:
 
 
 def widths_of(draft_length: int) -> tuple[int, ...]:
-    """Widths to measure for a draft length: the narrowest and the widest block of a verification pass."""
+    """Return the widths to measure for a draft length: the narrowest and the widest block of a verification pass."""
     return tuple(sorted({2, draft_length + 1}))
 
 
 def largest_difference(logits: Tensor, others: Tensor) -> Tensor:
-    """The largest difference over the vocabulary at each position, `[tokens]`, of logits `[tokens, vocab]`."""
+    """Return the largest difference over the vocabulary at each position, `[tokens]`, of logits `[tokens, vocab]`."""
     # Two infinities of a sign do not differ; a NaN differs from all, by as much as a number can say.
     difference = torch.where(logits == others, 0.0, (logits - others).abs())
     return difference.nan_to_num(nan=torch.finfo(difference.dtype).max).amax(-1)
 
 
 def _precision(logits: Tensor) -> float:
-    """Relative size of one rounding, as the device does it."""
+    """Return the relative size of one rounding, as the device does it."""
     if logits.dtype == torch.float32 and logits.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         return _TF32_EPS
     # Tokens are chosen from float32 logits, whatever the model computes in.
@@ -130,5 +129,5 @@ def _gap(logits: Tensor, pair: Tensor) -> Tensor:
 
 
 def tie_gap(logits: Tensor, first: int, second: int) -> float:
-    """By how much two tokens' logits differ, in logits `[vocab]`."""
+    """Return how far the logits of two tokens differ, in logits `[vocab]`."""
     return abs((logits[first].float() - logits[second].float()).item())

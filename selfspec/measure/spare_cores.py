@@ -1,4 +1,4 @@
-"""How many cores are free: those that this process may use, less what other processes keep busy."""
+"""Count the free cores: those that this process may use, less what other processes keep busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SpareCores:
     """Cores that this process may use.
 
     Attributes:
-        cores: how many.
+        cores: their number.
         free: how many of these were idle or this process's own; None where the system does not tell.
     """
 
@@ -29,7 +29,7 @@ class SpareCores:
     free: float | None
 
     def threads(self, most: int) -> int:
-        """Return how many threads to compute with: one for each core that is free, from 1 to `most`.
+        """Return the number of threads to compute with: one for each core that is free, from 1 to `most`.
 
         Threads that wait for a busy core hold up all others at the end of each product, so one fewer is faster.
         """
@@ -55,7 +55,7 @@ class CoreWatch:
         self._started = self._read()
 
     def read(self) -> SpareCores:
-        """Return what was free since the start; over less than a few hundredths of a second it cannot be told."""
+        """Return the cores that were free since the start; less than a few hundredths of a second cannot tell."""
         now, before = self._read(), self._started
         if now is None or before is None or now.total - before.total <= 0:
             return SpareCores(len(self._cores), None)

@@ -1,4 +1,4 @@
-"""The stock model's own passes over its own cache: the reference, which nothing of selfspec has a hand in."""
+"""Passes of the stock model over its own cache: the reference, which shares nothing with selfspec's decoding."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class Reference:
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its generation defaults, except its special tokens: a shallow copy with the same modules.
-
-    Verification says itself how tokens are chosen, and the model's own defaults must not be changed.
-    """
+    """Return a shallow copy of the model without its generation defaults, except its special tokens."""
     given = model.generation_config
     copied = copy.copy(model)
     copied.generation_config = GenerationConfig(
@@ -42,7 +39,7 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text."""
+    """Return the tokens that end a text."""
     ids = model.generation_config.eos_token_id
     if ids is None:
         return frozenset()
@@ -55,7 +52,7 @@ def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
 
 
 def read_reference(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> Reference:
-    """The greedy continuation of a prompt, `[1, prompt]`, by `model.generate`, and the logits it was chosen from."""
+    """Continue a prompt, `[1, prompt]`, greedily by `model.generate`, and compute the logits that decided."""
     mask = torch.ones_like(prompt)
     sequences = model.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
     tokens: list[int] = sequences[0, prompt.shape[1] :].tolist()
@@ -64,7 +61,7 @@ def read_reference(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) 
 
 @torch.no_grad()
 def stepwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits of each of the new tokens, `[new tokens, vocab]`, by a pass over the prompt and then passes over one."""
+    """Return the logits of each new token, `[new tokens, vocab]`: a pass over the prompt, then one-token passes."""
     following = torch.tensor([list(tokens)], device=prompt.device)
     blocks = [prompt, *following[:, :-1].split(1, 1)][: len(tokens)]
     return torch.cat(list(block_logits(model, blocks)))[-len(tokens) :]
@@ -72,10 +69,10 @@ def stepwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int
 
 @torch.no_grad()
 def blockwise_logits(model: PreTrainedModel, prompt: Tensor, tokens: Sequence[int], width: int) -> Tensor:
-    """Logits of each of the new tokens, `[new tokens, vocab]`, by passes over `width` tokens each.
+    """Return the logits of each new token, `[new tokens, vocab]`, by passes over `width` tokens each.
 
-    As in speculative decoding, the first pass is over the prompt less its last token. A model that cannot go on in such
-    passes reads the whole text in one.
+    As in speculative decoding, the first pass is over the prompt less its last token. A model that cannot continue in
+    such passes reads the whole text in one.
     """
     following = torch.tensor([list(tokens)], device=prompt.device)
     read = torch.cat([prompt[:, -1:], following[:, :-1]], 1)

@@ -1,4 +1,8 @@
-"""Single layers of a model over a whole text, every token read as a draft step reads it; and logits of any states."""
+"""Judge draft paths on given text without generating: every token is read as a draft step reads it, layer by layer.
+
+Given the committed tokens, whether each was drafted and accepted is a separate chance: min(1, q/p) under rejection
+sampling token by token, 0 or 1 greedily. So the expected counts of a generation follow exactly from a text.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.pass_function import model_inputs
 
 Parts = frozenset[Part]
-"""The sublayers of one layer that a path runs."""
+"""Sublayers of one layer that a path runs."""
 
 WHOLE: Parts = frozenset(Part)
 NOTHING: Parts = frozenset()
@@ -54,9 +58,7 @@ class _Watched:
 
 
 class LayerViews:
-    """Views of a model's single layers, made once for each, and its norm and head.
-
-    The model is neither changed nor copied.
+    """Views of a model's single layers, each made once, and its norm and head. The model is neither changed nor copied.
 
     Raises:
         UnsupportedModelError: tokens of this architecture cannot be read apart from each other.
@@ -76,7 +78,7 @@ class LayerViews:
         self._layers: dict[tuple[int, Parts], tuple[GatedModel, _Watched]] = {}
 
     def layer(self, index: int, parts: Parts) -> tuple[GatedModel, _Watched]:
-        """Return what runs some parts of one layer and passes through all others, and its view."""
+        """Return a view that runs some parts of one layer and passes through all others, and what watches it."""
         if (index, parts) not in self._layers:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
@@ -95,7 +97,7 @@ class LayerViews:
 
 
 class TeacherForcedText:
-    """A text, what the full model makes of it, and what single layers would make of it in a draft.
+    """A text, what the full model computes of it, and what single layers would compute of it in a draft.
 
     Args:
         views: of the model.
@@ -104,7 +106,7 @@ class TeacherForcedText:
         reach: positions of a draft that are counted one by one, at least 1.
 
     Attributes:
-        states: what enters each layer, and what the last one gives, `[texts, tokens, hidden]`.
+        states: inputs of each layer, and the last output, `[texts, tokens, hidden]`.
         logits: the full model's, of every drafted token, `[texts, drafted tokens, vocab]`.
         passes: layers run so far besides those of the full model, times tokens.
     """
@@ -132,11 +134,11 @@ class TeacherForcedText:
 
     @property
     def drafted(self) -> int:
-        """How many tokens of each text are drafted."""
+        """Number of drafted tokens of each text."""
         return self._ids.shape[1] - self.first
 
     def exact(self, layer: int) -> Tensor:
-        """Return what enters a layer where all before it ran, `[texts, reach * tokens, hidden]`."""
+        """Return the input of a layer where all before it ran, `[texts, reach * tokens, hidden]`."""
         return torch.cat([self.states[layer]] * self.reach, -2)
 
     @torch.no_grad()
@@ -157,9 +159,8 @@ class TeacherForcedText:
     def read(self, hidden: Tensor, head: DraftHead | None = None) -> Tensor:
         """Return the logits of every drafted token, from states of draft steps, `[texts, reach * tokens, hidden]`.
 
-        Returns:
-            `[reach, texts, drafted tokens, vocab]`; -inf at tokens the head cannot draft. In copy k the first k of the
-            drafted tokens mean nothing.
+        They are `[reach, texts, drafted tokens, vocab]`, -inf at tokens the head cannot draft. In copy k the first k of
+        the drafted tokens mean nothing.
         """
         copies = hidden.unflatten(-2, (self.reach, -1))[..., self.first - 1 : -1, :].flatten(-4, -3)
         reading = head or DraftHead()
@@ -193,10 +194,7 @@ def _watched(
 
 
 def exact_context(depth: int) -> Cache:
-    """Return a cache that keeps what the first pass writes; each later pass sees that and its own tokens.
-
-    Positions and masks of all passes must be given.
-    """
+    """Return a cache that keeps what the first pass writes; later passes see that and their own tokens."""
     return Cache(layers=[_ContextLayer() for _ in range(depth)])
 
 
@@ -204,10 +202,7 @@ class _ContextLayer(DynamicLayer):
     is_initialized: bool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values, `[batch, heads, tokens, head_dim]`: those of the text, then the pass's own.
-
-        The rows of a later pass may be several times those of the text.
-        """
+        """Return keys and values, `[batch, heads, tokens, head_dim]`: the text's for each row, then the pass's."""
         if not self.is_initialized:
             self.keys, self.values = key_states, value_states
             self.is_initialized = True
@@ -219,7 +214,7 @@ class _ContextLayer(DynamicLayer):
         )
 
     def get_seq_length(self) -> int:
-        """0: nothing counts on from the text."""
+        """Return 0: nothing counts on from the text."""
         return 0
 
 
@@ -227,9 +222,8 @@ def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.
     """Return the `attention_mask` that a stock model takes for a pass over `reach` copies of a text, side by side.
 
     A draft step attends to what the target left for the committed tokens, and to what the draft itself left for the
-    tokens it has read since. So a text is read in `reach` copies at once: in copy k every token is the k-th that its
-    draft reads, sees the exact keys and values of all but the last k tokens, and those of the copies before it for the
-    others.
+    tokens it has read since. So in copy k every token is the k-th that its draft reads: it sees the exact keys and
+    values of all but the last k tokens, and for these the keys and values of the copies before it.
 
     Returns:
         A 4-D mask in the form of the model's attention kernel, `[1, 1, reach * length, (1 + reach) * length]`, or a
@@ -295,8 +289,8 @@ class DraftPath:
     """A draft path.
 
     Attributes:
-        path: what a draft step runs, from tokens.
-        head: what reads its last states; None: the model's own norm and head.
+        path: the sublayers of a draft step, from tokens.
+        head: reads its last states; None: the model's own norm and head.
 
     Raises:
         UnsupportedOptionError: some of it runs in fewer bits, which teacher forcing does not read.
@@ -319,16 +313,9 @@ def teacher_forced_figures(
     reach: int = 1,
     temperature: float = 0.0,
 ) -> list[list[TeacherForcedFigures]]:
-    """Judge many draft paths by teacher forcing, without generating anything.
+    """Judge draft paths by teacher forcing, on texts that the model wrote itself at `temperature`; 0: greedily.
 
-    On text that the model wrote itself, what a generation would accept follows exactly: see `rounds` beside this.
-
-    Args:
-        views: of the model.
-        texts: that the model wrote itself, on its device.
-        paths: what drafts.
-        reach: positions of a draft that are counted one by one; further ones count as the last.
-        temperature: at which texts were written, and at which p and q are compared; 0: greedily.
+    Positions of a draft are counted one by one up to `reach`; further ones count as the last.
 
     Returns:
         For each path the figures of each text.
@@ -368,8 +355,8 @@ def _read_together(texts: Sequence[Continuation], reach: int) -> Iterator[list[i
 def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tuple[int, Tensor]]:
     """Read a text along many draft paths, in an order that shares the most work.
 
-    Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that go the
-    same way after that share every layer up to where they part.
+    Layers before a path's first missing sublayer are the full model's own, and are not run at all. Paths that continue
+    alike after that share every layer up to where they part.
 
     Yields:
         The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
@@ -439,7 +426,7 @@ class ExpectedRounds:
 
 
 def expected_rounds(texts: Sequence[TeacherForcedFigures], draft_length: int) -> ExpectedRounds:
-    """Replay texts, in rounds of up to `draft_length` tokens, at least 1."""
+    """Replay texts in rounds of up to `draft_length` tokens, at least 1, and sum up the chances."""
     judged, accepted = [0.0] * draft_length, [0.0] * draft_length
     rounds, counted = [], []
     for figures in texts:

@@ -1,4 +1,4 @@
-"""One timed call of an arm, prefill apart from decoding, by the same clock for every arm."""
+"""Time and memory of one call of an arm, prefill apart from decoding, by the same clock for every arm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call did, and how long it took. The unit of time is a second.
+    """One call and its times, in seconds.
 
     Attributes:
         rows: new tokens of each row.
@@ -40,7 +40,7 @@ class Call:
         first_tokens: new tokens of all rows by then.
         passes: target passes, prefill not counted; of speculative arms that is rounds.
         stats: of selfspec's arms.
-        rounds: of selfspec's arms, how many rounds there were of each shape.
+        rounds: of selfspec's arms, the number of rounds of each shape.
     """
 
     rows: list[list[int]]
@@ -65,7 +65,6 @@ class Stopwatch(Timer):
         self._started = self.now()
 
     def read(self) -> float:
-        """Seconds since the start."""
         return self.now() - self._started
 
 

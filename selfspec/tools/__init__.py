@@ -1,1 +1,1 @@
-"""Tools on top of the engine: bench, calibrate, verify, train, studies, demo."""
+"""Tools on top of the engine: the lab (bench, ablate, search), calibrate, verify, train, export, doctor."""

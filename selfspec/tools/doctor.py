@@ -1,4 +1,4 @@
-"""What is slow or missing here, why, and what to do: one line each."""
+"""Find what is slow or missing on this machine, why, and what to do: one line each."""
 
 from __future__ import annotations
 
@@ -118,11 +118,7 @@ class MachineReport:
 
 
 def read_machine(cores: SpareCores) -> MachineReport:
-    """Read it; the kernels are loaded if they were built.
-
-    Args:
-        cores: watched while this process started.
-    """
+    """Read what computes here, and load the kernels if they are built; `cores` were watched as the process started."""
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None else torch.accelerator.device_count()
     gpus = [] if found is None else [device_name(torch.device(found.type, number)) for number in range(count)]
@@ -213,7 +209,7 @@ _TRIED = ("cuda",)
 
 
 def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
-    """Everything that is worth a change, most useful first."""
+    """Return everything that is worth a change, the most useful first."""
     return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_packages(packages)]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint can do on this machine: whether it fits, what `auto` drafts with and gains, what to do next."""
+"""Say what a checkpoint can do on this machine: whether it fits, how `auto` drafts and gains, what to do next."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_MEMORY = 0.85
 _CONTEXT = 4096
 
 KERNELS = "selfspec kernels"
-"""The command that comes first where the CPU kernels are not built; estimates of gains take them for granted."""
+"""Command that comes first where the CPU kernels are not built; estimates of gains assume that they are."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,7 @@ class CheckpointSummary(ModelSummary):
 
 
 def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSummary) -> Prospects:
-    """Say what a checkpoint can do here. Its weights are read only where a profile may be of them.
-
-    Args:
-        name: as the user gave it.
-        place: its folder, or its name on the hub.
-        model: of it, on the meta device.
-        summary: of it.
-    """
+    """Say what a checkpoint can do on this machine. The model is on the meta device; a profile may need its weights."""
     device, encodes = find_device("auto"), has_encoder(model)
     memory = source_for(device).available()
     copies = next(each.bytes for each in summary.substitutes if each.bits == 8)

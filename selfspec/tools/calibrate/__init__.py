@@ -1,1 +1,1 @@
-"""Calibration: which draft is the fastest on this machine, measured once, kept in a profile, used by `draft="auto"`."""
+"""Calibration: find the fastest draft on this machine once, and keep it in a profile for `draft="auto"`."""

@@ -1,4 +1,4 @@
-"""Calibrates: acceptance of every draft, costs, what the formula makes of both, and a trial of the best."""
+"""Calibrate: acceptance of every draft, costs, speed-ups predicted from both, and a trial of the best."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ _TEXTS = 16
 
 @dataclass(frozen=True)
 class _Kind:
-    """What was found for one kind of decoding.
+    """Findings for one kind of decoding.
 
     Attributes:
         acceptance: of each draft on the model's own text at this temperature, ready for JSON.
-        predictions: what the formula promises of each draft, most first.
-        confirmed: what candidates were worth, fastest first.
-        in_batches: what the fastest was worth in batches of more rows, by their number; none after one that lost.
+        predictions: speed-ups by the formula, the highest first.
+        confirmed: measured candidates, fastest first.
+        in_batches: the fastest in batches of more rows, by their number; none after one that lost.
     """
 
     temperature: float
@@ -92,25 +92,24 @@ def calibrate(
     Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
     drafts given in place of exits), a head that the checkpoint brings along, look-ups before each, recycling, and trees
     along the best. Where most of what a draft step reads is the head, they are considered with fewer rows of it as
-    well, which the model's own text chooses. The formula narrows them down; what is chosen was the fastest in real
+    well, which the model's own text chooses. The formula narrows them down; the chosen one was the fastest in real
     generations in turns with plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
-        prompts: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`; what is measured holds for texts like
-            these.
+        prompts: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`; the result holds for texts like these.
         drafts: drafts to consider in place of exits, by name or as drafters that have one.
         measurements: how much is measured; None: the defaults.
         tokenizer: for prompts that are texts.
         accept: acceptance rule of the candidates; None: selfspec's default.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
-        vocabulary: the file for the reduced vocabulary of what was chosen, written where there is one. None: beside the
-            place where `draft="auto"` looks for the profile.
+        vocabulary: the file for the reduced vocabulary of the chosen draft, written where there is one. None: beside
+            the place where `draft="auto"` looks for the profile.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: shows progress, stage by stage.
 
     Returns:
-        What was chosen; the profile itself is not written anywhere yet. Its report has all that was measured.
+        The choice; the profile itself is not written anywhere yet. Its report has all that was measured.
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
@@ -226,7 +225,7 @@ def _doubts(load: SpareCores, threads: int, kinds: Sequence[_Kind]) -> list[str]
 
 
 def fastest(confirmed: Sequence[Confirmed]) -> Confirmed | None:
-    """The fastest of those that are surely faster than plain decoding; None where none is."""
+    """Return the fastest of those that are surely faster than plain decoding; None where none is."""
     faster = [each for each in confirmed if each.speedup.low > 1]
     return max(faster, key=lambda each: each.speedup.value, default=None)
 
@@ -255,7 +254,7 @@ def _in_batches(
     asked: Measurements,
     progress: Watch,
 ) -> _Kind:
-    """The same with the costs of what was chosen in all batches that were measured, and tried in the larger ones."""
+    """Add the costs of the chosen draft in all batches that were measured, and a trial in the larger ones."""
     tried: dict[str, Confirmed] = {}
     most_rows = None
     for measured in by_rows:
@@ -272,7 +271,7 @@ def _in_batches(
 
 
 def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measurements) -> list[dict[str, Any]]:
-    """The prompts in batches, all of which the model can continue."""
+    """Return the prompts in batches, all of which the model can continue."""
     grouped = batches(prompts, asked.batch)
     for each in grouped:
         # Reads and refuses the request; a generation runs only as it is iterated over.

@@ -1,4 +1,4 @@
-"""Which drafts are worth confirming: what the formula makes of measured costs and acceptance."""
+"""Choose the drafts worth confirming, by the formula from measured costs and acceptance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Candidate:
     Attributes:
         draft: proposes tokens.
         nodes: the most tokens of its trees, siblings included; None: it drafts chains.
-        step: what its draft steps cost by its own account, in plain steps, where they run no path of the model.
+        step: its own account of what its draft steps cost, in plain steps, where they run no path of the model.
     """
 
     draft: Drafter
@@ -46,22 +46,19 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Name in reports."""
         return draft_name(self.draft) + ("" if self.nodes is None else f", {self.nodes} nodes")
 
     def levels(self, longest: int) -> int:
-        """The most tokens on one path of a draft, where chains have at most `longest`."""
+        """Return the most tokens on one path of a draft, where chains have at most `longest`."""
         return longest if self.nodes is None else min(longest, self.nodes)
 
 
 def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0) -> dict[str, Drafter]:
     """Return the drafts to consider by name: those given, else what drafters declare.
 
-    What needs no training is always tried: 8 and 4 bits, and what a checkpoint brings along. Over texts of many
-    tokens, `context`, what reads less of the cache is tried behind these.
-
-    Raises:
-        DraftConfigError: one is no draft, does not fit the depth, is named twice, or has no name for a profile.
+    Drafts that need no training are always tried: 8 and 4 bits, and heads of the checkpoint. Over texts of many tokens,
+    `context`, drafts that read less of the cache are tried behind these. A DraftConfigError says which draft cannot be.
     """
     declared = [each for each in _declared(depth) if each.runs != "nothing"]
     rounded = [LowPrecision(8), LowPrecision(4)]
@@ -99,7 +96,7 @@ def paths_of(drafters: Mapping[str, Drafter]) -> dict[str, LayerPathDrafter]:
 
 
 def _declared(depth: int) -> Iterator[Drafter]:
-    """What the drafters there are, those of other packages too, say is worth trying."""
+    """Return what the drafters, those of other packages too, say is worth trying."""
     for kind in _kinds():
         yield from kind.variants(depth)
 
@@ -109,10 +106,7 @@ def _kinds() -> list[type[Drafter]]:
 
 
 def fitting(drafters: Mapping[str, Drafter], model: PreTrainedModel, adapter: Adapter) -> dict[str, Drafter]:
-    """Return those of some drafts that the model does not refuse.
-
-    One that is quantised has no use for fewer bits, and few checkpoints have a head.
-    """
+    """Return the drafts that the model does not refuse: a quantised one has no use for fewer bits, few have a head."""
     fit: dict[str, Drafter] = {}
     for name, draft in drafters.items():
         with suppress(DraftConfigError, HeadError):
@@ -144,7 +138,7 @@ def to_measure(
 
 
 def predicted(rates: Mapping[str, float], costs: MeasuredCosts, longest: int) -> dict[str, Forecast]:
-    """What the formula promises of each draft that was measured, up to a length of `longest`, most first."""
+    """Predict the speed-up of each measured draft, up to a length of `longest`, the highest first."""
     found = {name: forecast(rates[name], costs.of(name), longest) for name in costs.draft if name != PLAIN}
     return dict(sorted(found.items(), key=lambda each: each[1].speedup, reverse=True))
 
@@ -156,14 +150,10 @@ def to_confirm(
     corpus: str | None = None,
     others: Sequence[Candidate] = (),
 ) -> dict[str, Candidate]:
-    """What runs no model alone, the best paths alone and behind it; recycling, and trees along the very best, by name.
+    """Return candidates by name: what runs no model, the best paths alone and behind it; recycling, and trees.
 
-    Args:
-        predictions: the best first.
-        drafters: by the same names.
-        nodes: of the largest trees to try; a smaller budget has half as many. 0: no trees.
-        corpus: a file of `selfspec index`, for suffix trees; None: none.
-        others: that are no path of the model; those that run a head or another model grow trees as well.
+    `predictions` has the best first. `nodes` are those of the largest trees; a smaller budget has half as many, 0 is
+    none. `others` are no path of the model; those that run a head or another model grow trees as well.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -182,13 +172,13 @@ def to_confirm(
 
 
 def path_of(draft: Drafter) -> LayerPathDrafter | None:
-    """The path of the model that a candidate drafts along; None: it looks up."""
+    """Return the path of the model that a candidate drafts along; None: it looks up."""
     path = draft.last
     return path if isinstance(path, LayerPathDrafter) else None
 
 
 def costs_of(candidate: Candidate, measured: MeasuredCosts) -> Costs:
-    """What was measured of a candidate's rounds."""
+    """Return the measured costs of a candidate's rounds."""
     path = path_of(candidate.draft)
     return replace(measured.of(PLAIN), draft=candidate.step) if path is None else measured.of(draft_name(path))
 
@@ -211,15 +201,8 @@ def with_own_vocabulary(
 ) -> list[ReducedVocabulary]:
     """Return the drafts in fewer bits that save much of a step's work by fewer rows of the head.
 
-    They name `file`, which is not written. There are none where a quarter of the vocabulary does not hold what the
-    model writes.
-
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        drafters: to choose from.
-        texts: that the model wrote from the same prompts, in some ways.
-        file: where the tokens will be.
+    They name `file`, which is not written. There are none where a quarter of the vocabulary does not hold the texts
+    that the model wrote from the same prompts, in some ways.
     """
     whole = [each for each in drafters.values() if isinstance(each, LowPrecision) and each.fewer is None]
     head = plain_head(model)
@@ -238,10 +221,10 @@ def with_own_vocabulary(
 
 
 def own_vocabulary(model: PreTrainedModel, texts: Sequence[Sequence[Continuation]]) -> tuple[int, ...] | None:
-    """Return the fewest tokens that hold what a model writes, ascending; None: a quarter of its vocabulary does not.
+    """Return the fewest tokens that hold what a model writes, ascending; None: more than a quarter of its vocabulary.
 
     Tokens are ordered by how often the model expects them at the places of its own texts, and how often they are there.
-    How many it takes is seen on the texts of every other prompt, which are not counted then.
+    Their number is seen on the texts of every other prompt, which are not counted then.
     """
     counted = [text for some in texts for text in some[::2]]
     others = [text for some in texts for text in some[1::2]]
@@ -261,7 +244,7 @@ def own_vocabulary(model: PreTrainedModel, texts: Sequence[Sequence[Continuation
 
 @torch.no_grad()
 def _expected(model: PreTrainedModel, texts: Sequence[Continuation]) -> Tensor:
-    """How often each token is in some texts, and how often it was expected there, summed, `[vocab]`, float64."""
+    """Return how often each token is in some texts, and how often it was expected there, summed, `[vocab]`, float64."""
     found = torch.zeros(weight_of(model.get_output_embeddings()).shape[0], dtype=torch.float64)
     for text in texts:
         ids = text.ids.to(model.device)

@@ -1,4 +1,4 @@
-"""Confirming candidates: real generations in turns with plain decoding, where slow ones drop out early."""
+"""Confirm candidates: real generations in turns with plain decoding, where slow ones drop out early."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What a candidate was worth in real generations.
+    """A candidate in real generations.
 
     Attributes:
         speedup: over plain decoding in turns with it: decoding without prefill, tokens a second over all prompts, with
@@ -60,7 +60,7 @@ class Confirmed:
         acceptance_rate: share of judged draft tokens that were accepted; None without any.
         mean_accepted_length: tokens committed per target pass of a row.
         turns: times it went through all prompts, timed.
-        calls: what each generation counted and took.
+        calls: counts and seconds of each generation.
     """
 
     name: str
@@ -73,18 +73,18 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class _Arm:
-    """One way of decoding, and what its timed generations counted, by prompt and turn."""
+    """A way of decoding, and the counts of its timed generations, by prompt and turn."""
 
     name: str
     spec: SelfSpeculative
     turns: list[list[Stats]]
 
     def seconds(self, turns: int) -> list[float]:
-        """What a token took by prompt, prefill apart: the median of the first turns."""
+        """Return the seconds of a token by prompt, prefill apart: the median of the first turns."""
         return [statistics.median(map(_seconds_a_token, each[:turns])) for each in self.turns]
 
     def beside(self, plain: _Arm) -> Confirmed:
-        """What it was worth, beside plain decoding in the turns that it took part in."""
+        """Compare it with plain decoding in the turns that it took part in."""
         counted = [stats for each in self.turns for stats in each]
         judged, turns = sum(stats.judged for stats in counted), len(self.turns[0])
         speedup = Estimate.of_ratio(plain.seconds(turns), self.seconds(turns))
@@ -116,14 +116,10 @@ def confirm(
     asked: Measurements,
     progress: Watch,
 ) -> list[Confirmed]:
-    """Generate with each candidate and by plain decoding, in turns.
+    """Generate with each candidate and by plain decoding, in turns; return the candidates, fastest first.
 
-    All warm up on all prompts. After the first timed turn only the fastest candidates go on.
-
-    `costs` were measured in such batches.
-
-    Returns:
-        The candidates, fastest first.
+    All warm up on all prompts. After the first timed turn only the fastest go on. `costs` were measured in such
+    batches.
     """
     reference = _Arm(PLAIN, plain, [[] for _ in prompts])
     arms = [
@@ -152,12 +148,10 @@ def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) ->
 
 
 def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[str, Any]]:
-    """Prompts in batches, each as the keywords of a generation: ids, left-padded, and their mask.
+    """Return prompts, `[1, prompt]` each, in batches as keywords of a generation: left-padded ids, and their mask.
 
-    Where they do not fill the last one they come again, each a token shorter than before: rows that are the same would
-    go on in step, as those of a real batch do not.
-
-    Prompts are `[1, prompt]` each; a batch has `rows`, and all batches together at least `texts`.
+    A batch has `rows`, and all together at least `texts`. Where prompts do not fill the last batch they come again,
+    each a token shorter than before: rows that are the same would stay in step, as those of a real batch do not.
     """
     grouped = []
     for start in range(0, max(len(prompts), texts), rows):
@@ -172,7 +166,7 @@ def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[s
 
 
 def generation_options(temperature: float, asked: Measurements) -> dict[str, Any]:
-    """Keywords of a generation whose length nothing but the settings decides."""
+    """Return the keywords of a generation whose length nothing but the settings decides."""
     sampled = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
     return {"max_new_tokens": asked.max_new_tokens, "eos_token_id": None, "do_sample": temperature > 0, **sampled}
 

@@ -1,4 +1,4 @@
-"""How much a calibration measures. Each field is also an option of `selfspec calibrate`, and its help describes it."""
+"""Settings of a calibration. Each field is also an option of `selfspec calibrate`, and its help describes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of some layers of another: its config and its weights, which it shares."""
+"""Make a model of some layers of another: its config and its weights, which it shares."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
 def cut_model(
     model: PreTrainedModel, adapter: Adapter, layers: Sequence[int], behind: Iterable[Mapping[str, Tensor]] = ()
 ) -> PreTrainedModel:
-    """Make a model of some layers of another, in ascending order, with its embeddings, norm and head.
+    """Make a model of some layers of another, in ascending order, with its embeddings, norm and head, to be saved.
 
-    It shares their weights, and is there to be saved: what a model computes when it is made, such as rotary tables,
-    takes no memory. Behind the layers may come others, of weights by their names within a layer.
-
-    Raises:
-        UnsupportedModelError: this architecture cannot be cut between these layers.
+    It shares their weights; computed tensors, such as rotary tables, take no memory. `behind` are weights of further
+    layers, by their names within a layer. An UnsupportedModelError: the architecture cannot be cut between these
+    layers.
     """
     further = list(behind)
     places = [*layers, *[layers[-1]] * len(further)]
@@ -112,12 +110,10 @@ _REMEDY = "export exit:E without the head"
 def folded(adapter: ExitAdapter, layer: nn.Module) -> dict[str, Tensor]:
     """Return weights of a decoder layer that computes what an exit adapter does, by their names within the layer.
 
-    Args:
-        adapter: with an untouched residual branch: its `scale` is 1 everywhere.
-        layer: of the model; its MLP is a gated one behind an RMS norm, and it adds what its sublayers give.
+    The adapter's `scale` is 1 everywhere: it leaves the residual branch as it is.
 
     Raises:
-        UnsupportedModelError: the layers of the model have no such MLP.
+        UnsupportedModelError: the layers of the model have no gated MLP behind an RMS norm.
         DraftConfigError: the adapter scales the residual branch, or is wider than the MLP.
     """
     weights = {name: weight.detach() for name, weight in layer.state_dict().items()}
@@ -166,12 +162,7 @@ class DraftLayers:
 
 
 def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> DraftLayers:
-    """Return the layers that a draft is.
-
-    Raises:
-        DraftConfigError: it is no whole layers of the model, or does not fit it.
-        SelfSpecError: it was made for another model.
-    """
+    """Return the layers that a draft is; refuse one that is not whole layers, or was made for another model."""
     if drafter is None:
         raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
     if not isinstance(drafter, Drafter):

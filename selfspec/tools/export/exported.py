@@ -1,4 +1,4 @@
-"""Exports a draft: cuts it out of its model, proves it, and writes it for another engine."""
+"""Export a draft: cut it out of its model, prove it, and write it for another engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from selfspec.values import checked_path
 from selfspec.version import __version__
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
-"""What a GGUF file keeps matrices in; "auto": as the model has them."""
+"""Precision of matrices in a GGUF file; "auto": as the model has them."""
 
 _OVERWRITE = "choose another place, or overwrite it (--overwrite)"
 _RECORD = "selfspec_export.json"
@@ -220,14 +220,7 @@ _ROUGH = 0.1
 
 @torch.no_grad()
 def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter) -> float:
-    """Compare the logits of a checkpoint on random tokens with those of a draft along a path, its vocabulary apart.
-
-    Returns:
-        The largest difference, in standard deviations of the logits.
-
-    Raises:
-        UnsupportedModelError: they differ by more than rounding.
-    """
+    """Return the largest difference of a checkpoint's logits from a draft's, in deviations; refuse too much."""
     head = drafter.head
     whole = None if head is None or head.adapter is None else DraftHead(head.adapter)
     ids = _random_tokens(model)
@@ -252,7 +245,7 @@ def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: Layer
 
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:
-    """Token ids, `[1, tokens]`, none of which pads: some models take positions from where padding is."""
+    """Return token ids, `[1, tokens]`, none of which pads: some models take positions from padding."""
     config = model.config.get_text_config(decoder=True)
     longest = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     vocabulary = weight_of(model.get_input_embeddings()).shape[0]
@@ -262,6 +255,6 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _kernels(model: PreTrainedModel) -> dict[str, str]:
-    """What the model computes attention and experts with, as `from_pretrained` takes it."""
+    """Return the model's implementations of attention and experts, as `from_pretrained` takes them."""
     named = {name: getattr(model.config, f"_{name}_implementation", None) for name in ("attn", "experts")}
     return {f"{name}_implementation": kernel for name, kernel in named.items() if kernel is not None}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp calls an architecture and lays out its weights.
+    """An architecture's name and layout of weights in llama.cpp.
 
     Attributes:
         name: in GGUF.
@@ -42,7 +42,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
 }
-"""What can be written, by `config.model_type`."""
+"""Architectures that can be written, by `config.model_type`."""
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _AUTO = {torch.float32: "f32", torch.float64: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -96,10 +96,8 @@ def write_gguf(
     """Write a model, cut or whole, and its tokenizer; without one the file takes and gives token ids alone.
 
     Matrices are in "f32", "f16", "bf16", "q8_0", or "auto" as the model has them; vectors are float32. `progress` is
-    called with the tensors written so far and all.
-
-    Raises:
-        UnsupportedModelError: the tokenizer is of a kind that is not written.
+    called with the tensors written so far and all. An UnsupportedModelError: the tokenizer is of a kind that is not
+    written.
     """
     import gguf
 
@@ -159,7 +157,7 @@ def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _rope_factors(model: PreTrainedModel) -> NDArray[np.float32] | None:
-    """By what plain rotary frequencies are divided, `[head / 2]`; None: by nothing."""
+    """Return the divisors of plain rotary frequencies, `[head / 2]`; None: all are 1."""
     table = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
     assert isinstance(table, nn.Module)
     found: Tensor = table.inv_freq.detach().double().cpu()  # type: ignore[operator]
@@ -180,7 +178,7 @@ def _numbers(weight: Tensor) -> NDArray[Any]:
 
 
 def _in_pairs(weight: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Units of a head, `[units, ...]`, in llama.cpp's order: those that are rotated together lie side by side."""
+    """Return units of a head, `[units, ...]`, in llama.cpp's order: those rotated together lie side by side."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -220,12 +218,12 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """What a tokenizer that merges pairs says of itself.
+    """A tokenizer that merges pairs.
 
     Attributes:
         merges: two tokens apart by a space, the first to be merged first.
         of_pieces: whether it is of sentencepiece's kind, and not of bytes.
-        split: how text is split before, as llama.cpp calls it.
+        split: llama.cpp's name of how text is split before.
         space_before: whether a space comes before the text.
         special: whether a token that was added is special, by its number.
     """
@@ -251,7 +249,7 @@ class _Pairs:
         )
 
     def kind_of(self, number: int, text: str | None) -> int:
-        """The type of a token, as GGUF counts them; None: the model has a row for it, and the tokenizer no token."""
+        """Return the type of a token in GGUF; without text it is a row of the model that the tokenizer does not use."""
         import gguf
 
         if text is None:

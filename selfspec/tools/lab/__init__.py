@@ -1,1 +1,1 @@
-"""The lab: arms that decode, runs that say all that they were measured under, and one report of them."""
+"""The lab: arms that decode, runs that record all conditions they were measured under, and one report of them."""

@@ -1,4 +1,4 @@
-"""A whole study: what it asks of each model, in order, and its table."""
+"""Run a whole study: what it asks of each model, in order, and its table."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from selfspec.tools.lab.table import Prices, Row, best_length, costs_asked, find
 _TOGETHER = 4
 
 Progress = Callable[[int, int, float], None]
-"""Called with how many points are done, how many there are to be, and what share of the work that is expected to be."""
+"""Called with the points done, the points in all, and the share of the expected work that is done."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A study as it was declared, and everything that was found for it."""
+    """A study as declared, and everything found for it."""
 
     study: Study
     runs: Sequence[Run]
 
     @cached_property
     def table(self) -> list[Row]:
-        """One row for each draft, text and draft length."""
+        """Rows of the table: one for each draft, text and draft length."""
         return rows(self.runs)
 
     @property
     def failed(self) -> list[Run]:
-        """What went wrong."""
+        """Runs that ended in an error."""
         return [run for run in self.runs if run.error is not None]
 
 
@@ -51,13 +51,7 @@ def untold(done: int, known: int, share: float) -> None:
 
 
 def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, progress: Progress = untold) -> Finding:
-    """Work on a study until all of it is found out, one model after the other.
-
-    Args:
-        study: what is declared.
-        load: returns the model of a name.
-        runs: where it is kept. The same call continues what was begun there.
-        progress: called for each model.
+    """Run a study, one model after the other; the same call continues what was begun in `runs`.
 
     Raises:
         StudyError: a draft does not fit a model, or two models are the same.
@@ -161,7 +155,7 @@ def _confirmed(study: Study, texts: Asked, costs: Run, estimates: Iterable[Run])
 
 
 def _together(asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
-    """Return what is judged at once: some drafts by teacher forcing, and each of the others by itself."""
+    """Yield what is judged at once: some drafts by teacher forcing, and each of the others by itself."""
     for by, group in groupby(asked, lambda each: each.under["by"]):
         some, size = list(group), 1 if by == "generation" else _TOGETHER
         yield from (some[start : start + size] for start in range(0, len(some), size))
@@ -180,14 +174,7 @@ def sizes_of(study: Study) -> dict[str, Size]:
 
 @dataclass(frozen=True)
 class TextWork:
-    """Work for the texts of a workload at one temperature.
-
-    Attributes:
-        texts: writing them.
-        forced: judging a draft by teacher forcing.
-        counted: judging one by generation.
-        confirmed: confirming one.
-    """
+    """Work for the texts of a workload at one temperature: writing them, and judging or confirming one draft."""
 
     texts: Work
     forced: Work
@@ -214,10 +201,7 @@ def price_work(study: Study, studied: StudiedModel) -> Work:
 
 
 def work(study: Study, studied: StudiedModel, drafts: int, sizes: Mapping[str, int], counted: int = 0) -> Work:
-    """Count the tokens of a study of a number of drafts of each of its models, each as large as this one.
-
-    Of the drafts `counted` are judged by generation.
-    """
+    """Count the tokens of a study of `drafts` of each of its models, `counted` of them judged by generation."""
     resized, total = resize(study, sizes), Work()
     for prompts in studied.prompts.values():
         each = text_work(resized, prompts)
@@ -243,14 +227,7 @@ def fit_study(
 ) -> FittedWork:
     """Choose the sizes of a study; where its folder was begun with some, these stay, so that what is known is used.
 
-    Args:
-        study: as declared.
-        free: sizes that may shrink, by name; `evaluations` among them: drafts.
-        drafts: of each model, unless `evaluations` says it.
-        studied: the model that is timed.
-        minutes: the most it may take.
-        runs: where the study is kept.
-        counted: drafts that are judged by generation.
+    `free` are the sizes that may shrink, `evaluations` (drafts) among them; `counted` drafts are judged by generation.
     """
     asked = Asked("sizes", {**asdict(studied.origin), "minutes": minutes, "names": sorted(free)}, studied.place)
     begun = runs[asked].found if asked in runs else {}

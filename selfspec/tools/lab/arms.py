@@ -1,4 +1,4 @@
-"""The arms: ways to decode with one model, each named, so that it can be made again in another process."""
+"""The arms: ways to decode with one model, each named, so that another process can make it again."""
 
 from __future__ import annotations
 
@@ -66,12 +66,11 @@ class Cell:
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn."""
         return self.temperature > 0
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of `generate`, for every arm the same."""
+        """Return the keywords of `generate`, the same for every arm."""
         sampling = {"temperature": self.temperature, "top_k": 0} if self.sampled else {}
         endless = {} if self.context is None else {"eos_token_id": None}
         return {
@@ -85,11 +84,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of one call, left-padded, `[batch, tokens]` on the model's device.
-
-    Attributes:
-        mask: 1 where there is text.
-    """
+    """Prompts of one call, left-padded, `[batch, tokens]` on the model's device; the mask is 1 where there is text."""
 
     ids: Tensor
     mask: Tensor
@@ -111,16 +106,12 @@ class Prompts:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Each prompt without its padding."""
+        """Prompts without their padding."""
         return [row[at.bool()].tolist() for row, at in zip(self.ids, self.mask, strict=True)]
 
 
 def prompt_writer(checkpoint: Checkpoint, chat: bool, answer: int) -> PromptWriter:
-    """Make what writes prompts: as text, or by the checkpoint's chat template.
-
-    Raises:
-        PromptError: there is no chat template, and one is asked for.
-    """
+    """Make what writes prompts, as text or by the checkpoint's chat template; raise a PromptError if it has none."""
     if not chat:
         return PromptWriter(checkpoint, answer)
     if not checkpoint.tokenizer.chat_template:
@@ -131,7 +122,7 @@ def prompt_writer(checkpoint: Checkpoint, chat: bool, answer: int) -> PromptWrit
 def with_prompts(
     cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Prompts]]:
-    """Cells with the prompts of each call; `number` of each workload.
+    """Return cells with the prompts of each call; `number` of each workload.
 
     Raises:
         PromptError: a prompt and its text exceed the model's context, or there is no chat template, where one is asked
@@ -163,7 +154,7 @@ def _calls(cell: Cell, prompts: list[Tensor]) -> list[Prompts]:
 
 
 ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
-"""`model.generate`, alone and with each of its own speed-ups; and selfspec, without a draft and with one."""
+"""Kinds of arms: `model.generate`, alone and with its own speed-ups; and selfspec, without a draft and with one."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
@@ -177,12 +168,12 @@ _RUNTIMES = {
 _COMPILERS = ("g++", "clang++", "c++")
 
 ASSISTANT = "assistant:"
-"""How the drafts begin that `assistant_model` of transformers can be given, too."""
+"""Beginning of the names of drafts that `assistant_model` of transformers can be given, too."""
 
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """Which arm.
+    """Names an arm.
 
     Attributes:
         draft: of selfspec's drafting arms, by name; of `model.generate`, its assistant or its early exit.
@@ -190,7 +181,7 @@ class ArmSpec:
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         accept: acceptance rule, by name; None: selfspec's default.
         lossless: whether its texts are distributed as the model's own.
-        content: of the draft and the rule, beyond their names; the arm finds it out.
+        content: digest of the draft and the rule, beyond their names; the arm finds it out.
     """
 
     kind: ArmKind
@@ -204,7 +195,7 @@ class ArmSpec:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The arm's name in reports."""
         length = "" if self.length is None else f", length {self.length}"
         nodes = "" if self.nodes is None else f", {self.nodes} nodes"
         rule = "" if self.accept is None else f", {self.accept}"
@@ -223,7 +214,7 @@ class ArmSpec:
 
     @property
     def own(self) -> bool:
-        """Whether it is selfspec's."""
+        """True if the arm is selfspec's."""
         return self.kind in ("plain", "draft")
 
 
@@ -236,7 +227,7 @@ def short_names(arms: Iterable[ArmSpec]) -> dict[ArmSpec, str]:
 
 
 class OwnArm:
-    """A wrapped model. Without a draft it is plain decoding."""
+    """Decodes by a wrapped model; without a draft by plain decoding."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel, given: Given) -> None:
         runtime = runtime_named(spec.runtime)
@@ -252,7 +243,7 @@ class OwnArm:
             self.spec = replace(spec, content=holds)
 
     def drafter(self, cell: Cell) -> Drafter | None:
-        """What drafts under the conditions of a cell."""
+        """Return the drafter under the conditions of a cell."""
         draft = self.wrapped.draft
         if isinstance(draft, DraftPolicy):
             return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
@@ -279,7 +270,7 @@ class OwnArm:
 
 
 class StockArm:
-    """`model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
+    """Decodes by `model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         self.spec, self._model, self._assistant = spec, bare(model), None
@@ -336,16 +327,16 @@ class StockArm:
 
 
 Arm = OwnArm | StockArm
-"""One way to decode; `absence` says why it cannot in a cell."""
+"""A way to decode; `absence` says why it cannot in a cell."""
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel, given: Given | None = None) -> Arm:
-    """The arm that a spec names, of a stock model."""
+    """Make the arm that a spec names, of a stock model."""
     return OwnArm(spec, model, given or Given()) if spec.own else StockArm(spec, model)
 
 
 class _FirstToken(StoppingCriteria):
-    """Never stops; notes when the first new tokens came, how many these were, and how often it was asked."""
+    """Never stops; notes when the first new tokens came, their number, and how often it was asked."""
 
     def __init__(self, watch: Stopwatch, prompts: Tensor) -> None:
         self._watch, self._prompts = watch, prompts

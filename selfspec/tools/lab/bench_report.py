@@ -1,4 +1,4 @@
-"""The report of a benchmark, all of it made from its runs."""
+"""Report a benchmark, entirely from its runs."""
 
 from __future__ import annotations
 
@@ -80,11 +80,7 @@ def page(cells: Sequence[MeasuredCell]) -> Report:
 
 @dataclass(frozen=True)
 class Overview:
-    """A table of one figure, an arm a line and a cell a column, or the narrower way about; its intervals are elsewhere.
-
-    Attributes:
-        title: what the figure is.
-    """
+    """A table of one figure, an arm a line and a cell a column, or the narrower way about; `title` names the figure."""
 
     title: str
     columns: list[str]
@@ -193,7 +189,7 @@ def _not_scored(measured: MeasuredCell) -> list[str]:
 
 
 def _rounds(report: Report, measured: MeasuredCell) -> None:
-    """Add what a round of each draft cost, and the speed-up that its passes' costs predict."""
+    """Add the cost of each draft's rounds, and the speed-up that the costs of its passes predict."""
     head = ["a round, in plain steps", "draft steps", "drafted", "draft", "verify", "rest", "c", "V(4)", "o"]
     rows = []
     for record in measured.arms:
@@ -210,7 +206,7 @@ def _rounds(report: Report, measured: MeasuredCell) -> None:
 
 
 def _terms(record: Record) -> list[Estimate | None]:
-    """The terms of the formula as they were timed apart from the run: c, V(4) and o."""
+    """Return c, V(4) and o as they were timed apart from the run."""
     costs = record.costs
     if costs is None:
         return [None, None, None]
@@ -298,7 +294,7 @@ _Value = Callable[[MeasuredCell, ArmSpec], Estimate | None]
 
 
 def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[Path]:
-    """Draw what there are results for; return the files."""
+    """Draw the pictures that there are results for; return the files."""
     timed = [each for each in cells if each.timed]
     pictures = [
         _beside("speed", timed, _speed, _SPEED) or _beside("tokens_a_pass", cells, _tokens, _TOKENS),
@@ -308,7 +304,7 @@ def draw(cells: Sequence[MeasuredCell], folder: Path) -> list[Path]:
 
 
 def mark_of_arm(arm: ArmSpec) -> Mark:
-    """How an arm is drawn: what is not selfspec's in grey, with a marker for each of its ways."""
+    """Return the mark of an arm: those that are not selfspec's are grey, with a marker for each."""
     if arm.own:
         return mark_of(arm.draft)
     markers = {"generate": "o", "static": "s", "lookup": "v", "early-exit": "<", "assistant": "X"}
@@ -316,7 +312,7 @@ def mark_of_arm(arm: ArmSpec) -> Mark:
 
 
 def _marks(arms: Mapping[ArmSpec, str]) -> dict[str, Mark]:
-    """Marks by short names. Lengths or rules of one draft are told apart, too."""
+    """Return marks by short names, which also tell apart lengths or rules of one draft."""
     return distinct_marks({shown: mark_of_arm(arm) for arm, shown in arms.items()})
 
 
@@ -376,7 +372,7 @@ def _by_depth(cells: Sequence[MeasuredCell]) -> Picture | None:
 def _heat_map(
     name: str, cells: Sequence[MeasuredCell], arms: Mapping[ArmSpec, str], value: _Value, label: str
 ) -> Picture:
-    """Arms by line and places by column, with a panel for each temperature."""
+    """Draw arms by line and places by column, with a panel for each temperature."""
     tables = {}
     for decoding in dict.fromkeys(each.cell.decoding for each in cells):
         some = [each for each in cells if each.cell.decoding == decoding]
@@ -403,7 +399,7 @@ def _was_judged(record: Record) -> bool:
 
 
 def _shares(record: Record) -> list[Estimate]:
-    """The share accepted at each depth, up to the first at which too few tokens were judged."""
+    """Return the share accepted at each depth, up to the first at which too few tokens were judged."""
     assert record.counts is not None
     pairs = zip(record.counts.accepted_per_depth, record.counts.judged_per_depth, strict=True)
     shares = [Estimate.of_share(*pair) for pair in takewhile(lambda pair: pair[1] >= _ENOUGH, pairs)]

@@ -1,4 +1,4 @@
-"""The drafts a study names, one by one (`exits`, `random:4x20`, ..., or a name), and the skip sets there are."""
+"""The drafts that a study names, one by one (`exits`, `random:4x20`, ..., or a name), and skip sets."""
 
 from __future__ import annotations
 
@@ -79,18 +79,14 @@ class Space:
 
 @dataclass(frozen=True)
 class Given:
-    """Drafters and rules that a caller gives as objects, by what runs and reports call them; all others have names."""
+    """Drafters and rules that a caller gives as objects, by their names in runs and reports; all others have names."""
 
     drafts: Mapping[str, Drafter] = field(default_factory=dict)
     rules: Mapping[str, Rule] = field(default_factory=dict)
 
     @classmethod
     def of(cls, drafts: Iterable[str | Drafter], rules: Iterable[str | Rule] = ()) -> Given:
-        """Keep those that are objects.
-
-        Raises:
-            StudyError: two are called the same.
-        """
+        """Keep the drafters and rules that are objects; two of one name are a StudyError."""
         every: list[Any] = [[each for each in drafts if isinstance(each, Drafter)]]
         every += [[each for each in rules if isinstance(each, Rule)]]
         for some in every:
@@ -101,18 +97,14 @@ class Given:
         return cls(*found)
 
     def drafter(self, name: str) -> Drafter:
-        """Return the drafter of a name.
-
-        Raises:
-            DraftConfigError: there is none.
-        """
+        """Return the drafter of a name; an unknown one is a DraftConfigError."""
         found = self.drafts[name] if name in self.drafts else parse_draft(name)
         if found is None:
             raise DraftConfigError("plain decoding is what every draft is compared with; name a draft")
         return found
 
     def lossless(self, rule: str | None) -> bool:
-        """Whether texts by a rule are distributed as the model's own; None: by selfspec's default."""
+        """Return whether texts by a rule are distributed as the model's own; None is the default rule."""
         return rule is None or (self.rules.get(rule) or find_rule(rule)).lossless
 
 
@@ -128,11 +120,7 @@ def called(draft_or_rule: str | Drafter | Rule) -> str:
 def named_drafts(
     names: Iterable[str], model: PreTrainedModel, adapter: Adapter, seed: int, given: Given | None = None
 ) -> dict[str, str]:
-    """Return the drafts of a study, in the order in which they are named, each with what its name does not say.
-
-    Returns:
-        Their contents, by the name that `Given.drafter` reads.
-    """
+    """Return the drafts of a study in their order, by the name that `Given.drafter` reads, each with its `content`."""
     found: dict[str, str] = {}
     known = given or Given()
     for name in names:
@@ -157,7 +145,7 @@ def draft_kind(name: str) -> str:
 
 
 def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter) -> bool:
-    """Whether many such drafts can be judged by one reading of a text: those of exact layers that keep no states."""
+    """Return whether one reading of a text can judge many such drafts: those of exact layers that keep no states."""
     if adapter.recurrent or adapter.publishes is not None:
         return False
     exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers
@@ -203,10 +191,9 @@ def skip_set(name: str) -> SkipSet:
 
 
 def content(*parts: Drafter | DraftPolicy | Rule | None) -> str:
-    """Return a digest of what drafts and rules are beyond their names.
+    """Digest what drafts and rules are beyond their names, so that results for other contents are not taken for theirs.
 
-    That is their fields, the weights and the files that these name, and code of another package. So what was measured
-    of another content is not taken for its own.
+    That is their fields, the weights and the files that these name, and code of another package.
     """
     found = [said for part in parts for said in _contents(part)]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Drafts judged on a model's own texts: many at once by teacher forcing, and any kind by real generation."""
+"""Judge drafts on a model's own texts: many at once by teacher forcing, and any kind by real generation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def confirm_asked(estimated: Asked, draft_length: int) -> Asked:
 def estimate(
     studied: StudiedModel, texts: Sequence[Continuation], temperature: float, asked: Sequence[Asked]
 ) -> list[dict[str, Any]]:
-    """Estimate what each of some drafts of the model's exact layers would do on the same texts, by teacher forcing."""
+    """Estimate by teacher forcing what drafts of the model's exact layers would do on the same texts."""
     drafters = [studied.given.drafter(each.under["draft"]) for each in asked]
     paths = [DraftPath(each.path(studied.depth), each.head) for each in drafters if isinstance(each, LayerPathDrafter)]
     reach = max(each.under["reach"] for each in asked)
@@ -86,7 +86,7 @@ def _replay(figures: Sequence[TeacherForcedFigures], length: int) -> dict[str, A
 def count(
     studied: StudiedModel, texts: Sequence[Continuation], temperature: float, new_tokens: int, asked: Asked
 ) -> dict[str, Any]:
-    """Count what generations accept of a draft of any kind, at each draft length; nothing is timed."""
+    """Count the tokens that generations accept from a draft of any kind, at each draft length; nothing is timed."""
     drafter = studied.given.drafter(asked.under["draft"])
     prompts = [Prompts.of_one_length(text.ids[:, : text.prompt]) for text in texts]
     cell, lengths = _cell(asked, temperature, new_tokens), {}
@@ -159,6 +159,6 @@ def confirm(
 
 
 def _step(call: Call) -> float:
-    """Seconds a token, prefill aside."""
+    """Return the seconds of a token, prefill aside."""
     assert call.stats is not None
     return sum(seconds for phase, seconds in call.stats.seconds.items() if phase != "prefill") / call.tokens

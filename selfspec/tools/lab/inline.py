@@ -1,4 +1,4 @@
-"""`selfspec.ablate(model, ...)` and `selfspec.bench(model, ...)`: the lab over a model in memory, and tables."""
+"""Offer the lab over a model in memory: `selfspec.ablate(model, ...)` and `selfspec.bench(model, ...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cell with all its arms, as a run of the lab and back."""
+"""A cell with all its arms, as a run of the lab and back; and the figures of an arm, made of raw times and counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MeasuredCell:
     """All arms of a cell, in the order of the report, measured in turns.
 
     Attributes:
-        environment: with what.
+        environment: with which it was measured.
         load: cores that were free meanwhile; this process's own count as free.
         asked: the prompts of each call, written down; empty where there was no tokenizer.
     """
@@ -42,11 +42,7 @@ class MeasuredCell:
 
     @classmethod
     def of(cls, run: Run) -> MeasuredCell:
-        """Return the cell that a run is of.
-
-        Raises:
-            BenchError: it is none of this version.
-        """
+        """Return the cell of a run; a run of another version is a BenchError."""
         load = asdict(run.load or SpareCores(0, None))
         content = {**run.asked.under, **run.found, "environment": run.environment, "load": load}
         try:
@@ -59,28 +55,28 @@ class MeasuredCell:
 
     @classmethod
     def question(cls, cell: Cell, settings: Setup) -> Asked:
-        """Return what is to be found out of a cell."""
+        """Return what is asked about a cell: the key of its run."""
         return Asked(KIND, {"cell": asdict(cell), "settings": asdict(settings)}, {"title": cell.title})
 
     @property
     def run(self) -> Run:
-        """The run to be kept."""
+        """Return the run to keep."""
         arms = [asdict(record) for record in self.arms]
         found = {"arms": arms, "asked": self.asked}
         return Run(self.question(self.cell, self.settings), found, environment=self.environment, load=self.load)
 
     @property
     def timed(self) -> bool:
-        """Whether calls were timed in turns."""
+        """True if calls were timed in turns."""
         return self.settings.repeats > 0
 
     def scored(self, kind: ArmKind) -> Record | None:
-        """The first arm of a kind, if it is scored."""
+        """Return the first arm of a kind, if it is scored."""
         return next((record for record in self.arms if record.arm.kind == kind and record.scored), None)
 
     @cached_property
     def figures(self) -> dict[ArmSpec, Figures]:
-        """Those of the arms that are scored."""
+        """Figures of the arms that are scored."""
         scored = [record for record in self.arms if record.scored]
         if not self.timed:
             return {record.arm: untimed_figures(record) for record in scored}
@@ -89,12 +85,12 @@ class MeasuredCell:
 
     @cached_property
     def qualities(self) -> dict[ArmSpec, TextQuality]:
-        """Those of the arms whose texts were scored."""
+        """Qualities of the arms whose texts were scored."""
         return qualities([record for record in self.arms if record.absence is None])
 
     @cached_property
     def doubts(self) -> list[str]:
-        """What figures cannot be, or were made beside other work; a sentence each."""
+        """Sentences on figures that cannot be, or were made beside other work."""
         plain = self.scored("plain")
         beside = None if plain is None else self.figures[plain.arm]
         found = [
@@ -122,7 +118,7 @@ class MeasuredCell:
         return found.low == found.high
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, ready for JSON; texts and times of each call are in the file of runs."""
+        """Return the figures, ready for JSON; texts and times of each call are in the file of runs."""
         far, arms = differing(self.qualities), []
         for record in self.arms:
             found, quality = self.figures.get(record.arm), self.qualities.get(record.arm)
@@ -194,7 +190,7 @@ _Speeds = NDArray[np.float64]
 class RoundCost:
     """The mean round of an arm in the run, in rounds of plain decoding in the same run.
 
-    Its draft, its target pass, and the rest: acceptance, commit and all between; then its draft steps and draft tokens.
+    `rest` is acceptance, commit and all between draft and target pass; then come its draft steps and draft tokens.
     """
 
     draft: float
@@ -206,15 +202,12 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class PredictedSpeedup:
-    """The speed-up that the cost model predicts of an arm, beside the one that was measured.
-
-    Predicted are the tokens of the arm's rounds by what their parts cost when timed apart from the run:
+    """The speed-up that the cost model predicts of an arm, beside the measured one; the overhead o shows as efficiency.
 
         tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a round
 
-    That is the formula of Leviathan et al. (2023) for the rounds as they were: its numerator (1 - alpha^(gamma+1)) /
-    (1 - alpha) is the mean accepted length where alpha is the same at every place and gamma in every round, and here it
-    is what was measured. The overhead o is left out, so that efficiency shows what it costs.
+    That is the formula of Leviathan et al. (2023) for the rounds as they were: its (1 - alpha^(gamma+1)) / (1 - alpha)
+    is the mean accepted length where alpha and gamma never change, and here it is what was measured.
 
     Attributes:
         predicted: speed-up against plain decoding by the passes' costs, with their intervals.
@@ -229,21 +222,23 @@ class PredictedSpeedup:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is shown of an arm that is scored. Speeds are tokens per second of all rows together; None if not timed.
+    """Figures of an arm that is scored. Speeds are tokens per second of all rows together; None if not timed.
+
+    Ratios are taken repeat by repeat, because what slows the machine slows both arms of a repeat.
 
     Attributes:
         decoding_tokens_per_second: after the first tokens, so without prefill.
         whole_call_tokens_per_second: prefill included.
-        first_token_seconds: until the first tokens of a call stand; of each repeat the mean over calls.
+        first_token_seconds: until the first tokens of a call are there; of each repeat the mean over calls.
         decoding_against: decoding speed against that of `model_generate` and of selfspec `plain`.
         decoding_without_cycles: against `model.generate` in the calls whose texts hardly repeat themselves.
         whole_call_against: speed of whole calls against that of `model.generate`.
-        mean_accepted_length: tokens committed per target pass of a row, by selfspec's own count, with an interval over
-            calls; of other arms by calls of the model.
+        mean_accepted_length: tokens committed per target pass of a row, with an interval over calls; of
+            `model.generate` by calls of the model.
         acceptance_rate: share of the judged draft tokens that were accepted.
         acceptance_by_depth: the same at each depth of the draft, None where none was judged.
         cycle_share: share of all tokens inside repeating cycles.
-        round_in_plain_steps: what a round cost in the run; None for arms that do not draft.
+        round_in_plain_steps: cost of a round in the run; None for arms that do not draft.
         prediction: None where the passes were not timed or the arm does not draft.
     """
 
@@ -262,7 +257,7 @@ class Figures:
 
 
 def figures(record: Record, reference: Record | None, plain: Record | None) -> Figures:
-    """The figures of an arm beside `model.generate` and selfspec's plain decoding in the same cell."""
+    """Return the figures of an arm beside `model.generate` and selfspec's plain decoding in the same cell."""
     own = _decoding(record)
     others = {"model_generate": reference, "plain": plain}
     against = {name: _median(own / _decoding(other)) for name, other in others.items() if other is not None}
@@ -283,7 +278,7 @@ def figures(record: Record, reference: Record | None, plain: Record | None) -> F
 
 
 def untimed_figures(record: Record) -> Figures:
-    """The figures of an arm whose texts were decoded once, whatever else the machine did: counts alone."""
+    """Return the figures of an arm whose texts were decoded once, untimed: counts alone."""
     judged, accepted = (
         [float(sum(sum(depths) for depths in call)) for call in zip(*counts, strict=True)]
         for counts in (record.judged, record.accepted)
@@ -320,7 +315,7 @@ def doubts(record: Record, found: Figures, plain: Figures | None) -> Iterator[st
 
 
 def calls_without_cycles(reference: Record) -> list[int]:
-    """The calls whose texts by the reference arm hardly repeat themselves: no more than `CYCLING` of their tokens."""
+    """Return the calls whose texts by the reference arm have at most `CYCLING` of their tokens in repeating cycles."""
     calls: list[int] = np.flatnonzero(np.mean(reference.cycle_share, 0) <= CYCLING).tolist()
     return calls
 
@@ -335,7 +330,7 @@ def _tokens_a_pass(record: Record) -> Estimate:
 
 
 def _over_calls(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
-    """A ratio with an interval over calls, whose prompts differ."""
+    """Return a ratio with an interval over calls, whose prompts differ."""
     pairs = [pair for pair in zip(parts, wholes, strict=True) if pair[1] > 0]
     return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs])
 

@@ -1,4 +1,4 @@
-"""What the parts of a round cost, timed apart from the run: the c, V and o of the speed-up formula, by draft."""
+"""Measure, apart from the run, the c, V and o of each draft, and the peak memory of each arm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN_ROUND = Estimate(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class PassCosts:
-    """The costs of one draft, as `selfspec.measure.measure_costs` times them; the unit is a round of plain decoding.
+    """The costs of one draft, as `measure_costs` times them; the unit is a round of plain decoding.
 
     Attributes:
         step_seconds: seconds of a round of plain decoding.
@@ -51,7 +51,7 @@ class PassCosts:
     overhead: Estimate = field(default=Estimate(0.0, 0.0, 0.0))
 
     def of_round(self, steps: int, drafted: int) -> Estimate | None:
-        """The cost of a round without o, of a look-up if it has no steps; None where its draft step was not timed.
+        """Return the cost of a round without o, of a look-up if `steps` is 0; None where its draft step was not timed.
 
         Its interval has all parts at one end at a time, so it is wide.
         """
@@ -72,10 +72,9 @@ class PassCosts:
 def costs_of(
     model: PreTrainedModel, cell: Cell, arms: Sequence[Arm], prompts: Sequence[Prompts]
 ) -> list[PassCosts | None]:
-    """The costs of each arm's draft under the conditions of a cell, in the middle of its texts.
+    """Return the costs of each arm's draft under the conditions of a cell, in the middle of its texts.
 
-    None for arms that do not draft, that draft trees, whose steps read several nodes at once, or in a way that has no
-    known parts. All of selfspec's arms run passes alike.
+    They are None for arms that do not draft, that draft trees, or whose draft has no known parts.
     """
     drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) and arm.spec.nodes is None else None for arm in arms]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
@@ -98,7 +97,7 @@ def costs_of(
 
 
 def _last(draft: Drafter | None) -> Drafter | None:
-    """The last source of a cascade or union."""
+    """Return the last source of a cascade or union."""
     return None if draft is None else draft.last
 
 
@@ -108,7 +107,7 @@ def _path(draft: Drafter | None) -> LayerPathDrafter | None:
 
 
 def _costs(measured: MeasuredCosts, path: LayerPathDrafter | None) -> PassCosts:
-    """Those of a draft along a path, or, without one, of look-ups."""
+    """Return the costs of a draft along a path; without one, of look-ups."""
     name = PLAIN if path is None else draft_name(path)
     verify: Mapping[str, Mapping[int, Estimate]] = measured.verify
     return PassCosts(
@@ -126,15 +125,12 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What one call took, in bytes.
-
-    On CUDA torch counts what it allocated; on a CPU the operating system counts the resident set, in pages, Python and
-    its libraries left out.
+    """Memory of one call, in bytes, by torch's count, or by the system's resident set without Python and its libraries.
 
     Attributes:
-        weights: what the loaded model takes.
-        peak: the most there was at any time of the call, the weights included.
-        counted_by: who counted: "torch" or "system".
+        weights: of the loaded model.
+        peak: the most at any time of the call, the weights included.
+        counted_by: "torch" or "system".
     """
 
     weights: int
@@ -143,13 +139,13 @@ class PeakMemory:
 
     @property
     def growth(self) -> int:
-        """What the call took above the weights."""
+        """Bytes of the call above the weights."""
         return self.peak - self.weights
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What the other process does, and on what device."""
+    """The work of the other process, and its device."""
 
     arm: ArmSpec
     cell: Cell
@@ -161,11 +157,7 @@ class _Job:
 
 
 def measure_memory(arm: ArmSpec, cell: Cell, prompts: Prompts, place: str, dtype: torch.dtype) -> PeakMemory | None:
-    """Let a new process load the model and decode once, on the device of the prompts.
-
-    Returns:
-        What it took; None where the system does not tell.
-    """
+    """Let a new process load the model and decode once, on the device of the prompts; None: the system cannot tell."""
     there = Prompts(prompts.ids.cpu(), prompts.mask.cpu())
     job = _Job(arm, cell, there, place, dtype, prompts.ids.device, torch.get_num_threads())
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -202,5 +194,5 @@ def _in_use(device: torch.device) -> int:
 
 
 def _counts(device: torch.device) -> bool:
-    """Whether torch counts the memory of a device."""
+    """Return whether torch counts the memory of a device."""
     return not on_host(device) and hasattr(backend(device), "memory_allocated")

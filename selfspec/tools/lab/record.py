@@ -1,4 +1,4 @@
-"""What is kept of an arm in a cell: raw times, counts and texts, from which every figure follows."""
+"""Raw times, counts and texts of an arm in a cell, from which every figure follows; and the likelihood of its texts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Setup:
-    """What else must be the same for two measurements of a cell to be of one thing.
+    """Conditions that two measurements of a cell share if they are of one thing.
 
-    The model, its `Origin`, what it computes in and where; CPU threads of torch; how often each arm was timed (0: texts
-    were decoded once and not timed), on how many prompts, a digest of their tokens, and what was measured.
+    They are the model, its `Origin`, what it computes in and where; CPU threads of torch; how often each arm was timed
+    (0: texts were decoded once and not timed), on how many prompts, a digest of their tokens, and the parts measured.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Setup:
 
 @dataclass(frozen=True, order=True)
 class ShapeCount(DraftShape):
-    """How many rounds there were of a shape."""
+    """Number of rounds of a shape."""
 
     rounds: int
 
@@ -61,7 +61,7 @@ class Record:
         agreement: of greedy texts with those of `model.generate`.
         first_seconds: until its first tokens were there.
         tokens: new tokens of each call, of all rows.
-        first_tokens: how many there were at `first_seconds`.
+        first_tokens: new tokens at `first_seconds`.
         passes: target passes of each call, prefill not counted.
         cycle_share: share of each call's tokens in passages that repeat themselves.
         texts: new tokens of each row of each call.
@@ -69,11 +69,10 @@ class Record:
         judged: of selfspec's arms, draft tokens that were judged in each call, by depth.
         accepted: as `judged`.
         counts: of selfspec's arms.
-        rounds: of selfspec's arms, how many there were of each shape.
+        rounds: of selfspec's arms, the number of each shape.
         memory: at the peak, in a separate process.
         costs: of the parts of its rounds, timed apart from the run.
-        nats: negative log-likelihood of each text under the model at temperature 1, row by row; empty where texts were
-            not scored.
+        nats: negative log-likelihood of each text under the model at temperature 1, by row; empty where not scored.
     """
 
     arm: ArmSpec
@@ -97,12 +96,12 @@ class Record:
 
     @property
     def refused(self) -> bool:
-        """Whether the arm may not be scored, because its greedy texts differ though its rule is lossless."""
+        """True if the arm may not be scored, because its greedy texts differ though its rule is lossless."""
         return self.agreement is not None and self.agreement.refused and self.arm.lossless
 
     @property
     def scored(self) -> bool:
-        """Whether there are figures to show."""
+        """True if there are figures to show."""
         return self.absence is None and not self.refused
 
     @classmethod
@@ -114,7 +113,7 @@ class Record:
         nats: Sequence[list[list[float]]] = (),
         said: Sequence[list[list[str]]] = (),
     ) -> Record:
-        """Keep what there is of an arm's calls."""
+        """Make the record of an arm's calls."""
 
         def each(value: Callable[[Call], _Value]) -> list[list[_Value]]:
             return [[value(call) for call in repeat] for repeat in measured.calls]
@@ -178,7 +177,7 @@ def nats_of(
 
 
 def qualities(arms: Sequence[Record]) -> dict[ArmSpec, TextQuality]:
-    """Return what is known of the arms of a cell whose texts were scored."""
+    """Return the quality of the arms of a cell whose texts were scored."""
     scored = {record.arm: record for record in arms if record.nats}
     plain = next((record for record in scored.values() if record.arm.kind == "plain"), None)
     return {arm: _quality(record, plain) for arm, record in scored.items()}
@@ -203,7 +202,7 @@ def _quality(record: Record, plain: Record | None) -> TextQuality:
 
 
 def _by_prompt(record: Record) -> tuple[list[float], list[float]]:
-    """Nats and tokens of each prompt, all repeats together."""
+    """Return the nats and tokens of each prompt, all repeats together."""
     nats = [[each for call in repeat for each in call] for repeat in record.nats]
     tokens = [[float(len(row)) for call in repeat for row in call] for repeat in record.texts]
     return np.sum(nats, 0).tolist(), np.sum(tokens[: len(nats)], 0).tolist()

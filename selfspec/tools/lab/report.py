@@ -1,4 +1,4 @@
-"""One report for all that the lab measures: the same parts as a page of Markdown and as one of HTML, and as tables."""
+"""Report what the lab measures: the same parts as Markdown and as HTML, tables as files, and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selfspec.files.writing import whole
 from selfspec.measure.estimate import Estimate
 
 KEPT = "what was measured is kept: make room and repeat the command"
-"""What messages say of a report that cannot be written."""
+"""Advice in messages about a report that cannot be written."""
 
 MARKDOWN, PAGE = "report.md", "report.html"
 
@@ -82,7 +82,7 @@ class Report:
         self._add(f"![{file.stem}]({file.name})", f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">')
 
     def coloured(self, html: str) -> None:
-        """Add what only HTML can show."""
+        """Add a part that only HTML can show."""
         self._html.append(html)
 
     @property
@@ -97,11 +97,7 @@ class Report:
         return f"<!doctype html><html lang=en>{head}<body>{''.join(self._html)}</body></html>\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """Write both pages into a folder.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """Write both pages into a folder."""
         for name, text in ((MARKDOWN, self.markdown), (PAGE, self.html)):
             with whole(folder / name, KEPT) as draft:
                 draft.write_text(text, encoding="utf-8")
@@ -119,17 +115,13 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text as Markdown that shows it, in one line: no markup, no HTML, no end of a table's cell."""
+    """Return a text as Markdown that shows it in one line: no markup, no HTML, no end of a table's cell."""
     line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text.split()))
     return _BEGINNING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\g<0>", line))
 
 
 def write_data(table: Sequence[Mapping[str, Any]], about: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
-    """Write rows as CSV and as Parquet, which holds what they were made with, too.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
+    """Write rows as CSV and as Parquet, which also holds `about`: what they were made with."""
     import pandas
     import pyarrow
     from pyarrow import parquet
@@ -149,7 +141,7 @@ BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, OLIVE, WINE = "#E69F00", "#56B4E9", "#000000", "#999933", "#882255"
 GREY, PALE = "#777777", "#BBBBBB"
 SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, OLIVE, WINE)
-"""For what is no kind of draft: in this order."""
+"""Colours of lines that are no kind of draft, in this order."""
 
 STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # names may hold dollar signs
@@ -171,12 +163,12 @@ _MARKERS = ("o", "s", "^", "d", "v", "p", "*", "X", "h")
 
 @dataclass(frozen=True)
 class Mark:
-    """How something is drawn wherever it is drawn.
+    """Colour and marker of a draft or line, the same in every picture.
 
     Attributes:
         colour: as `#RRGGBB`.
         marker: of matplotlib.
-        dashes: of a line, which tell apart what has the same colour.
+        dashes: of a line, which tell apart lines of the same colour.
         filled: whether markers are; those of cascades are not.
     """
 
@@ -193,7 +185,7 @@ class Mark:
 
 
 def mark_of(draft: str | None) -> Mark:
-    """The mark of a draft by its name, such as `lookup+exit:4`; None: plain decoding."""
+    """Return the mark of a draft by its name, such as `lookup+exit:4`; None: plain decoding."""
     if draft is None:
         return Mark(BLACK, "o")
     colours = [colour for colour in SEQUENCE if colour != BLACK]
@@ -210,12 +202,12 @@ def mark_of(draft: str | None) -> Mark:
 
 
 def marks_of(drafts: Iterable[str]) -> dict[str, Mark]:
-    """Marks of several drafts in one picture: those of one kind differ by dashes and markers."""
+    """Return the marks of several drafts in one picture: those of one kind differ by dashes and markers."""
     return distinct_marks({draft: mark_of(draft) for draft in drafts})
 
 
 def distinct_marks(marks: Mapping[str, Mark]) -> dict[str, Mark]:
-    """The marks of one picture, by what is drawn: those of one colour differ by dashes and markers."""
+    """Return the marks of one picture: those of one colour differ by dashes and markers."""
     found: dict[str, Mark] = {}
     for name, own in marks.items():
         others = [each.marker for each in found.values() if each.colour == own.colour]
@@ -239,7 +231,7 @@ _RC: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "selfspe
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a picture: its title, and what draws it."""
+    """One panel of a picture."""
 
     title: str
     draw: Callable[[Axes], None]
@@ -254,7 +246,7 @@ class Picture:
         height: of a panel, in inches.
         across: panels side by side, at most.
         note: text below all panels.
-        legend: marks by what they mean.
+        legend: marks by their meanings.
         share: whether all panels have the same axes.
         finish: draws what all panels share.
     """
@@ -269,11 +261,7 @@ class Picture:
     finish: Callable[[Figure, Sequence[Axes]], None] | None = None
 
     def save(self, folder: Path) -> Path:
-        """Draw it, and return the PNG file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write the picture as SVG and PNG; return the PNG file."""
         from matplotlib import rc_context
 
         with rc_context(_RC):

@@ -29,12 +29,12 @@ _KEPT = "what was measured before is kept: make room and repeat the command to g
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be found out.
+    """A question to the lab.
 
     Attributes:
         kind: of finding.
         under: everything that the result depends on.
-        place: what reports call its model, text and so on; it does not change the result.
+        place: names of its model, text and so on in reports; they do not change the result.
     """
 
     kind: str
@@ -50,12 +50,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it.
+    """A question and its result.
 
     Attributes:
         found: the findings; empty after an error.
         error: what went wrong; None if nothing did.
-        environment: with what it was made.
+        environment: with which it was made.
         load: cores that were free meanwhile, this process's own among them; None: not watched.
     """
 
@@ -68,17 +68,14 @@ class Run:
 
     @property
     def doubt(self) -> str | None:
-        """Why its times are unsure; None: they are not, as far as is known."""
+        """Reason why its times are unsure; None: they are not, as far as is known."""
         if self.load is None or self.environment.get("device") != "cpu":
             return None
         return self.load.doubt(int(self.environment["threads"]))
 
 
 class Runs:
-    """The runs of a folder, by key: of one thing the latest.
-
-    Args:
-        folder: need not exist; None: they are kept nowhere.
+    """The runs of a folder, by key: the latest answer to each question. Without a folder, they are kept nowhere.
 
     Raises:
         BenchError: its file holds something else.
@@ -105,7 +102,7 @@ class Runs:
 
     @property
     def used(self) -> list[Run]:
-        """The runs that were read here, in that order; others of the folder may be of other models."""
+        """Runs that were read here, in that order; others of the folder may be of other models."""
         return [self[asked] for asked in self._used.values()]
 
     def of_kind(self, kind: str) -> list[Run]:
@@ -113,11 +110,7 @@ class Runs:
         return [run for run in self._runs.values() if run.asked.kind == kind]
 
     def keep(self, runs: Iterable[Run]) -> None:
-        """Add runs to the file, a line each.
-
-        Raises:
-            StorageError: it cannot be written; the runs before are whole.
-        """
+        """Add runs to the file, a line each; if it cannot be written, the runs before stay whole."""
         made = list(runs)
         if self._file is not None:
             lines = "".join(json.dumps(sealed(asdict(run))) + "\n" for run in made)
@@ -137,10 +130,7 @@ class Runs:
         find: Callable[[Sequence[Asked]], Sequence[Mapping[str, Any]]],
         environment: Mapping[str, Any],
     ) -> None:
-        """Find out what is not known of some things, and keep it; an error of one is its result and ends no other.
-
-        `find` returns what it finds of each.
-        """
+        """Find out what is not known of some questions, and keep it; an error is a result, and ends no other."""
         missing = [each for each in asked if each not in self]
         if not missing:
             return
@@ -185,7 +175,7 @@ _UNSAID = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 
 @dataclass(frozen=True)
 class Origin:
-    """What makes two measurements ones of the same thing; a part of every key of the lab.
+    """Identifies what was measured; a part of every key of the lab.
 
     Attributes:
         base: fingerprint of the weights as they are, shortened.
@@ -197,11 +187,7 @@ class Origin:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Origin:
-        """Return what is measured of a model now.
-
-        Raises:
-            BenchError: its weights are offloaded, so that they cannot be told from others.
-        """
+        """Identify a model as it is; one with offloaded weights, which cannot be told from others, is a BenchError."""
         try:
             base = fingerprint(model, torch.float32)
         except ValueError as reason:
@@ -218,7 +204,7 @@ class Origin:
 
     @property
     def short(self) -> str:
-        """The weights, in reports."""
+        """The weights' name in reports."""
         return self.base[:8]
 
 
@@ -227,7 +213,7 @@ def _without_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def told_apart(models: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return what reports call models, by name and weights: where a name has several weights it is followed by them."""
+    """Return report names of models, by name and weights: where a name has several weights, these follow it."""
     every = list(dict.fromkeys(models))
     names = [name for name, _ in every]
     return {(name, base): name if names.count(name) == 1 else f"{name} {base[:8]}" for name, base in every}

@@ -1,4 +1,4 @@
-"""A search for the skip set that promises the highest speed.
+"""Search for the skip set that promises the highest speed.
 
 Skip sets are proposed by similarity of hidden states, and estimated as in a study: acceptance by teacher forcing, cost
 by price, speed by both.
@@ -65,15 +65,14 @@ def search(
 ) -> list[Row]:
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
-    Repeated with the same runs it does only what is not known yet. Prompts are those of the first workload; the study
-    has one temperature.
+    Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
 
     Args:
         studied: the model and its prompts.
         study: texts, draft lengths, reach and pricing.
         space: sets that may be chosen.
         evaluations: the most skip sets to evaluate.
-        runs: where the search is kept, to be continued; None: nowhere.
+        runs: where the search is kept; None: nowhere.
         progress: called with what is done, and all that is to be done.
 
     Returns:
@@ -88,7 +87,7 @@ def search(
 
 
 def _compared(studied: StudiedModel, texts: Sequence[Continuation]) -> TeacherForcedText:
-    """Cut the longest of some texts to what states are compared on: as much of each as of the shortest."""
+    """Cut the longest texts to the length of the shortest, to compare states on."""
     longest = sorted(texts, key=lambda text: text.prompt - text.ids.shape[1])[:_TEXTS]
     first = min(text.prompt for text in longest)
     new = min(_TOKENS, *(text.ids.shape[1] - text.prompt for text in longest))
@@ -127,7 +126,7 @@ _MOST_UNITS = 4
 
 @dataclass(frozen=True)
 class _Kept:
-    """One way through the first layers: what it leaves out and so saves, and its states, `[texts, tokens, hidden]`."""
+    """A way through the first layers: sublayers left out, cost saved, and its states, `[texts, tokens, hidden]`."""
 
     skipped: SkipSet
     saved: int
@@ -138,14 +137,10 @@ class _Kept:
 def sets_by_similarity(text: TeacherForcedText, space: Space, prices: Prices, width: int = 1) -> list[SkipSet]:
     """Return the sets that keep the last hidden states most like the full model's, for every amount of cost saved.
 
-    After each layer, and for each amount of cost saved so far, the states most like the full model's own are kept. That
-    the best way to a layer begins with best ways to the layers before it is an approximation (CLaSp, Chen et al., 2025,
-    arXiv 2505.24196); attention and MLP weigh what they cost rather than one each, as in KnapSpec.
-
-    The text, of a reach of 1, may be short; `width` ways are kept for each amount.
-
-    Returns:
-        Most similar first.
+    After each layer, and for each amount of cost saved so far, the `width` ways with states most like the full model's
+    are kept. That the best way to a layer begins with best ways to the layers before it is an approximation (CLaSp,
+    Chen et al., 2025, arXiv 2505.24196); attention and MLP weigh what they cost rather than one each, as in KnapSpec.
+    The text has a reach of 1. The most similar sets come first.
     """
     costs = {part: max(prices.of_part(part), 1e-6) for part in Part}
     units = {part: min(_MOST_UNITS, round(cost / min(costs.values()))) for part, cost in costs.items()}

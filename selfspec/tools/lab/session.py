@@ -1,4 +1,4 @@
-"""A run of the benchmark over many cells, which can be interrupted and resumed."""
+"""Run the benchmark over many cells, interrupted and resumed at will."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from selfspec.tools.lab.runs import Asked, Origin, Runs
 from selfspec.tools.lab.turns import ArmRun, measure
 
 Part = Literal["speed", "memory", "costs", "quality", "acceptance"]
-"""What may be measured in a cell. Without `speed` and what needs it texts are decoded once, and nothing is timed."""
+"""Parts of a measurement. Without `speed` and what needs it, texts are decoded once and nothing is timed."""
 
 _TIMED: frozenset[Part] = frozenset({"speed", "memory", "costs"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What is measured of one model in each cell.
+    """Measures one model in each cell.
 
     Attributes:
-        name: what reports call the model.
+        name: of the model in reports.
         place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
         specs: the arms, `model.generate` first.
         repeats: how often each arm is timed.
         warm_up: how often it decodes all prompts before.
-        parts: what is measured. Of `memory`, which takes a separate process for each arm, one cell for each batch size
-            and prompt length.
+        parts: to measure. Of `memory`, which takes a separate process for each arm, one cell for each batch size and
+            prompt length.
         given: drafters and rules that are objects, which no other process has.
-        tokenizer: writes down what was asked and said; None: token ids alone are kept.
+        tokenizer: writes prompts and texts down; None: token ids alone are kept.
     """
 
     name: str
@@ -55,13 +55,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[MeasuredCell]:
-        """Measure what was not measured before.
-
-        Cells have the prompts of each call; each cell is kept when it is done.
-
-        Returns:
-            All of the cells, measured now or before.
-        """
+        """Measure the cells, given with the prompts of each call, that were not measured before; return all of them."""
         arms = [make_arm(spec, self.model, self.given) for spec in self.specs]
         specs = [arm.spec for arm in arms]
         origin = Origin.of(self.model)

@@ -1,4 +1,4 @@
-"""What a study declares: models, drafts, workloads and the rest, from a TOML file or from options, checked."""
+"""Declare a study, in a TOML file or by options: models, drafts, workloads and so on; and load its models."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.runs import Asked, Origin, Run
 
 Pricing = Literal["measured", "weights"]
-"""Where costs come from: timed on this machine, or the weights that a step reads."""
+"""Source of costs: timed on this machine, or the weights that a step reads."""
 
 _LARGE = 2**63
 
 
 def _listed(value: Any) -> Any:
-    """One value may stand for a list of one."""
+    """Let one value stand for a list of one."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -64,7 +64,7 @@ class Study:
         models: checkpoint folders or hub names; "demo" is the embedded one.
         drafts: names as of `--draft`, of any drafter; `exits`, `layers`, `sublayers`, `random:SIZExCOUNT` or
             `heads:FOLDER` stand for many.
-        workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model writes on from.
+        workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model continues.
         chat: whether prompts are written by the chat template.
         temperatures: 0 decodes greedily.
         texts: of a workload, to each of which the model adds up to `max_new_tokens`.
@@ -94,7 +94,7 @@ class Study:
 
     @classmethod
     def of(cls, declared: Mapping[str, Any], where: str = "the study") -> Study:
-        """Check what a file or options declare; messages call it `where`."""
+        """Check the declarations of a file or of options; messages call them `where`."""
         names = [each.name for each in fields(cls)]
         for key in declared:
             if key not in names:
@@ -110,16 +110,12 @@ class Study:
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """Read a study from a TOML file; `changes` replace values of the file.
-
-    Raises:
-        StudyError: the file cannot be read, is malformed, or declares what cannot be.
-    """
+    """Read a study from a TOML file, in which `changes` replace values; a StudyError names what is wrong."""
     return Study.of({"name": file.stem, **declared_in(file), **(changes or {})}, str(file))
 
 
 def declared_in(file: Path) -> dict[str, Any]:
-    """Return what a TOML file declares, unchecked; errors as of `read_study`, as far as TOML goes."""
+    """Return what a TOML file declares, unchecked; a StudyError says why it cannot be read."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -147,26 +143,23 @@ class StudiedModel:
 
     @cached_property
     def origin(self) -> Origin:
-        """Its weights, and where and how it runs."""
         return Origin.of(self.model)
 
     @cached_property
     def views(self) -> LayerViews:
-        """Views of its layers."""
         return LayerViews(self.model, self.adapter)
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return len(self.adapter.decoder_layers(self.model))
 
     @property
     def place(self) -> dict[str, str]:
-        """What reports call it."""
+        """Names of the model and its weights in reports."""
         return {"model": self.name, "weights": self.origin.short}
 
     def pieces(self, ids: Sequence[int], first: int) -> list[str]:
-        """Return what each token from `first` on adds to a text, as reports show it."""
+        """Return the text that each token from `first` on adds, as reports show it."""
         if self.tokenizer is None:
             return [f"{token} " for token in ids[first:]]
         read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
@@ -213,11 +206,7 @@ def check_inputs(study: Study) -> None:
 
 
 def load(name: str, study: Study, device: str) -> StudiedModel:
-    """Load a model of a study and its prompts.
-
-    Raises:
-        PromptError: it has no chat template, and the study asks for one; or a prompt and its text exceed the context.
-    """
+    """Load a model of a study and its prompts; a PromptError: there is no chat template, or no room in the context."""
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     writer, prompts = prompt_writer(checkpoint, study.chat, study.max_new_tokens), {}

@@ -1,4 +1,4 @@
-"""The report of a study: sentences, pictures, tables, and texts coloured by the drafts that would have been right."""
+"""Report a study: sentences, pictures, tables, and texts coloured by the drafts that would have been right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from selfspec.tools.lab.table import Row, estimate_in, pareto_front
 
 @dataclass(frozen=True)
 class TextFindings:
-    """One model on one text at one temperature.
+    """Findings for one model on one text at one temperature.
 
     Attributes:
         tokens: the texts as shown, token by token.
@@ -52,7 +52,7 @@ class TextFindings:
 
     @property
     def best(self) -> list[Row]:
-        """Every draft at its best draft length, as far as that is known; the most promising first."""
+        """Drafts at their best draft lengths, as far as these are known; the most promising first."""
         return sorted((row for row in self.rows if row.get("best_length")), key=lambda row: -row["predicted_speedup"])
 
     @property
@@ -117,7 +117,7 @@ class TextFindings:
         return ["".join(marks).find("1") for marks in zip(*(self.right[each][text] for each in drafts), strict=True)]
 
     def sentence(self) -> str:
-        """Say what the best draft is worth: measured where drafts were confirmed, else predicted; there is a draft."""
+        """Say how fast the best draft is: measured where drafts were confirmed, else predicted. There is a draft."""
         if self.confirmed:
             row = max(self.confirmed, key=lambda row: float(row["measured_speedup_median"]))
             speed, of = row["measured_speedup_median"], f"the fastest of {len(self.confirmed)} confirmed by generation"
@@ -160,12 +160,12 @@ def timing_doubts(finding: Finding) -> list[str]:
 
 
 def names_of(table: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """Return what reports call the models of a table, by name and weights."""
+    """Return the report names of the models of a table, by name and weights."""
     return told_apart((row["model"], row["weights"]) for row in table)
 
 
 def findings(finding: Finding) -> list[TextFindings]:
-    """Return what a study found of each model, text and temperature, in its order."""
+    """Return the findings of a study for each model, text and temperature, in its order."""
     texts = {run.asked.key: run for run in finding.runs if run.asked.kind == "texts"}
     estimates = [run for run in finding.runs if run.asked.kind == "estimate" and run.error is None]
     called, found = names_of(finding.table), []

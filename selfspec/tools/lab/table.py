@@ -1,4 +1,4 @@
-"""A study as a table: one row for each draft, workload, temperature and draft length."""
+"""A study as a table: one row for each draft, workload, temperature and draft length; and prices of drafts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _BY_SUBLAYERS = (EarlyExit, LayerSkip, SkipFile)
 
 @dataclass(frozen=True)
 class SublayerPrices:
-    """What a draft step takes, in steps of plain decoding.
+    """Prices of a draft step, in steps of plain decoding.
 
     Attributes:
-        fixed: of one that runs no layer: head, embedding and what else there is.
-        attention: what the attention of each layer adds to it.
-        mlp: what the MLP of each layer adds.
+        fixed: of a step that runs no layer: head, embedding and the rest.
+        attention: added by the attention of each layer.
+        mlp: added by the MLP of each layer.
     """
 
     fixed: float
@@ -53,10 +53,10 @@ class SublayerPrices:
 
 @dataclass(frozen=True)
 class Prices:
-    """The terms of the speed-up formula for any draft path. The unit is one step of plain decoding.
+    """Terms of the speed-up formula for any draft path. The unit is one step of plain decoding.
 
     Attributes:
-        sublayers: what a draft step takes.
+        sublayers: prices of a draft step.
         low: the same by the lower ends of what was timed.
         high: by the upper ends.
         target: V and o of a draft that is verified from tokens on.
@@ -80,7 +80,7 @@ class Prices:
 
     @property
     def depth(self) -> int:
-        """Layers of the network."""
+        """Number of layers of the network."""
         return len(self.sublayers.attention)
 
     def of_draft(self, judged: Run) -> Costs:
@@ -107,7 +107,7 @@ class Prices:
     def costs(self, path: LayerPath) -> Costs:
         """Put the costs of a path together from those of its sublayers.
 
-        What is exact of a draft is not computed again: its further tokens widen only the rest of the target pass.
+        Exact states of a draft are not computed again: its further tokens widen only the rest of the target pass.
         """
         ran = self._ran(path)
         exact = [] if path.resume_point is None else [each for each in ran if each < path.resume_point]
@@ -136,7 +136,7 @@ class Prices:
 
 
 def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
-    """Price sublayers by the weights that a step reads: what is known without measuring anything."""
+    """Price sublayers by the weights that a step reads, which is known without measuring anything."""
     depth = len(adapter.decoder_layers(model))
     full = share_read(model, adapter, LayerPath.full(depth))
     attention, mlp = (
@@ -148,7 +148,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
 
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:
-    """Price an attention and an MLP by least squares over timed drafts, of different numbers of both, by name."""
+    """Price an attention and an MLP by least squares over timed drafts, by name, with different numbers of both."""
     value, low, high = (_fitted(measured, drafters, depth, end) for end in ("value", "low", "high"))
     return Prices(value, low, high, measured.of(PLAIN), step_seconds=measured.step_seconds.value)
 
@@ -169,9 +169,9 @@ def _fitted(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], d
 
 
 def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
-    """Return what is timed of every model, whatever a study or a search asks for, so that costs of the two agree.
+    """Return the paths that are timed of every model, so that the costs of studies and searches agree.
 
-    Skip sets tell attention and MLP apart, at two sizes each, and exits what a layer costs.
+    Skip sets tell attention and MLP apart, at two sizes each, and exits say what a layer costs.
     """
     half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
     skips = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
@@ -281,10 +281,7 @@ def pareto_front(drafts: Iterable[Row]) -> list[Row]:
 
 
 def alpha(found: Mapping[str, Any], what: str = "overlap") -> Estimate | None:
-    """Return the acceptance at the first position of a draft, or the agreement there, with an interval over texts.
-
-    None where there was no draft, or that is not known.
-    """
+    """Return the acceptance, or agreement, at a draft's first position, with an interval over texts; None: unknown."""
     pairs = [pair for pair in zip(found.get(what, ()), found["tokens"], strict=False) if pair[1]]
     return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs]) if pairs else None
 

@@ -1,4 +1,4 @@
-"""Arms in turns on the same prompts, so that a busy machine troubles all alike: in one cell, or until time is up."""
+"""Run arms in turns on the same prompts, so that a busy machine slows all alike: in one cell, or until time is up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Item = TypeVar("_Item")
 
 @dataclass
 class ArmRun:
-    """What an arm did in a cell.
+    """Calls of an arm in a cell.
 
     Attributes:
         absence: why it did not run; None where it did.
@@ -43,7 +43,7 @@ class ArmRun:
 
     @property
     def counts(self) -> Stats | None:
-        """Those of all calls together; None of an arm that is not selfspec's."""
+        """Counts of all calls together; None if the arm is not selfspec's."""
         stats = [call.stats for calls in self.calls for call in calls if call.stats is not None]
         return Stats.together(stats) if stats else None
 
@@ -59,12 +59,10 @@ def measure(
 ) -> list[ArmRun]:
     """Measure all arms in a cell. Greedy texts are compared with those of `model.generate`, where that is the first.
 
-    Every arm first decodes every batch some times untimed: what is compiled or recorded on the way is there when it is
-    timed. Then each batch is decoded by one arm after the other; which of them begins changes from batch to batch. What
-    is drawn is seeded by repeat and batch.
-
-    There are prompts for each call. `tick` is called before every call, at most
-    `len(arms) * len(prompts) * (warm_up + repeats)` times.
+    Every arm first decodes every batch `warm_up` times untimed, so that passes are compiled or recorded when it is
+    timed. Then each batch is decoded by one arm after the other, beginning with another one from batch to batch. Draws
+    are seeded by repeat and batch. `tick` is called before every call, at most `len(arms) * len(prompts) * (warm_up +
+    repeats)` times.
     """
     results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
     # Those of selfspec come last and warm up first: they refuse what they cannot do.
@@ -99,7 +97,7 @@ def _warmed_up(arm: Arm, prompts: Sequence[Prompts], cell: Cell, times: int, tic
 
 
 def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Prompts]) -> list[Pair]:
-    """Pairs of texts of all repeats, since an arm need not say the same every time."""
+    """Return pairs of texts of all repeats, since an arm need not write the same every time."""
     return [
         Pair(tuple(prompt), tuple(expected), tuple(found))
         for calls in zip(reference.calls, result.calls, strict=True)
@@ -115,7 +113,7 @@ def _beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
 
 
 class Runner(Protocol):
-    """Whatever decodes a prompt: an arm."""
+    """Decodes a prompt, as an arm does."""
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         """Decode prompts under the conditions of a cell."""
@@ -157,18 +155,11 @@ def race(
     tick: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Turn]:
-    """Let all arms decode one prompt after the other, in turns, until the next turn would end too late.
+    """Let all arms decode one prompt after the other, in turns, until the next turn would end later than `until`.
 
     Before that each arm decodes one prompt untimed, since passes are recorded when they first run. There is one turn at
-    least; one that is not complete when time is up is not counted. Which arm begins changes from turn to turn.
-
-    Args:
-        arms: the first one is what the others are compared with.
-        cells: what is decoded in each turn.
-        prompts: `[1, tokens]` each.
-        until: when to end, by the clock.
-        tick: called before each call.
-        clock: in seconds.
+    least; one that is not complete when time is up is not counted. Another arm begins from turn to turn; the first of
+    all is what the others are compared with. Prompts are `[1, tokens]` each; `tick` is called before each call.
     """
     asked = [Prompts.of_one_length(prompt) for prompt in prompts]
     for arm in reversed(arms):
@@ -190,7 +181,7 @@ def race(
 
 
 def scores(turns: Sequence[Turn], cell: Cell) -> list[Score]:
-    """The score of each arm in a cell."""
+    """Return the score of each arm in a cell."""
     found = []
     for arm in range(len(turns[0].calls[cell])):
         calls = [turn.calls[cell][arm] for turn in turns]
@@ -207,7 +198,7 @@ def scores(turns: Sequence[Turn], cell: Cell) -> list[Score]:
 def agreements(
     model: PreTrainedModel, turns: Sequence[Turn], cell: Cell, prompts: Sequence[Tensor]
 ) -> list[TextAgreement]:
-    """Whether the greedy texts of each arm are those of the first."""
+    """Compare the greedy texts of each arm with those of the first."""
     asked = [tuple(prompt[0].tolist()) for prompt in prompts]
     every = [(asked[turn.prompt], turn.calls[cell]) for turn in turns]
     return [
@@ -223,11 +214,11 @@ _BLOCK = 10
 
 @dataclass(frozen=True)
 class TextAgreement:
-    """An arm's greedy texts beside those of `model.generate`.
+    """Agreement of an arm's greedy texts with those of `model.generate`.
 
     Attributes:
         texts: distinct pairs of texts that were compared.
-        equal: how many are equal, token for token.
+        equal: pairs that are equal, token for token.
         widest_gap: where texts part, the widest gap between the logits of the two tokens; None where none part, or in
             float32 and float64, where no gap is an excuse.
         near_tie: the widest gap that rounding explains, measured on the texts that part; None as above.
@@ -240,7 +231,7 @@ class TextAgreement:
 
     @property
     def refused(self) -> bool:
-        """Whether the arm may not be scored: its texts differ by more than half precision's rounding explains."""
+        """True if texts differ by more than half precision's rounding explains, so that the arm may not be scored."""
         if self.equal == self.texts:
             return False
         return self.widest_gap is None or self.near_tie is None or self.widest_gap > self.near_tie
@@ -278,6 +269,6 @@ def compare(model: PreTrainedModel, pairs: Iterable[Pair]) -> TextAgreement:
 
 
 def _parting(pair: Pair) -> int | None:
-    """The place of the first token that differs; None: one text is the beginning of the other."""
+    """Return the place of the first token that differs; None: one text is the beginning of the other."""
     both = enumerate(zip(pair.expected, pair.found, strict=False))
     return next((index for index, (one, other) in both if one != other), None)

@@ -1,1 +1,1 @@
-"""Training drafts: the LayerSkip recipe, exit heads on a frozen base, and reduced vocabularies."""
+"""Training of drafts: the LayerSkip recipe, exit heads and draft heads on a frozen base, and reduced vocabularies."""

@@ -38,7 +38,7 @@ _ABOUT = "own_text"
 
 @dataclass(frozen=True)
 class _About:
-    """What a file of the model's own text says of itself: its format, and the tokens of each text."""
+    """The header of a file of the model's own text: its format, and the tokens of each text."""
 
     format: Literal[2]
     length: int
@@ -46,11 +46,11 @@ class _About:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens in blocks of one length, and which of them are learnt; also one batch of these.
+    """Tokens in blocks of one length, or one batch of these.
 
     Attributes:
         ids: `[blocks, length]`.
-        learnt: the same in bools; of conversations the answers are.
+        learnt: True for tokens that are learnt, `[blocks, length]`; in conversations these are the answers.
     """
 
     ids: Tensor
@@ -65,7 +65,7 @@ class Blocks:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One block, as loaders stack them."""
+        """Return one block, as loaders stack them."""
         return {"ids": self.ids[index], "learnt": self.learnt[index]}
 
     def chosen(self, places: Tensor | slice) -> Blocks:
@@ -73,24 +73,20 @@ class Blocks:
         return Blocks(self.ids[places], self.learnt[places])
 
     def batches(self, size: int, device: torch.device) -> Iterator[Blocks]:
-        """Go through all blocks, some at a time, on a device."""
+        """Yield all blocks, some at a time, on a device."""
         for start in range(0, len(self), size):
             some = self.chosen(slice(start, start + size))
             yield Blocks(some.ids.to(device), some.learnt.to(device))
 
     @property
     def before_learnt(self) -> Tensor:
-        """Where the next token is learnt, `[blocks, length]`; the last place, whose next is not known, as itself."""
+        """True where the next token is learnt, `[blocks, length]`; the last place, whose next is unknown, as itself."""
         return torch.cat([self.learnt[:, 1:], self.learnt[:, -1:]], 1)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A text in two parts that share no block, to learn from and to measure on.
-
-    Raises:
-        CorpusError: nothing is learnt of one.
-    """
+    """A text in two parts that share no block, to learn from and to measure on; both have something to learn."""
 
     train: Blocks
     held_out: Blocks
@@ -109,13 +105,13 @@ class Conversation:
 
     @property
     def asks(self) -> bool:
-        """Whether nobody has answered yet."""
+        """True if the last message is not an answer."""
         last: str = self.messages[-1]["role"]
         return last != "assistant"
 
     @property
     def text(self) -> str:
-        """What was said, without who said it."""
+        """All messages, without their roles."""
         return "\n\n".join(each["content"] for each in self.messages)
 
 
@@ -137,11 +133,7 @@ class _Record:
 
 
 def identified(file: Path) -> dict[str, str]:
-    """Name a text file by its name and content, so that a changed text is another.
-
-    Raises:
-        CorpusError: the file cannot be read.
-    """
+    """Name a text file by its name and content, so that a changed text is another."""
     return {"name": file.name, "sha256": hashlib.sha256(_content(file)).hexdigest()}
 
 
@@ -158,7 +150,7 @@ def _unreadable(file: Path, error: Exception) -> CorpusError:
 
 
 def read_documents(file: Path) -> list[Document]:
-    """The documents of a text file, in its order.
+    """Read the documents of a text file, in its order.
 
     A `.jsonl` file has one JSON object a line, with its text under `text` or a conversation under `messages`; any other
     file is one document of plain text. With `.gz` behind the name it is unpacked first.
@@ -186,13 +178,11 @@ def plain_text(document: Document) -> str:
 def encoded(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Encode documents one after the other: their tokens, and which are learnt.
+    """Yield the tokens of each document, and which are learnt.
 
     Each text comes behind the token that begins or ends one, unless it begins with that itself. Conversations are
-    written by the chat template; of them the answers are learnt, up to the token that ends each.
-
-    Raises:
-        CorpusError: there is no chat template for a conversation, or it rewrites what was said before an answer.
+    written by the chat template; of them the answers are learnt, up to the token that ends each. A CorpusError: there
+    is no chat template, or it rewrites what was said before an answer.
     """
     mark = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     for start in range(0, len(documents), _BATCH):
@@ -247,11 +237,7 @@ def _templated(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 def packed(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, most: int | None = None
 ) -> Blocks:
-    """Documents as blocks without padding, as `encoded` gives them; at `most` blocks it stops.
-
-    Raises:
-        CorpusError: there is too little for one block, or a conversation cannot be written.
-    """
+    """Pack documents into blocks without padding, at most `most`; refuse text that is too short for one."""
     ids: list[int] = []
     learnt: list[bool] = []
     for tokens, which in encoded(documents, tokenizer):
@@ -268,19 +254,10 @@ def packed(
 def beginnings(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, number: int, tokens: int, length: int
 ) -> list[list[int]]:
-    """Return what a model is to write on from: the first tokens of texts, and conversations up to each answer.
+    """Return beginnings for a model to continue: the first tokens of texts, and conversations up to each answer.
 
-    An answer that a conversation lacks is one of these.
-
-    Args:
-        documents: where there are fewer, they come again.
-        tokenizer: the model's.
-        number: how many.
-        tokens: of a text; shorter ones are left out.
-        length: of what is written, beginning included; longer beginnings are left out.
-
-    Raises:
-        CorpusError: there is none.
+    An answer that a conversation lacks is one of these. Texts of fewer than `tokens` and beginnings of `length` or more
+    are left out. Where there are fewer than `number`, they come again; a CorpusError if there is none.
     """
     found: list[list[int]] = []
     for document, (ids, learnt) in zip(documents, encoded(documents, tokenizer), strict=True):
@@ -298,13 +275,13 @@ def beginnings(
 
 
 def spread(blocks: Blocks, most: int) -> Blocks:
-    """At most `most` of the blocks, evenly spaced over all of them."""
+    """Return at most `most` of the blocks, evenly spaced over all of them."""
     count = min(most, len(blocks))
     return blocks.chosen(torch.arange(count) * len(blocks) // count)
 
 
 def all_documents(files: Sequence[Path], seed: int) -> list[Document]:
-    """The documents of all files to learn from, in an order that the seed decides."""
+    """Read the documents of all files to learn from, in an order that the seed decides."""
     if not files:
         raise TrainingError("no text to train on; give a file")
     documents = [document for file in files for document in read_documents(file)]
@@ -315,7 +292,7 @@ def all_documents(files: Sequence[Path], seed: int) -> list[Document]:
 def given_text(
     documents: Sequence[Document], texts: Texts, course: Course, tokenizer: PreTrainedTokenizerBase, processes: int
 ) -> Split:
-    """Documents in blocks: no more of them than the course takes, and what is measured on."""
+    """Return documents in blocks, no more of them than the course takes, and blocks to measure on."""
     wanted, length = course.steps * course.batch * course.accumulate * processes, course.length
     if texts.held_out is None:
         return split(packed(documents, tokenizer, length, wanted + texts.held_out_blocks), texts.held_out_blocks)
@@ -324,7 +301,7 @@ def given_text(
 
 
 def split(blocks: Blocks, held_out: int) -> Split:
-    """The first blocks to measure on, but no more than a tenth, and the others to learn from."""
+    """Split off the first blocks to measure on, no more than a tenth, from those to learn from."""
     if len(blocks) < 2:
         raise CorpusError(
             "the text fills a single block, which is to be held out; give more text, shorter sequences, or a held-out "
@@ -344,8 +321,8 @@ def written_text(
 ) -> Split:
     """Let a model continue beginnings, without top-k or top-p; at temperature 0 greedily.
 
-    What was written is kept batch by batch, so that an interrupted call resumes. The course's length counts beginnings
-    in. What is behind a token that ends the text is not learnt.
+    Texts are kept batch by batch, so that an interrupted call resumes. The course's length includes beginnings. Tokens
+    behind one that ends the text are not learnt.
     """
     written = Blocks.of(torch.empty(0, course.length, dtype=torch.long))
     if kept.exists():
@@ -372,7 +349,7 @@ def written_text(
 
 
 def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
-    """Which tokens of a text the model wrote, up to its end; a row that was padded on the left ends sooner."""
+    """Return which tokens of a text the model wrote, up to its end; a row that was padded on the left ends sooner."""
     places = torch.arange(len(row))
     ended = torch.isin(row, ends) & (places >= first)
     behind = ended.cumsum(0) - ended.long() > 0
@@ -417,7 +394,7 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
 
 
 def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
-    """The `size` most frequent of token ids, ascending, of a model with `vocabulary`; among equals the smaller."""
+    """Return the `size` most frequent token ids of a model with `vocabulary`, ascending; among equals the smaller."""
     if not 1 <= size <= vocabulary:
         raise TrainingError(f"a reduced vocabulary of {size} tokens is out of range: this model has {vocabulary}")
     counts = torch.bincount(ids.flatten(), minlength=vocabulary)
@@ -425,10 +402,7 @@ def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:
 
 
 def count_vocabulary(model: str, text: Sequence[Path], size: int, to: Path) -> float:
-    """Count the tokens of a text, write the `size` most frequent ones as JSON, and return their share of the text.
-
-    Only the configuration and the tokenizer of the model are read.
-    """
+    """Write the `size` most frequent tokens of a text as JSON, and return their share of it; needs no weights."""
     check_output_file(to)
     if to.exists():
         raise TrainingError(f"{to} exists; give another name with --to")

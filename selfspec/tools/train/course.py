@@ -1,4 +1,4 @@
-"""One course of training on transformers' Trainer: steps, checkpoints, interrupts, resuming, and NaN refused."""
+"""One course of training on transformers' Trainer, in a folder: checkpoints, interrupts, resuming, NaN refused."""
 
 from __future__ import annotations
 
@@ -32,31 +32,21 @@ from selfspec.tools.train.recipe import Course
 
 CHECKPOINTS = "checkpoints"
 KEPT = "what was finished is kept: make room and repeat the command to go on"
-"""What messages say of a training whose disk is full."""
+"""Advice in messages about a training whose disk is full."""
 
 RESUMED = "resumed_at"
-"""The figure that is told first where a training goes on: the step of the checkpoint that it goes on from."""
+"""The figure that is told first where a training resumes: the step of its checkpoint."""
 
 Observer = Callable[[int, int, Mapping[str, float]], None]
 """Called with the steps made, all steps, and new figures."""
 
 
 def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
-    """Train, from the newest whole checkpoint in `folder` if there is one.
+    """Train, from the newest whole checkpoint in `folder` if there is one; return the log of losses and evaluations.
 
-    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A killed process resumes
-    from its last checkpoint; either way the weights become those of an uninterrupted run.
-
-    Args:
-        lesson: what is learnt.
-        course: how.
-        text: what from.
-        folder: where checkpoints go, into `checkpoints`.
-        device: "auto" for what accelerate chooses, "cpu" to stay there.
-        observe: called at every step.
-
-    Returns:
-        The log: a dict for each point of the loss curve and each evaluation.
+    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A killed process resumes from its last
+    checkpoint; either way the weights become those of an uninterrupted run. The device is "auto" for what accelerate
+    chooses, or "cpu"; `observe` is called at every step.
 
     Raises:
         TrainingError: the loss or a weight became NaN or infinite, or no checkpoint can be read.
@@ -82,7 +72,7 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a training that was written to its end; None where there is none."""
+    """Return the newest checkpoint of a training that was written to its end; None where there is none."""
     found = (folder / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     newest_first = sorted(found, key=lambda path: int(path.name.split("-")[-1]), reverse=True)
     return next((path for path in newest_first if _state(path) is not None), None)
@@ -191,7 +181,7 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
 
 
 def _state(checkpoint: Path) -> TrainerState | None:
-    """The Trainer's state, which it writes last; None of a checkpoint that was not written to its end."""
+    """Return the Trainer's state, which it writes last; None if the checkpoint was not written to its end."""
     try:
         return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -226,14 +216,14 @@ _NEW = "unfinished"
 
 @dataclass(frozen=True)
 class _Begun:
-    """What `run.json` says."""
+    """The content of `run.json`."""
 
     settings: dict[str, Any]
     before: dict[str, float] | None = None
 
 
 class RunFolder:
-    """Where a training keeps its settings, its checkpoints and, in the end, its result; made by `begin`."""
+    """Keeps the settings of a training, its checkpoints and, in the end, its result; made by `begin`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -247,14 +237,9 @@ class RunFolder:
             raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
 
     def begin(self, settings: Mapping[str, Any], before: dict[str, float] | None = None) -> dict[str, float] | None:
-        """Begin a training, or go on with the one that was begun here with the same settings.
+        """Begin a training, or resume the one that was begun here with the same settings, which are ready for JSON.
 
-        Args:
-            settings: ready for JSON.
-            before: figures of the model as it is before training; None: not measured yet.
-
-        Returns:
-            The figures of when it was begun, if they were measured.
+        Returns the figures of the model before training: those given, or where it was begun before, those of then.
         """
         self.check()
         file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)
@@ -293,7 +278,7 @@ class RunFolder:
 
 
 def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, those within settings too, each with both values."""
+    """Return settings that differ, nested ones too, each with both values."""
     found = []
     for name in sorted(theirs.keys() | ours.keys()):
         there, here = theirs.get(name), ours.get(name)

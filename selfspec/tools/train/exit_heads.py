@@ -1,4 +1,4 @@
-"""Exit heads on a frozen base: they learn its distribution from the states at their exits, and become a side-car."""
+"""Train exit heads on a frozen base: they learn its distribution from the states at their exits."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ExitHeads(nn.Module):
         return {exit_layer: self.exits[str(exit_layer)](entering) for exit_layer, entering in states.items()}
 
     def kept(self, values: Tensor) -> Tensor:
-        """Those of values `[..., vocab]` whose tokens can be drafted."""
+        """Return values `[..., vocab]` of the tokens that can be drafted."""
         return values if self.tokens is None else values.index_select(-1, self.tokens)
 
     def save(self, folder: Path, dtype: torch.dtype, base: str, default: int, validation: Mapping[str, float]) -> None:
-        """Write what `ExitHead.from_pretrained` reads."""
+        """Write a side-car for `ExitHead.from_pretrained`."""
         content = save(
             {
                 name: value.to("cpu", dtype if value.is_floating_point() else torch.int32).contiguous()
@@ -117,7 +117,7 @@ class ExitLesson(Lesson):
 
     @torch.no_grad()
     def _read(self, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """States at the exits, and the full model's logits."""
+        """Return the states at the exits, and the full model's logits."""
         # A process of several finds out only now which device is its own.
         self._base.to(ids.device)
         with self._readout.recorded(self._exits) as states:

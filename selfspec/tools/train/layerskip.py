@@ -1,4 +1,4 @@
-"""The LayerSkip lesson: a model learns to be left early, by layer dropout and losses of its exits on its own head."""
+"""Train a model to be left early: layer dropout and losses of its exits; and average it with its base."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerSkipLesson(Lesson):
 
     Args:
         base: the stock model, whose weights change, and its tokenizer.
-        recipe: how exits are taught; None: not at all, plain training on the text, to compare with.
+        recipe: for the exits; None: plain training on the text, to compare with.
         held_out: text to measure on.
     """
 
@@ -103,7 +103,7 @@ def _dropping(rate: float) -> Any:
 
 
 def _against_text(logits: Tensor, batch: Blocks) -> Tensor:
-    """Mean cross-entropy of the next token where it is learnt, in nats a token; 0 where none is."""
+    """Return the mean cross-entropy of the next token where it is learnt, in nats a token; 0 where none is."""
     wanted = batch.ids[:, 1:].masked_fill(~batch.learnt[:, 1:], _UNLEARNT)
     total = functional.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), wanted.flatten(), ignore_index=_UNLEARNT, reduction="sum"
@@ -112,18 +112,18 @@ def _against_text(logits: Tensor, batch: Blocks) -> Tensor:
 
 
 def _against(logits: Tensor, teacher: Tensor, batch: Blocks) -> Tensor:
-    """Mean cross-entropy against distributions, `[batch, tokens, vocab]`, where it is learnt: KL up to a constant."""
+    """Return the mean cross-entropy against distributions, `[batch, tokens, vocab]`, where learnt."""
     learnt = batch.before_learnt
     total = -(teacher[learnt] * logits[learnt].float().log_softmax(-1)).sum()
     return total / learnt.sum().clamp(min=1)
 
 
 def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str, Any]:
-    """Average two checkpoints and save the result as the trained one was saved.
+    """Average two checkpoints and save the result as the trained one was saved; return the report.
 
-    Returns:
-        The report, also in `training.json`: what was averaged, and figures of the trained checkpoint before and of the
-        result after.
+    The weights of a model and of what it was fine-tuned to lie in one valley of the loss (Wortsman et al., 2022, arXiv
+    2109.01903). After the LayerSkip recipe a small share of the base gives back more of the full model's loss than it
+    takes from its exits.
 
     Raises:
         CheckpointError: a checkpoint cannot be loaded.

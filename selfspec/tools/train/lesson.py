@@ -1,4 +1,4 @@
-"""What is learnt: a loss for each batch, figures on held-out text, and how the result is saved."""
+"""A lesson: a loss for each batch, figures on held-out text, and how the result is saved."""
 
 from __future__ import annotations
 
@@ -24,30 +24,18 @@ _BATCH = 4
 
 
 class Lesson(ABC):
-    """What is learnt.
-
-    Attributes:
-        model: the module that is trained; its weights alone are what a checkpoint holds.
-        held_out: text to measure on.
-    """
+    """A lesson; `model` is trained, and its weights alone are in checkpoints; `held_out` is text to measure on."""
 
     model: nn.Module
     held_out: Blocks
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
-        """The loss of one batch.
-
-        Args:
-            model: `self.model`, perhaps inside a wrapper that computes it on several devices.
-            batch: what it learns from, on the model's device.
-            step: optimiser steps already made.
-            steps: optimiser steps in all.
-        """
+        """Return the loss of one batch after `step` of `steps` steps; `model` is `self.model`, perhaps wrapped."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Figures on the held-out text, by name."""
+        """Return the figures on the held-out text, by name."""
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
@@ -63,15 +51,12 @@ class Lesson(ABC):
         return figures
 
     def measured(self) -> Iterator[Blocks]:
-        """The held-out text in batches, where the model is."""
+        """Yield the held-out text in batches, on the model's device."""
         return self.held_out.batches(_BATCH, next(self.model.parameters()).device)
 
 
 class ExitMeter:
-    """Adds up agreement and alpha of exits, and predicts their speed-up from the weights a draft step reads.
-
-    Where an exit has no head, the model's own norm and head read its states.
-    """
+    """Adds up agreement and alpha of exits, and predicts their speed-up from the weights that a draft step reads."""
 
     def __init__(self, base: PreTrainedModel, adapter: Adapter, heads: Mapping[int, DraftHead | None]) -> None:
         depth = len(adapter.decoder_layers(base))
@@ -86,7 +71,7 @@ class ExitMeter:
         self._figures[exit_layer].add(full, draft)
 
     def named(self) -> dict[str, float]:
-        """The figures, by name and exit."""
+        """Return the figures, by name and exit."""
         named = {}
         for exit_layer, counted in self._figures.items():
             named[f"agreement_{exit_layer}"] = counted.agreement

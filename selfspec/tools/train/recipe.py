@@ -1,4 +1,4 @@
-"""How exits are taught: the LayerSkip recipe in formulas (Elhoushi et al., 2024, arXiv 2404.16710), and exit heads."""
+"""Settings of trainings: texts, steps, and how exits (Elhoushi et al., 2024, arXiv 2404.16710) and heads learn."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Course:
     def for_model(self, parameters: int) -> Course:
         """Return the course with a rate for a model of this many parameters, where none was given.
 
-        A pretrained model is continued with the smaller steps the larger it is: 5e-4 for up to 10M parameters, then by
-        the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
+        A pretrained model is continued with smaller steps the larger it is: 5e-4 for up to 10M parameters, then by the
+        root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
         """
         usual = _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
         return replace(self, learning_rate=usual) if self.learning_rate is None else self
@@ -122,7 +122,7 @@ _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
 def parse_exits(text: str) -> tuple[int, ...]:
-    """Exit layers from `2,3,4`; none from an empty text."""
+    """Parse exit layers from `2,3,4`; none from an empty text."""
     given = text.replace(" ", "") if text else ""
     if not given:
         return ()
@@ -139,7 +139,7 @@ Exits = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BesideRecipe:
-    """How what drafts for a base that stays as it is learns from it.
+    """Settings of drafts for a base that stays as it is.
 
     Raises:
         TrainingError: a value is out of range.
@@ -190,7 +190,7 @@ class ExitHeadRecipe(BesideRecipe):
     ] = False
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
-        """The exits taught in a network of `depth` layers; by default at a quarter and a third of it."""
+        """Return the exits to teach in a network of `depth` layers; by default at a quarter and a third of it."""
         return _checked(self.exits, depth) or tuple(sorted({max(1, depth // 4), max(1, depth // 3)}))
 
 
@@ -222,7 +222,7 @@ class LayerSkipRecipe:
     ] = "text"
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
-        """The exits taught in a network of `depth` layers, first to last."""
+        """Return the exits to teach in a network of `depth` layers, first to last."""
         exits = _checked(self.exits, depth)
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"layer dropout {self.dropout} is no chance in 0..1 (1 excluded)")
@@ -231,18 +231,12 @@ class LayerSkipRecipe:
         return tuple(sorted(exits)) or tuple(range(1, depth))
 
     def dropout_rates(self, depth: int, step: int, steps: int) -> list[float]:
-        """Chance that a sample skips each layer in a step: p_l = S(t) (exp(l ln 2 / (N - 1)) - 1) p_max.
-
-        Args:
-            depth: N, layers of the network.
-            step: t, from 0.
-            steps: T of the whole training.
-        """
+        """Return the chance to skip each layer, in step t of T: p_l = S(t) (exp(l ln 2 / (N - 1)) - 1) p_max."""
         scale = 1.0 if self.dropout_curriculum == "constant" else _rising(step, steps)
         return [scale * _rising(layer, depth) * self.dropout for layer in range(depth)]
 
     def active(self, depth: int, step: int, steps: int) -> list[int]:
-        """The exits that take part in a step. The full model always does."""
+        """Return the exits that take part in a step. The full model always does."""
         exits = self.exits_of(depth)
         match self.curriculum:
             case "rotational":
@@ -255,7 +249,7 @@ class LayerSkipRecipe:
                 return list(exits)
 
     def weights(self, depth: int, active: list[int]) -> list[float]:
-        """Share of the loss of each active exit and, last, of the full model. They sum to 1."""
+        """Return the share of the loss of each active exit and, last, of the full model. They sum to 1."""
         if self.weighting == "depth":
             raw = [self.exit_scale * _sum_below(exit_layer) for exit_layer in active]
             raw.append(depth - 1 + self.exit_scale * _sum_below(depth - 1))
@@ -265,7 +259,7 @@ class LayerSkipRecipe:
 
 
 def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:
-    """Exits that a network of `depth` layers has, each once."""
+    """Return the distinct exits; refuse those that a network of `depth` layers does not have."""
     for exit_layer in exits:
         if type(exit_layer) is not int or not 1 <= exit_layer < depth:
             raise TrainingError(
@@ -275,10 +269,10 @@ def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:
 
 
 def _rising(place: int, places: int) -> float:
-    """From 0 at the first place to 1 at the last, exponentially."""
+    """Rise exponentially from 0 at the first place to 1 at the last."""
     return math.expm1(place * math.log(2) / (places - 1)) if places > 1 else 0.0
 
 
 def _sum_below(count: int) -> int:
-    """0 + 1 + ... + (count - 1): the paper's weight of layer count - 1."""
+    """Return 0 + 1 + ... + (count - 1): the paper's weight of layer count - 1."""
     return count * (count - 1) // 2

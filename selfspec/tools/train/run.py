@@ -1,4 +1,4 @@
-"""One training: from a checkpoint and text to a folder with the result, its report and its curves."""
+"""Run a training: from a checkpoint and text to a folder with the result, its report, its curves and a verdict."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def run(
     observe: Observer,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Train what drafts: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
+    """Train a draft: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
 
     Args:
         model: folder or hub name of the base.
-        texts: what from.
-        course: how long, how fast and on how much at once.
-        recipe: how exits or a draft head are taught; None: plain training of the model, to compare with.
+        texts: to learn from.
+        course: steps, rates and batches.
+        recipe: of exits or of a draft head; None: plain training of the model, to compare with.
         to: the folder that becomes the result. The same call resumes an interrupted training there.
         observe: called at every step, in the first process of a distributed training.
         device: as in `torch.device`, or "auto".
@@ -222,12 +222,7 @@ class CheckedExit:
 
 
 def doubts(before: Mapping[str, float], log: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return what looks wrong so far, a sentence each.
-
-    Args:
-        before: figures on held-out text before the training.
-        log: losses, norms of gradients and figures on held-out text, in order.
-    """
+    """Return what looks wrong so far, a sentence each, from figures before the training and the log of it."""
     found = []
     losses = [point["loss"] for point in log if "loss" in point]
     if losses and losses[-1] > _RISEN * min(losses):
@@ -250,14 +245,7 @@ def doubts(before: Mapping[str, float], log: Sequence[Mapping[str, float]]) -> l
 def verdict(
     checked: Sequence[CheckedExit], folder: Path, before: Mapping[str, float], after: Mapping[str, float]
 ) -> str:
-    """Say what a training made, and what to do with it.
-
-    Args:
-        checked: its exits.
-        folder: where it is.
-        before: figures on held-out text before the training.
-        after: the same of the result.
-    """
+    """Say what a training made in a folder, and what to do with it, by its exits and its figures before and after."""
     own, now = before.get("held_out_loss"), after.get("held_out_loss")
     cost = 0.0 if own is None or now is None else now - own
     if cost > _RUINED:

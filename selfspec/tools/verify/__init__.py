@@ -1,1 +1,1 @@
-"""Verification on a model of one's own: drafting changes none of its tokens, and not what it samples from."""
+"""Verification on a model of one's own: drafting changes none of its tokens, and no distribution."""

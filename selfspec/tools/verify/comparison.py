@@ -1,4 +1,4 @@
-"""Texts compared with the model's own: where they part, and how nearly tied their tokens were there."""
+"""Texts by selfspec's passes, compared with the model's own: where they part, and how nearly tied their tokens were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfspec.measure.rounding import Bound
 
 
 class Check(StrEnum):
-    """What was compared."""
+    """A kind of comparison."""
 
     FREE_RUNNING = "free-running"
     TEACHER_FORCED = "teacher-forced"
@@ -33,12 +33,12 @@ class Divergence:
     """One place where tokens are not equal.
 
     Attributes:
-        rule: which acceptance rule; None where nothing was accepted or rejected.
+        rule: the acceptance rule; None where nothing was accepted or rejected.
         expected: the model's own token; None where its text had ended.
         found: the token in its place; None where the text had ended.
-        gap: how far the two are from a tie, in logits; None where one of them is missing. In greedy decoding the
-            difference of their logits, which is the model's top-2 gap where `found` is its second choice. In coupled
-            sampling what one of the logits would have to rise by for the noise to choose the other.
+        gap: distance of the two from a tie, in logits; None where one is missing. In greedy decoding the difference of
+            their logits. In coupled sampling what one of the logits would have to rise by for the noise to choose the
+            other.
     """
 
     check: Check
@@ -51,11 +51,11 @@ class Divergence:
     gap: float | None
 
     def is_near_tie(self, bound: Bound) -> bool:
-        """Whether rounding explains it."""
+        """Return whether rounding explains it."""
         return self.gap is not None and self.gap <= bound.near_tie
 
     def to_dict(self, bound: Bound) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {**asdict(self), "near_tie": self.is_near_tie(bound)}
 
 
@@ -72,12 +72,12 @@ class Comparison:
 
     @property
     def equal_texts(self) -> int:
-        """Texts without any difference, where each is compared until it parts."""
+        """Number of texts without any difference, where each is compared until it parts."""
         return self.texts - len(self.divergences)
 
     @property
     def equal_tokens(self) -> int:
-        """Tokens that are the model's own."""
+        """Number of tokens that are the model's own."""
         return self.tokens - len(self.divergences)
 
     def add(self, prompt: int, expected: Sequence[int], found: Sequence[int], gap: Callable[[int], float]) -> None:
@@ -128,13 +128,10 @@ def sampled_texts(
 
 
 def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits of each new token of a text, by the passes that verify drafts of it.
+    """Return the logits of each new token of a text, `[new tokens, vocab]`, by passes that verify drafts of it.
 
-    Drafts are made to say what the text says, pass by pass as in any generation, and all of them are accepted. A
-    drafter that does not choose its tokens by logits says what it would have said.
-
-    Returns:
-        The target's own, `[new tokens, vocab]`, float32.
+    Drafts are made to propose the text, pass by pass as in any generation, and all of them are accepted. A drafter that
+    does not choose its tokens by logits proposes what it would have proposed.
     """
     output = spec.generate(
         prompt,
@@ -166,7 +163,7 @@ class _Dictation(LogitsProcessor):
 
 
 class _Dictated(TokenLevel):
-    """Commits what a one-hot p says, so that no rule under test has a hand in it."""
+    """Commits the token of a one-hot p, so that no rule under test has a hand in it."""
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
         return at_parents(p, draft.tree).gather(-1, draft.tokens[..., None])[..., 0]

@@ -1,6 +1,6 @@
-"""Sampled goodness of fit: what `generate` draws at a place, against the model's own distribution there.
+"""Test the goodness of fit of samples: what `generate` draws at a place, against the model's distribution there.
 
-Pearson's chi-square against a distribution known up to rounding.
+The test is Pearson's chi-square against a distribution known up to rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Fit:
     """One test of goodness of fit.
 
     Attributes:
-        prefix: token ids that the texts go on from.
+        prefix: token ids before the sampled ones.
         cells: outcomes counted by themselves; all others are one more.
         degrees: of freedom; 0 where there is but one cell and so nothing to test.
         noncentrality: what rounding alone may add to the statistic's mean.
@@ -123,7 +123,7 @@ Outcome = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A prefix and what the model says after it.
+    """A prefix and the model's distribution after it.
 
     Attributes:
         cells: outcomes likely enough to be counted by themselves, and the model's probability of each: `NEW_TOKENS`
@@ -142,10 +142,7 @@ class Place:
 
 @torch.no_grad()
 def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], samples: int) -> tuple[Place, ...]:
-    """One place for each of the temperatures, where few outcomes carry much of the mass and every token varies.
-
-    Texts are the model's own, and `samples` will be drawn at each place.
-    """
+    """Choose, for each temperature, a place in the texts where few outcomes carry much mass and every token varies."""
     width = min(_PREFIX, *(len(text) for text in texts))
     windows = sorted({tuple(text[at : at + width]) for text in texts for at in range(len(text) - width + 1)})
     prefixes = torch.tensor(windows, device=model.device)
@@ -176,7 +173,7 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
 
 
 def rows_at_once(model: PreTrainedModel, width: int) -> int:
-    """How many rows of a length may be run at once, for the memory of their logits."""
+    """Return the number of rows of a length that may be run at once, for the memory of their logits."""
     vocabulary: int = model.get_input_embeddings().num_embeddings
     return max(_LOGITS_AT_ONCE // (width * vocabulary), 1)
 
@@ -184,10 +181,7 @@ def rows_at_once(model: PreTrainedModel, width: int) -> int:
 def _cells(
     model: PreTrainedModel, prefixes: Tensor, temperature: float, smallest: float
 ) -> dict[tuple[int, ...], dict[Outcome, float]]:
-    """Outcomes of at least the probability `smallest` after each prefix, by passes over one token after the other.
-
-    Prefixes are `[number, tokens]`, and no two of them equal.
-    """
+    """Return outcomes of at least the probability `smallest` after each distinct prefix, `[number, tokens]`."""
     ends = end_tokens(model)
     found: dict[tuple[int, ...], dict[Outcome, float]] = {tuple(prefix): {} for prefix in prefixes.tolist()}
     # Outcomes that are not yet whole, each with its prefix, and their probabilities.
@@ -219,7 +213,7 @@ def _cells(
 
 
 def _variety(cells: Mapping[Outcome, float]) -> float:
-    """The least entropy of any of the tokens given those before it, in nats: what every one of them is tested by."""
+    """Return the least entropy of any of the tokens given those before it, in nats."""
     joint = []
     for length in range(NEW_TOKENS + 1):
         masses: defaultdict[Outcome, float] = defaultdict(float)
@@ -233,7 +227,7 @@ def _variety(cells: Mapping[Outcome, float]) -> float:
 def _probabilities_at_once(
     model: PreTrainedModel, prefix: tuple[int, ...], outcomes: Sequence[Outcome], temperature: float
 ) -> list[float]:
-    """Probability of each outcome, by one pass over prefix and outcome."""
+    """Return the probability of each outcome, by one pass over prefix and outcome."""
     probabilities = []
     start = len(prefix) - 1
     width = start + NEW_TOKENS

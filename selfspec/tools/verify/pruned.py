@@ -1,7 +1,7 @@
-"""What drafts, against a pruned copy of the model: a wrong adapter shows in the draft's logits, and not in the text.
+"""Compare a draft with a pruned copy of the model: a wrong adapter shows in the draft's logits, and not in the text.
 
-The text is the full model's own whatever the draft says, so it cannot tell whether a layer or a sublayer that a draft
-leaves out was left out rightly.
+The text is the full model's own whatever the draft proposes, so it cannot tell whether the draft left out the right
+layers or sublayers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def draft_logits(
 
 @torch.no_grad()
 def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, block: int) -> Tensor:
-    """Compute the same by `transformers` alone: the full model reads the beginning, a pruned copy goes on.
+    """Compute the same by `transformers` alone: the full model reads the beginning, a pruned copy continues.
 
-    The copy has as many layers, and what the draft leaves out adds nothing: the weights and biases of the linears that
-    end these sublayers are 0.
+    In the copy the weights and biases of the linears that end the skipped sublayers are 0.
 
     Raises:
         PromptError: the block is not in 1..length - 1.

@@ -1,4 +1,4 @@
-"""What a verification found, and the verdict: exact, exact within rounding, or not exact and why."""
+"""Report a verification and its verdict: exact, exact within rounding, or not exact and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfspec.tools.verify.settings import Settings
 
 
 class Exactness(StrEnum):
-    """Whether selfspec's output is the model's own."""
+    """A verdict."""
 
     EXACT = "EXACT"
     WITHIN_ROUNDING = "EXACT WITHIN ROUNDING"
@@ -28,7 +28,7 @@ class Exactness(StrEnum):
 
 @dataclass
 class DraftReport:
-    """What was found of one draft.
+    """Findings for one draft.
 
     Attributes:
         name: of the draft; `none` is plain decoding.
@@ -54,13 +54,13 @@ class DraftReport:
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """Of all checks."""
+        """Divergences of all checks."""
         beside = () if self.beside_plain is None else (self.beside_plain,)
         texts = (*self.free_running.values(), *beside, *self.coupled.values(), self.forced)
         return tuple(divergence for each in texts for divergence in each.divergences)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the divergences, ready for JSON."""
+        """Return everything but the divergences, ready for JSON."""
         stats, forced = self.stats.to_dict(), self.forced
         return {
             "draft": self.name,
@@ -82,7 +82,7 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found: what rounding explains, and of each draft, plain decoding first."""
+    """Findings of a verification: what rounding explains, and those for each draft, plain decoding first."""
 
     model: str
     dtype: str
@@ -95,40 +95,40 @@ class VerifyReport:
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """Of all drafts and checks."""
+        """Divergences of all drafts and checks."""
         return tuple(divergence for draft in self.drafts for divergence in draft.divergences)
 
     @property
     def fits(self) -> tuple[Fit, ...]:
-        """Of all drafts."""
+        """Tests of fit of all drafts."""
         return tuple(fit for draft in self.drafts for fit in draft.fits)
 
     @property
     def rejected(self) -> tuple[Fit, ...]:
-        """The fits that Holm's procedure rejects."""
+        """Fits that Holm's procedure rejects."""
         rejects = holm_rejects([fit.p_value for fit in self.fits], self.settings.level)
         return tuple(fit for fit, rejected in zip(self.fits, rejects, strict=True) if rejected)
 
     @cached_property
     def failures(self) -> tuple[str, ...]:
-        """What failed, a line each; empty unless the output is not exact."""
+        """Failures, a line each; empty unless the output is not exact."""
         return tuple(_failures(self))
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether with every draft all logits are plain decoding's to the bit."""
+        """True if with every draft all logits are plain decoding's to the bit."""
         return all(draft.off_plain == 0 for draft in self.drafts)
 
     @property
     def exactness(self) -> Exactness:
-        """Whether the output is the model's own."""
+        """The verdict."""
         if self.failures:
             return Exactness.NOT_EXACT
         return Exactness.WITHIN_ROUNDING if self.divergences else Exactness.EXACT
 
     @property
     def exact(self) -> bool:
-        """Whether the output is the model's own, up to rounding."""
+        """True if the output is the model's own, up to rounding."""
         return not self.failures
 
     @property
@@ -148,7 +148,7 @@ class VerifyReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {
             "model": {"class": self.model, "dtype": self.dtype, "device": self.device, "layers": self.depth},
             "settings": {**asdict(self.settings), "prompts": self.prompts},

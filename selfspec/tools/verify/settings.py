@@ -1,4 +1,4 @@
-"""What a verification is to do. Each field is also an option of `selfspec verify`, and its help describes it."""
+"""Settings of a verification. Each field is also an option of `selfspec verify`, and its help describes it."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ class Settings:
 
     @property
     def rules(self) -> list[str]:
-        """The names of the rules, each once."""
+        """Names of the rules, each once."""
         return list(self.accept or ())
 
     @property
     def greedy_rules(self) -> list[str]:
-        """The rules under which greedy decoding is verified. Under lossless ones it is the same computation."""
+        """Rules under which greedy decoding is verified. Under lossless ones it is the same computation."""
         first, *others = self.rules
         return [first, *(name for name in others if not _rule(name).lossless)]
 
     @property
     def coupled_rules(self) -> list[str]:
-        """The rules whose tokens, at equal seeds, do not depend on the draft."""
+        """Rules whose tokens, at equal seeds, do not depend on the draft."""
         return [name for name in self.rules if _rule(name).couples]
 
     @property
     def sampled_rules(self) -> list[str]:
-        """The rules under which every draft has its own sampled distribution."""
+        """Rules under which every draft has its own sampled distribution."""
         return [name for name in self.rules if not _rule(name).couples]
 
     @property
     def lossless(self) -> bool:
-        """Whether all rules are."""
+        """True if all rules are lossless."""
         return all(_rule(name).lossless for name in self.rules)
 
 

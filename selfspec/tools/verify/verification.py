@@ -33,10 +33,9 @@ from selfspec.tools.verify.settings import Settings
 
 
 def default_drafts(depth: int) -> tuple[Drafter, ...]:
-    """A spread over the kinds of draft path, for a network of `depth` layers.
+    """Return one draft of each kind of path, for a network of `depth` layers; equal paths once.
 
-    Early exits at half of the depth and at the last layer but one, one whole layer left out, the attention of one
-    layer, the MLP of one layer. In a shallow network some of these are the same path, or none; each is named once.
+    They exit at half of the depth and before the last layer, and skip one layer, the attention of one, the MLP of one.
     """
     spread: list[LayerPathDrafter] = [EarlyExit(layer) for layer in (depth // 2, depth - 1) if layer >= 1]
     if depth > 1:
@@ -59,10 +58,10 @@ def verify(
 ) -> VerifyReport:
     """Verify on a model, in its dtype and on its device, that selfspec's output is the model's own.
 
-    Greedy texts are compared with `model.generate`'s token by token, and read through selfspec's own passes, logits
-    and all. Coupled samples are compared with plain decoding's. Other samples are tested against the distribution
-    that the model gives by itself. What rounding does to the model's logits is measured, and only what it explains is
-    excused. Plain decoding in selfspec's loop is verified first of all.
+    Greedy texts are compared with `model.generate`'s token by token, and read through selfspec's own passes, logits and
+    all. Coupled samples are compared with plain decoding's. Other samples are tested against the model's own
+    distribution. Rounding of the model's logits is measured, and excuses only what it explains. Plain decoding in
+    selfspec's loop is verified first.
 
     The model is not changed. Of its generation defaults only the tokens that end a text count.
 
@@ -130,12 +129,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What a wrapper makes of the prompt of a reference text.
-
-    Attributes:
-        texts: its greedy ones, by lossless rule.
-        logits: of the reference text, `[new tokens, vocab]`.
-    """
+    """Greedy texts of a wrapper by lossless rule, and its logits of the reference text, `[new tokens, vocab]`."""
 
     texts: Mapping[str, list[int]]
     logits: Tensor
@@ -170,7 +164,7 @@ def _check_greedy(
 def _check_beside_plain(
     model: PreTrainedModel, prompt: Tensor, plain: _Decoded, drafted: _Decoded, number: int, report: DraftReport
 ) -> None:
-    """Compare what a draft makes of a prompt with what plain decoding in selfspec's loop does."""
+    """Compare a draft's texts and logits of a prompt with those of plain decoding in selfspec's loop."""
     report.beside_plain = comparison = report.beside_plain or Comparison(Check.PLAIN, report.name)
     report.off_plain = max(report.off_plain, largest_difference(drafted.logits, plain.logits).max().item())
     for own in plain.texts.values():
@@ -179,7 +173,7 @@ def _check_beside_plain(
 
 
 def _gap(model: PreTrainedModel, prompt: Tensor, own: Sequence[int], found: Sequence[int], index: int) -> float:
-    """How far the stock model has the tokens of two texts apart, at an index up to which they are equal."""
+    """Return how far the stock model has the tokens of two texts apart, at an index up to which they are equal."""
     logits = stepwise_logits(model, prompt, own[: index + 1])[-1]
     return tie_gap(logits, own[index], found[index])
 
@@ -230,11 +224,7 @@ def check_coupled(
     settings: Settings,
     watch: Watch,
 ) -> dict[str, dict[str, Comparison]]:
-    """Sample from all prompts, each `[1, prompt]`, in one batch, by plain decoding and with every draft, and compare.
-
-    Returns:
-        What agreed, by draft and coupling rule. Of what is tested, plain decoding is the first.
-    """
+    """Sample from all prompts in one batch, by plain decoding and every draft; compare by draft and coupling rule."""
     rows = [prompt[0] for prompt in prompts]
     # Of different lengths, so that rows advance by different amounts.
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
@@ -258,10 +248,7 @@ def check_coupled(
 def _gap_of_row(
     model: PreTrainedModel, prompt: Tensor, row: int, own: Sequence[int], other: Sequence[int], seed: int, index: int
 ) -> float:
-    """What a logit would have to rise by, for the noise of the place to choose the other of the tokens at an index.
-
-    How likely they are is what the stock model's one-token passes say. The noise is that of a row of the batch.
-    """
+    """Return what a logit of the stock model would have to rise by for the row's noise to choose the other token."""
     logits = stepwise_logits(model, prompt, own[: index + 1])[-1].double()
     position = torch.tensor([[prompt.shape[1] + index]], device=prompt.device)
     race = logits - Noise(seed, [row], prompt.device).exponentials(position, len(logits))[0, 0].log()

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as they learn (Li et al., 2025, arXiv 2503.01840), in the speculators library's layout."""
+"""Train EAGLE-3 heads (Li et al., 2025, arXiv 2503.01840), in the speculators library's layout."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Eagle3Module(UnrolledModule):
 
     Args:
         fusion: joins the target's states.
-        layers: see `eagle3_layers`; their head gives logits of what it drafts.
-        differences: between the ids of the target that it drafts and its own, `[ids]`; None: it drafts all.
+        layers: see `eagle3_layers`; their head gives logits of the ids that can be drafted.
+        differences: between the target's ids that it drafts and its own, `[ids]`; None: it drafts all.
         vocabulary: of the target.
     """
 
@@ -89,7 +89,7 @@ class Eagle3Lesson(HeadLesson):
         self.model = Eagle3Module(fusion, layers, differences, vocabulary).to(base.device)
 
     def _begun(self, inside: nn.Module, seed: int) -> dict[str, Tensor]:
-        """Weights to begin with: those of the target's last layer where they fit, so that its states are understood."""
+        """Return weights to begin with: the target's last layer where it fits, so that its states are understood."""
         last: Any = self._adapter.decoder_layers(self._base)[-1]
         drawn, own = torch.Generator().manual_seed(seed), dict(last.named_parameters())
         norms, found = self._norms(last), {}
@@ -105,7 +105,7 @@ class Eagle3Lesson(HeadLesson):
         return found
 
     def _norms(self, last: Any) -> dict[str, Tensor]:
-        """What norms of the target multiply by, where they are of the head's kind."""
+        """Return the factors of the target's norms, where they are of the head's kind."""
         outermost: Any = self._base.get_submodule(self._adapter.base(self._base))
         named = {
             "layers.0.hidden_norm.weight": getattr(last, "input_layernorm", None),
@@ -146,7 +146,7 @@ def _read_widths(weight: Tensor) -> tuple[int, int]:
 
 
 def usual_points(depth: int) -> tuple[Point, ...]:
-    """The inputs of three layers that a head reads: those published, or of a network of few layers others."""
+    """Return the inputs of three layers that a head reads: those published, or others in a network of few layers."""
     return (2, depth // 2, depth - 3) if depth >= 6 else (min(1, depth - 1), depth // 2, depth - 1)
 
 

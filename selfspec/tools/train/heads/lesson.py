@@ -1,4 +1,4 @@
-"""What all draft heads learn alike: the target's own distribution, for several tokens in a row, from its states."""
+"""The lesson of all draft heads: the target's own distribution, for several tokens in a row, from its states."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MOST_REMEMBERED = 2**31
 
 @dataclass(frozen=True)
 class Seen:
-    """What a pass of the target shows of a batch of `[rows, tokens + 1]`, at the pairs of a token and the one after it.
+    """A target's pass over a batch of `[rows, tokens + 1]`, at the pairs of a token and the one after it.
 
     Attributes:
         ids: all tokens but the last, `[rows, tokens]`.
-        features: its states of these, `[rows, tokens, hidden]`, in the order of the points.
+        features: states of these, `[rows, tokens, hidden]`, in the order of the points.
         embedded: the embeddings of the tokens after them, the same shape.
         learnt: whether the distribution after a pair is to be learnt, `[rows, tokens]`.
     """
@@ -48,22 +48,18 @@ class Seen:
     learnt: Tensor
 
     def reached(self, step: int) -> Tensor:
-        """The learnt pairs that a draft of `step` tokens before may end at, `[rows, tokens]`."""
+        """Return the learnt pairs at which a draft after `step` drafted tokens may end, `[rows, tokens]`."""
         reached = self.learnt.clone()
         reached[:, :step] = False
         return reached
 
 
 class DraftHeadModule(nn.Module):
-    """A draft head as it learns."""
+    """A draft head in training."""
 
     @abstractmethod
     def forward(self, seen: Seen, steps: int) -> list[Tensor]:
-        """Draft at all pairs at once, each token from the text's own before it.
-
-        Returns:
-            Of each step the logits at the pairs that it has reached, `[pairs, ids that can be drafted]`.
-        """
+        """Draft at all pairs at once; return, by step, the logits at the pairs it has reached, `[pairs, ids]`."""
 
     def taught(self, step: int, depth: int) -> int:
         """Return how many of `depth` tokens in a row an optimiser step teaches; here all."""
@@ -71,22 +67,15 @@ class DraftHeadModule(nn.Module):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The weights by the names that they are published under."""
+        """Return the weights by the names that they are published under."""
 
 
 class HeadLesson(Lesson):
-    """Distils a target into a draft head. The target stays as it is, and with it the text.
-
-    Args:
-        base: the target, in the dtype that its passes are to have.
-        recipe: what is learnt.
-        text: what from.
-        points: whose states the head reads.
-    """
+    """Distils a target, in the dtype of its passes, into a draft head that reads states at `points`."""
 
     model: DraftHeadModule
     files = "model.safetensors", "config.json"
-    """What its weights and their configuration are written to."""
+    """Files of its weights and their configuration."""
 
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, points: Sequence[Point]) -> None:
         self.held_out = text.held_out
@@ -103,15 +92,11 @@ class HeadLesson(Lesson):
 
     @classmethod
     def check(cls, base: PreTrainedModel) -> None:
-        """Refuse, before any pass, a base that this kind of head is not trained for.
-
-        Raises:
-            HeadError, TrainingError: why.
-        """
+        """Refuse, before any pass, a base that this kind of head is not trained for: a HeadError or TrainingError."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What the configuration says of the head."""
+        """Return the head's configuration."""
 
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
         seen, wanted = self._read(batch)
@@ -157,7 +142,7 @@ class HeadLesson(Lesson):
 
     @torch.no_grad()
     def _read(self, batch: Blocks) -> tuple[Seen, Tensor]:
-        """What a pass of the target shows, and its logits after the learnt pairs, `[pairs, vocab]`."""
+        """Return what a pass of the target shows, and its logits after the learnt pairs, `[pairs, vocab]`."""
         # A process of several finds out only now which device is its own.
         self._base.to(batch.ids.device)
         states = self._states(batch.ids)
@@ -168,7 +153,7 @@ class HeadLesson(Lesson):
         return Seen(batch.ids[:, :-1], features, embedded.to(dtype), learnt), wanted
 
     def _states(self, ids: Tensor) -> Tensor:
-        """The target's states at the points and after the last layer, `[rows, tokens, points + 1, hidden]`."""
+        """Return the target's states at the points and after the last layer, `[rows, tokens, points + 1, hidden]`."""
         keys = [row.numpy().tobytes() for row in ids.cpu()]
         new = [place for place, key in enumerate(keys) if key not in self._remembered]
         found = {key: self._remembered[key] for key in keys if key in self._remembered}
@@ -200,7 +185,7 @@ class UnrolledModule(DraftHeadModule):
         fusion: comes before the layers.
         layers: see `Head`.
         output: gives logits of normed states, `[pairs, hidden]`; in a tuple where it does not learn.
-        recycled: which of its own states stands for a token that it drafted.
+        recycled: which of its own states replaces the target's for a token that it drafted.
     """
 
     def __init__(
@@ -241,9 +226,9 @@ class UnrolledModule(DraftHeadModule):
 
 
 def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
-    """What pairs of a step see of those of all steps so far, `[1, 1, width, (step + 1) * width]`, as it is added.
+    """Return the additive mask of pairs in a step over those of all steps so far, `[1, 1, width, (step + 1) * width]`.
 
-    The draft that a pair is in began `step` pairs before it: until there it sees the target's, then its own.
+    A pair's draft began `step` pairs before it: until there it sees the target's states, then its own.
     """
     seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
     parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]

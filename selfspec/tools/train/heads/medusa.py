@@ -1,4 +1,4 @@
-"""Medusa heads as they learn (Cai et al., 2024, arXiv 2401.10774), in FasterDecoding's layout."""
+"""Train Medusa heads (Cai et al., 2024, arXiv 2401.10774), in FasterDecoding's layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from selfspec.tools.train.recipe import HeadRecipe
 
 
 class MedusaModule(DraftHeadModule):
-    """A residual block for each of the next tokens, before the target's own language-model head.
-
-    Args:
-        output: the target's head, which stays as it is.
-        heads: number of tokens that are drafted.
-        width: of the target.
-    """
+    """A residual block for each of `heads` next tokens, before the target's own language-model head, of `width`."""
 
     def __init__(self, output: nn.Module, heads: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules for multi-token prediction as they learn further: applied several times, as drafts apply them (FastMTP)."""
+"""Train modules for multi-token prediction further, applied several times, as drafts apply them (FastMTP)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from selfspec.tools.train.recipe import HeadRecipe
 
 
 class MtpModule(UnrolledModule):
-    """The module of a checkpoint.
-
-    Args:
-        base: the model of that checkpoint.
-    """
+    """The module for multi-token prediction in the base's checkpoint."""
 
     def __init__(self, base: PreTrainedModel) -> None:
         drafter = MultiTokenPrediction()

@@ -1,4 +1,4 @@
-"""A LoRA of mask rows as it learns: behind every token of a text at once, what the masks there guess."""
+"""Train a LoRA of mask rows: masks behind every token of a text guess, all at once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ from selfspec.tools.train.recipe import HeadRecipe
 
 
 class UnoModule(DraftHeadModule):
-    """Additions to all linear layers of a base, which stays as it is.
-
-    Args:
-        base: the target.
-        rank: of the additions.
-        seed: what they begin from.
-    """
+    """Additions of `rank`, begun from a seed, to all linear layers of a base, which stays as it is."""
 
     def __init__(self, base: PreTrainedModel, rank: int, seed: int) -> None:
         super().__init__()
