@@ -20,120 +20,18 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Purpose
 from selfspec.device import to_device
 from selfspec.draft import Draft
-from selfspec.draft.draft import RowVerdict, Verdict
+from selfspec.draft.verdict import RowVerdict, Verdict
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels.trial import runs_triton
 
 
-@dataclass(frozen=True)
-class Effective:
-    """The distributions that a rule judges.
-
-    Attributes:
-        draft: the draft; without probs if its tokens were not drawn.
-        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft
-            token is rejected.
-        overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
-    """
-
-    draft: Draft
-    p: Tensor
-    overlap: Tensor
-
-
-def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
-    """Return the distributions that tokens are actually chosen from.
-
-    Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
-    the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
-    at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
-    and target agree.
-
-    For coupled chains the overlap of p and q, 1 - TV(p, q) = the sum of min(p, q), is recorded as a diagnostic: it is
-    the best acceptance rate of any rule.
-
-    Args:
-        batch: gives sampling and noise.
-        draft: with the probs that its tokens were chosen from.
-        p: as the target's scores give it, `[rows, places, vocab]`.
-        finite: whether p is finite, `[rows, places]`.
-        positions: of the tokens to be chosen, `[rows or 1, places]`.
-    """
-    sampling = batch.sampling
-    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
-    if not sampling.decided:
-        return Effective(sampling.judged(draft), decided, p.new_empty(len(p), 0))
-    overlap = p.new_empty(len(p), 0)
-    if draft.probs is not None and draft.tree.is_chain:
-        overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
-    return Effective(sampling.judged(draft), decided, overlap)
-
-
-def accept(
-    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Accept draft tokens, and draw the token after them.
-
-    Args:
-        batch: gives sampling and noise.
-        seen: the distributions that the rule judges.
-        logits: the target's own, `[rows, nodes + 1, vocab]`.
-        rule: gives the chances.
-        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
-        first: number of the first of these nodes in the whole draft.
-
-    Returns:
-        The place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the residual or
-        the bonus token, `[rows]`.
-    """
-
-    def by_rule() -> tuple[Tensor, Tensor]:
-        if len(seen.draft.tree):
-            mask = _drawn_mask(batch, rule, rule.accept_probs(seen.draft, seen.p, logits), first)
-            if judged is not None:
-                mask &= judged
-            place = rule.accepted(mask, seen.draft.tree)
-            recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
-        else:
-            # Plain decoding: there is nothing to judge, and the token is drawn from p.
-            place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
-        # A row commits one such token per round, so all of them use the noise of one place.
-        token = batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
-        return place, token
-
-    tree, declared = seen.draft.tree, declaration_of(type(rule))
-    if declared is not None and declared.by_kernel and len(tree) and tree.is_chain and runs_triton(seen.p.device):
-        place, token = _by_triton(batch, seen, judged, first, lambda: torch.stack(by_rule(), 1)).unbind(1)
-        return place, token
-    return by_rule()
-
-
-def _by_triton(batch: Batch, seen: Effective, judged: Tensor | None, first: int, stock: Callable[[], Tensor]) -> Tensor:
-    """Judge a chain by a token-level rule in one launch; return the two results of `accept` as `[rows, 2]`."""
-    from selfspec.kernels.triton_judge import tried_verdict
-
-    draft, uniform, noise = seen.draft, None, None
-    if not batch.sampling.decided:
-        uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
-        noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
-    return tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock)
-
-
-def _drawn_mask(batch: Batch, rule: Rule, accept_probs: Tensor, first: int) -> Tensor:
-    """Draw whether each draft token is accepted, `[rows, nodes]`."""
-    if batch.sampling.decided and rule.lossless:
-        # Nothing is drawn: the chances of a lossless rule are 0 and 1.
-        return accept_probs > 0.5
-    return batch.noise.uniform(Purpose.ACCEPT, first, accept_probs.shape[1]) < accept_probs
-
-
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge the draft of a round. Waits for the device.
+    """Judge the draft of a round, before the round is committed. Waits for the device.
 
     If a processor or criterion of isolated rows raises, their group stores the error, and they end without this round.
 
     Args:
-        batch: before the round is committed.
+        batch: the rows.
         draft: of the round.
         logits: the target's own, `[rows, nodes + 1, vocab]`.
         rule: accepts or rejects draft tokens.
@@ -143,64 +41,21 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         group.error = None
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     if not in_order:
-        return judge_together(batch, draft, logits, rule)
+        return _settled(batch, draft, _accepted(batch, draft, logits, rule))
     together = [index for index in range(len(batch.groups)) if index not in in_order]
     found: dict[int, RowVerdict] = {}
     last_tokens = batch.last_tokens.clone()
     for groups in [*([together] if together else []), *([index] for index in in_order)]:
         part = batch.part(groups)
-        judged = judge_together if groups is together else _judge_group
         rows = to_device(part.rows, logits.device)
-        verdict = judged(part.batch, draft.of_rows(part.rows), logits[rows], rule)
+        own, own_logits = draft.of_rows(part.rows), logits[rows]
+        if groups is together:
+            verdict = _settled(part.batch, own, _accepted(part.batch, own, own_logits, rule))
+        else:
+            verdict = _judge_group(part.batch, own, own_logits, rule)
         found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
         last_tokens[rows] = verdict.last_tokens
     return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
-
-
-def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge one group place by place; if the group is isolated and a processor raises, its rows end."""
-    group = batch.groups[0]
-    group.ahead = True
-    try:
-        return judge_in_order(batch, draft, logits, rule)
-    except Exception as error:
-        if not group.isolated:
-            raise
-        group.error = error
-    rows = {
-        row: RowVerdict(drafted, (), 0, [], 0, ended=True, finite=True, overlap=[])
-        for row, drafted in zip(batch.running, draft.tokens.tolist(), strict=True)
-        if row in batch.unfinished
-    }
-    return Verdict(tuple(batch.running), rows, batch.last_tokens)
-
-
-def judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge all places of a draft at once, then wait for the device: the only synchronisation of the round.
-
-    Arguments as in `judge`. No processor has memory.
-    """
-    lengths = batch.row_lengths(draft)
-    accepted = _accept(batch, draft, lengths, logits, rule) if draft.length else _next(batch, draft, logits)
-    judged = _on_host(batch, draft, lengths, accepted)
-    limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
-    runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
-    cut = [run[:limit] for run in runs]
-    ends = batch.ends(cut, accepted.scores, accepted.logits)
-    rows = {
-        row: replace(
-            found,
-            tokens=cut[row][: ends[row]],
-            dropped=len(runs[row]) - len(cut[row]) if ends[row] is None else 0,
-            ended=ends[row] is not None,
-            finite=found.finite or ends[row] is not None,
-        )
-        for row, found in judged.items()
-    }
-    # A row without finite logits or a row that was cut has no token of the target's own.
-    own = accepted.finite & (accepted.count < limit)
-    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
-    return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
 
 
 @dataclass(frozen=True)
@@ -241,29 +96,29 @@ class _Accepted:
         )
 
 
-def _accept(batch: Batch, draft: Draft, lengths: Sequence[int], logits: Tensor, rule: Rule) -> _Accepted:
-    """Accept draft tokens and draw the token after them. Nothing waits for the device here."""
-    sampling = batch.sampling
+def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
+    """Accept draft tokens at all places at once, and draw the token after them. Nothing waits for the device here."""
     scores = _scores(batch, draft, logits)
-    p = sampling.probabilities(scores)
+    if not draft.length:
+        return _next(batch, logits, scores)
+    p = batch.sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
     seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
-    judged = within(draft, lengths)
+    judged = within(draft, batch.row_lengths(draft))
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    place, token = accept(batch, seen, logits, rule, judged=judged)
+    place, token = _accepting(rule, seen)(batch, seen, logits, rule, judged=judged)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
     finite = finite.gather(1, place[:, None])[:, 0]
     accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
     return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
 
 
-def _next(batch: Batch, draft: Draft, logits: Tensor) -> _Accepted:
+def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
     """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
     sampling = batch.sampling
-    scores = _scores(batch, draft, logits)
     found = sampling.next_tokens(scores, batch.cache.positions(1) + 1, batch.noise)
     token = found.tokens[:, 0]
     none = torch.zeros_like(token)
@@ -285,15 +140,38 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
     return scores
 
 
-def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Accepted) -> dict[int, RowVerdict]:
-    """Return the verdict on each unfinished row, by row: the accepted tokens and the target's token after them."""
+def _settled(batch: Batch, draft: Draft, accepted: _Accepted) -> Verdict:
+    """Wait for what was accepted, the only synchronisation of the round, and find where rows end or are cut."""
+    judged = _on_host(batch, draft, accepted)
+    limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
+    runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
+    cut = [run[:limit] for run in runs]
+    ends = batch.ends(cut, accepted.scores, accepted.logits)
+    rows = {
+        row: replace(
+            found,
+            tokens=cut[row][: ends[row]],
+            dropped=len(runs[row]) - len(cut[row]) if ends[row] is None else 0,
+            ended=ends[row] is not None,
+            finite=found.finite or ends[row] is not None,
+        )
+        for row, found in judged.items()
+    }
+    # A row without finite logits or a row that was cut has no token of the target's own.
+    own = accepted.finite & (accepted.count < limit)
+    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
+    return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
+
+
+def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, RowVerdict]:
+    """Return the verdict on each unfinished row: the accepted tokens and the target's token after them."""
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
     columns = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
     if nodes:
         # Transfer everything at once: doubles hold every token id exactly.
         columns = torch.cat([columns.double(), draft.tokens.double(), accepted.overlap.double()], 1)
     judged = {}
-    for row, length, numbers in zip(batch.running, lengths, columns.tolist(), strict=True):
+    for row, length, numbers in zip(batch.running, batch.row_lengths(draft), columns.tolist(), strict=True):
         if row not in batch.unfinished:
             continue
         token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
@@ -311,32 +189,106 @@ def _on_host(batch: Batch, draft: Draft, lengths: Sequence[int], accepted: _Acce
     return judged
 
 
-def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
-    """Return the most tokens that a row commits in this round: with lockstep, as many as the slowest row.
+@dataclass(frozen=True)
+class Effective:
+    """The distributions that a rule judges.
 
-    Some processors and stopping criteria need lockstep (`Batch.needs_lockstep`). Otherwise the controller chooses it
-    where all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
+    Attributes:
+        draft: the draft; without probs if its tokens were not drawn.
+        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft
+            token is rejected.
+        overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
+    """
 
-    Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
-    that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
-    given T <= k it is drawn again in the next round. M depends on other drafts and other draws and is independent of
-    that token; so given T > k and M > k it is distributed as p too, and is drawn again otherwise. Rows share their
-    draft length, which may also depend on this row's draft tokens. But under the rules here the chance that k tokens of
-    a draft are accepted does not depend on how the draft continues, so M does not either. Dropping tokens for their
-    values, or for how many were accepted in their own row, would bias the output.
+    draft: Draft
+    p: Tensor
+    overlap: Tensor
 
-    tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
+
+def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
+    """Return the distributions that tokens are actually chosen from.
+
+    Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
+    the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
+    at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
+    and target agree.
+
+    For coupled chains the overlap of p and q, 1 - TV(p, q) = the sum of min(p, q), is recorded as a diagnostic: it is
+    the best acceptance rate of any rule.
 
     Args:
-        batch: before the round is committed.
-        draft: of the round.
-        runs: of each unfinished row, the accepted tokens and the target's token after them. A row whose logits are not
-            finite may have none; it does not hold up other rows if the controller chose lockstep.
+        batch: gives sampling and noise.
+        draft: with the probs that its tokens were chosen from.
+        p: as the target's scores give it, `[rows, places, vocab]`.
+        finite: whether p is finite, `[rows, places]`.
+        positions: of the tokens to be chosen, `[rows or 1, places]`.
     """
-    whole = draft.length + 1
-    if not batch.in_lockstep:
-        return whole
-    return min((len(run) for run in runs if run or batch.needs_lockstep), default=whole)
+    sampling = batch.sampling
+    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
+    overlap = p.new_empty(len(p), 0)
+    if sampling.decided and draft.probs is not None and draft.tree.is_chain:
+        overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
+    return Effective(sampling.judged(draft), decided, overlap)
+
+
+def accept(
+    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Accept draft tokens by the chances that a rule gives, and draw the token after them.
+
+    Args:
+        batch: gives sampling and noise.
+        seen: the distributions that the rule judges.
+        logits: the target's own, `[rows, nodes + 1, vocab]`.
+        rule: gives the chances.
+        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
+        first: number of the first of these nodes in the whole draft.
+
+    Returns:
+        The place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the residual or
+        the bonus token, `[rows]`.
+    """
+    if len(seen.draft.tree):
+        chances = rule.accept_probs(seen.draft, seen.p, logits)
+        if batch.sampling.decided and rule.lossless:
+            # Nothing is drawn: the chances of a lossless rule are 0 and 1.
+            mask = chances > 0.5
+        else:
+            mask = batch.noise.uniform(Purpose.ACCEPT, first, chances.shape[1]) < chances
+        if judged is not None:
+            mask &= judged
+        place = rule.accepted(mask, seen.draft.tree)
+        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+    else:
+        # Plain decoding: there is nothing to judge, and the token is drawn from p.
+        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
+    # A row commits one such token per round, so all of them use the noise of one place.
+    return place, batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
+
+
+def _accept_by_triton(
+    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Do what `accept` does for a chain and a token-level rule, in one launch."""
+    from selfspec.kernels.triton_judge import tried_verdict
+
+    draft, uniform, noise = seen.draft, None, None
+    if not batch.sampling.decided:
+        uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
+        noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
+
+    def stock() -> Tensor:
+        return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
+
+    place, token = tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock).unbind(1)
+    return place, token
+
+
+def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the function that accepts a draft: `accept`, or the same in one launch."""
+    tree, declared = seen.draft.tree, declaration_of(type(rule))
+    by_kernel = declared is not None and declared.by_kernel and len(tree) and tree.is_chain
+    return _accept_by_triton if by_kernel and runs_triton(seen.p.device) else accept
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
@@ -372,28 +324,59 @@ def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
     return replace(draft, probs=probs * judged[..., None])
 
 
-@dataclass
-class _Row:
-    """An unfinished row of the round."""
+def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
+    """Return the most tokens that a row commits in this round: with lockstep, as many as the slowest row.
 
-    drafted: list[int]
-    tokens: list[int] = field(default_factory=list)
-    accepted: int = 0
-    ended: bool = False
-    finite: bool = True
-    overlap: list[float] = field(default_factory=list)
+    Some processors and stopping criteria need lockstep (`Batch.needs_lockstep`). Otherwise the controller chooses it
+    where all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
 
-    def verdict(self) -> RowVerdict:
-        judged = min(self.accepted + 1, len(self.drafted))
-        return RowVerdict(
-            self.drafted, range(self.accepted), judged, self.tokens, 0, self.ended, self.finite, self.overlap
-        )
+    Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
+    that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
+    given T <= k it is drawn again in the next round. M depends on other drafts and other draws and is independent of
+    that token; so given T > k and M > k it is distributed as p too, and is drawn again otherwise. Rows share their
+    draft length, which may also depend on this row's draft tokens. But under the rules here the chance that k tokens of
+    a draft are accepted does not depend on how the draft continues, so M does not either. Dropping tokens for their
+    values, or for how many were accepted in their own row, would bias the output.
+
+    tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
+
+    Args:
+        batch: before the round is committed.
+        draft: of the round.
+        runs: of each unfinished row, the accepted tokens and the target's token after them. A row whose logits are not
+            finite may have none; it does not hold up other rows if the controller chose lockstep.
+    """
+    whole = draft.length + 1
+    if not batch.in_lockstep:
+        return whole
+    return min((len(run) for run in runs if run or batch.needs_lockstep), default=whole)
+
+
+def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    """Judge one group place by place; if the group is isolated and a processor raises, its rows end."""
+    group = batch.groups[0]
+    group.ahead = True
+    try:
+        return judge_in_order(batch, draft, logits, rule)
+    except Exception as error:
+        if not group.isolated:
+            raise
+        group.error = error
+    rows = {
+        row: RowVerdict(drafted, (), 0, [], 0, ended=True, finite=True, overlap=[])
+        for row, drafted in zip(batch.running, draft.tokens.tolist(), strict=True)
+        if row in batch.unfinished
+    }
+    return Verdict(tuple(batch.running), rows, batch.last_tokens)
 
 
 def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
     """Judge a draft of one group place by place: processors, rule, then stopping criteria, as in plain decoding.
 
-    Waits for the device at each place. Arguments as in `judge`.
+    A processor with memory is called once for each committed token, in order, with all rows of its call at one length;
+    it never sees a rejected token. Each place is judged as a draft of one token, so any lossless rule becomes
+    token-level rejection sampling, which is exact for any q that the draft was drawn from. Rows are in lockstep: the
+    round ends where the first row rejects. Waits for the device at each place. Arguments as in `judge`.
 
     Raises:
         UnsupportedOptionError: the draft is no chain.
@@ -439,6 +422,24 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     return Verdict(tuple(batch.running), verdicts, _last(batch, rows))
 
 
+@dataclass
+class _Row:
+    """An unfinished row of the round."""
+
+    drafted: list[int]
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    ended: bool = False
+    finite: bool = True
+    overlap: list[float] = field(default_factory=list)
+
+    def verdict(self) -> RowVerdict:
+        judged = min(self.accepted + 1, len(self.drafted))
+        return RowVerdict(
+            self.drafted, range(self.accepted), judged, self.tokens, 0, self.ended, self.finite, self.overlap
+        )
+
+
 @dataclass(frozen=True)
 class _Place:
     """The verdict on one place.
@@ -472,7 +473,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
     places = token.shape[1] + 1
     seen = replace(seen, p=seen.p.expand(-1, places, -1))
-    accepted, own = accept(batch, seen, logits[:, place : place + places], rule, first=place)
+    accepted, own = _accepting(rule, seen)(batch, seen, logits[:, place : place + places], rule, first=place)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     return _Place(chosen, accepted, finite[:, 0], seen.overlap, scores)
 
