@@ -429,8 +429,9 @@ _HONOURED = (CHECKED - {"num_beams"}) | {
 
 def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
     """Check the values of a call's options; raise `UnsupportedOptionError` if one is not valid."""
-    ends = value_of("eos_token_id")
-    _refuse(_CHECKS, value_of, replace(scope, rows=1) if ends is None else scope)
+    ends, repeated = value_of("eos_token_id"), value_of("num_return_sequences")
+    rows = scope.rows * int(repeated) if _is_integer(repeated) else scope.rows
+    _refuse(_CHECKS, value_of, replace(scope, rows=1 if ends is None else rows))
     known = ends is not None and all(0 <= int(token) < scope.vocabulary for token in _one_or_more(ends))
     if value_of("exponential_decay_length_penalty") is not None and not known:
         raise UnsupportedOptionError(

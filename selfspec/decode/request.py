@@ -131,7 +131,7 @@ def read_request(
     *,
     text_alone: bool = False,
 ) -> Request:
-    """Check a call of `generate` and return it as a `Request`.
+    """Check a call of `generate`, before `transformers` reads it, and return it as a `Request`.
 
     Args:
         model: the model that will run.
@@ -235,7 +235,9 @@ def read_request(
             f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
             "inside it"
         )
-    request = prepared_request(model, adapter, text_alone=text_alone, **prepared)
+    if encodes:
+        prepared["input_ids"] = checked_ids(model, prepared["input_ids"])
+    request = _request(model, adapter, text_alone=text_alone, **prepared)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -335,13 +337,41 @@ def prepared_request(
     text_alone: bool = False,
     **model_kwargs: Any,
 ) -> Request:
-    """Check the arguments of a `custom_generate` callable of `transformers`, and read the inputs beside the text.
+    """Check the arguments of a `custom_generate` callable of `transformers`, and return them as a `Request`.
 
     `inputs_tensor` is the encoder's input, before rows were repeated.
     """
     check_callables("logits_processor", logits_processor)
     check_callables("stopping_criteria", stopping_criteria)
     check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
+    if input_ids.numel() or model_kwargs.get("inputs_embeds") is None or has_encoder(model):
+        input_ids = checked_ids(model, input_ids)
+    return _request(
+        model,
+        adapter,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        inputs_tensor=inputs_tensor,
+        text_alone=text_alone,
+        **model_kwargs,
+    )
+
+
+def _request(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    inputs_tensor: Tensor | None,
+    text_alone: bool,
+    **model_kwargs: Any,
+) -> Request:
+    """Read the inputs beside the text, and check what depends on the inputs that `transformers` has prepared."""
     aligns = has_encoder(model) and bool(getattr(generation_config, "return_token_timestamps", False))
     if aligns:
         # Whisper's generate, which asks for timestamps, reads the cross-attentions alone.
@@ -357,8 +387,6 @@ def prepared_request(
             )
         source, inputs = read_source(model, adapter, inputs, inputs_tensor), decoder_inputs(inputs)
     embeddings = inputs.get("inputs_embeds")
-    if embeddings is None or input_ids.numel():
-        input_ids = checked_ids(model, input_ids)
     read = checked_embeddings(model, embeddings) if embeddings is not None else inputs["input_ids"].long()
     if len(input_ids) != len(read):
         raise PromptError(f"input_ids hold {len(input_ids)} rows, inputs_embeds {len(read)}; they must agree")
