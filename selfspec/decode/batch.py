@@ -35,11 +35,8 @@ class Batch:
     Rows are numbered across all groups. Tensors hold the running rows, in the order of their numbers.
 
     Attributes:
-        runner: runs the model over the cache.
         cache: keys and values of all committed tokens except each row's last, which no pass has read yet.
         groups: the rows with their own state.
-        noise: of the running rows.
-        controller: chooses draft lengths.
         last_tokens: the last committed token of each running row, `[rows, 1]`.
         first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads instead of
             `last_tokens`; None: prompts are token ids, or the first round has begun.
@@ -50,7 +47,6 @@ class Batch:
         prefill_width: tokens of each prompt that one pass may read; None: all.
         taps: points of the target whose states the drafters ask for.
         proposers: proposers for the rows, by the `id` of their drafter; they follow rows that join and leave.
-        sampling: turns logits into probabilities, in the same way for p and q.
         committed: the new tokens of each row, final.
         unfinished: numbers of the rows that have not ended.
         running: numbers of the rows that passes run, in the order in which tensors hold them.
@@ -190,21 +186,14 @@ class Batch:
         return Draft.chain(self.last_tokens[:, :0])
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return the logits of a draft after processors and warpers, `[rows, places, vocab]`.
-
-        Args:
-            logits: of the draft, `[rows, places, vocab]`.
-            drafted: the draft tokens on the path to the last place, pieces of `[rows, tokens]`.
-        """
+        """Return the logits of a draft after processors, `[rows, places, vocab]`; see `BatchSampling`."""
         return self.sampling.draft_scores(logits, drafted)
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
-        """Draw one child for each of several nodes at one depth.
+        """Draw one child for each of several nodes at one depth, with scores `[rows, nodes, vocab]`.
 
-        Args:
-            scores: of the children, `[rows, nodes, vocab]`.
-            node: number of the first of these nodes, -1 for the last committed token.
-            place: of the first draw: the number of tokens drawn for this draft before.
+        `node` is the first of these nodes, -1 for the last committed token; `place` counts the tokens drawn for this
+        draft before.
         """
         if self.greedy:
             return DrawnToken(scores.argmax(-1), None)
@@ -234,15 +223,7 @@ class Batch:
         return [run for part in found for run in part]
 
     def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Record scores and logits that callers asked for, and return how many tokens each ending row keeps.
-
-        See `Group.ends`.
-
-        Args:
-            runs: tokens of each row, about to be committed.
-            scores: as processors left them, `[running, places, vocab]`.
-            logits: the target's own, of the same shape.
-        """
+        """Record scores and logits, `[running, places, vocab]`, and return where rows end; see `Group.ends`."""
         sizes = [len(group.running) for group in self.groups]
         found = map(Group.ends, self.groups, self._by_group(runs), scores.split(sizes), logits.split(sizes))
         return [end for part in found for end in part]
@@ -328,13 +309,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Some groups of a batch.
-
-    Attributes:
-        batch: of these groups alone. It cannot run passes.
-        numbers: of its rows, in the whole batch.
-        rows: indices of its running rows in the whole batch's tensors.
-    """
+    """Some groups of a batch, without passes; the numbers of their rows, and the indices in its tensors."""
 
     batch: Batch
     numbers: Sequence[int]

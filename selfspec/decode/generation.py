@@ -224,11 +224,7 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
 
 
 def _check_no_clock(request: Request) -> None:
-    """Refuse a time limit, which would stop one process of a model and leave the other processes waiting.
-
-    Raises:
-        UnsupportedOptionError: the request has a time limit.
-    """
+    """Refuse a time limit, which would stop one process of a model and leave the other processes waiting."""
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
         raise UnsupportedOptionError(
             "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
@@ -238,12 +234,11 @@ def _check_no_clock(request: Request) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of tokens that memory is reserved for.
+    """Numbers of tokens that memory is reserved for, and how keys and values are kept.
 
     Attributes:
         context: tokens of prompts and texts, over all rows of a batch.
         at_once: tokens of prompts that one pass reads, over all rows.
-        cache: how keys and values are kept.
     """
 
     context: int
@@ -251,15 +246,7 @@ class Limits:
     cache: CacheKind = "exact"
 
     def check(self, rows: int, tokens: int) -> None:
-        """Refuse a batch that the cache has no room for.
-
-        Args:
-            rows: of the batch.
-            tokens: of the longest prompt plus `max_new_tokens`.
-
-        Raises:
-            PromptError: the batch has too many tokens.
-        """
+        """Refuse a batch of `rows` rows of up to `tokens` tokens, if the cache has no room for it."""
         if rows * tokens > self.context:
             raise PromptError(
                 f"{rows} x {tokens} tokens (rows x prompt and max_new_tokens) are beyond the {self.context} that the "
@@ -273,13 +260,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Target:
-    """A wrapped model, as generations run it.
+    """A wrapped model as generations run it, with the state that they share.
 
     Attributes:
-        model: the stock model.
-        adapter: where its layers are.
-        programs: passes recorded so far.
-        substitutes: its weights in fewer bits, made so far.
         memories: state of drafters that lives as long as the wrapper.
         limits: of each call under a memory budget; None: there is no budget.
     """
@@ -343,13 +326,8 @@ def generate_in_pieces(
 ) -> GenerateOutput:
     """Run a model's own `generate`, with selfspec's decoding in each of its calls of the common one.
 
-    Args:
-        model: with a `generate` of its own.
-        adapter: where its layers are.
-        begin: begins a call, with its seed.
-        seed: of the first call; later seeds follow from it. None: each call draws one.
-        inputs: input of the encoder; None: it is among the options.
-        options: of the model's `generate`.
+    `begin` begins such a call, with its seed: that of the first call is `seed`, later seeds follow from it. `inputs` is
+    the input of the encoder; None: it is among the options.
 
     Raises:
         UnsupportedOptionError: names an option that cannot be honoured.
@@ -390,11 +368,7 @@ def generate_in_pieces(
 
 
 def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a view of a model with its own config and hooks: `transformers` adds hooks where it returns attentions.
-
-    Raises:
-        UnsupportedModelError: the `forward` of a part was replaced by a function that would run the model's own parts.
-    """
+    """Make a view of a model with its own config and hooks: `transformers` adds hooks where it returns attentions."""
     config = copy(model.config)
 
     def apart(module: nn.Module) -> nn.Module:

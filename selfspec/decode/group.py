@@ -24,11 +24,8 @@ from selfspec.runtime.chain import Choice
 class Sampling:
     """Defines how tokens are chosen, in the same way from the target's and the draft's logits.
 
-    Temperature, top-k, top-p and other processors are in `selfspec.decode.processors`; `selfspec.decode.sampling`
-    applies this to all rows of a batch.
-
     Attributes:
-        processing: turns logits into scores.
+        processing: turns logits into scores: temperature, top-k, top-p and other processors.
         greedy: whether the distribution is one-hot at the largest score.
         couples: whether tokens are chosen by the noise of their position, not by independent draws.
     """
@@ -47,11 +44,7 @@ class Sampling:
         return self.greedy or self.couples
 
     def choice(self, length: int) -> Choice | None:
-        """Return how tokens are drawn if the last logits and a `Choice` suffice; None: they do not.
-
-        Args:
-            length: of the shortest row's prefix of the first place, in tokens.
-        """
+        """Return how tokens are drawn if logits alone suffice after at least `length` tokens; None: they do not."""
         found = None if self.couples else choice_of(self.processing, length)
         if found is None or not self.greedy:
             return found
@@ -90,8 +83,6 @@ class Group:
     """Rows of one call. They outlive the cache they run in, so that they can be read again.
 
     Attributes:
-        sequences: prompts and committed tokens.
-        sampling: how their logits become probabilities; processors may remember the texts.
         stopping: where rows end, or must be read again with other rotary tables.
         whole: where rows end that may be read again; None: as `stopping`.
         noise: of the rows; while they run, the batch's noise is ahead of it.
@@ -150,12 +141,9 @@ class Group:
         return self.stopping.max_new_tokens - len(self.committed[row])
 
     def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Record scores and logits that the caller asked for; return how many tokens each row keeps if it ends there.
+        """Record scores and logits, `[running, places, vocab]`; return how many tokens each row keeps if it ends there.
 
-        Args:
-            runs: tokens of each row, about to be committed.
-            scores: as processors left them, `[running, places, vocab]`.
-            logits: the target's own, of the same shape.
+        `runs` are the tokens of each row that are about to be committed.
         """
         starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
         try:

@@ -40,11 +40,9 @@ _OF_TEXT = frozenset(
 
 @dataclass(frozen=True)
 class StockReading:
-    """A prompt that the stock model has read.
+    """A prompt that the stock model has read: keys, values and states without its last token.
 
-    Attributes:
-        past: keys, values and states of each prompt without its last token.
-        offsets: of each row, how much larger the position ids of new tokens are than their index in the text.
+    `offsets` say, for each row, how much larger the position ids of new tokens are than their index in the text.
     """
 
     past: DynamicCache
@@ -76,14 +74,7 @@ def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Ten
 
 
 def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> bool:
-    """Return whether the decoder layers get the same inputs with and without the inputs beside the text.
-
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        inputs: of its first pass.
-        mask: which columns hold a token, `[rows, columns]`.
-    """
+    """Return whether the decoder layers get the same inputs with and without the inputs beside the text."""
     others = beside_text(inputs)
     if past_of(inputs) is not None or any(map(torch.is_floating_point, _tensors(others))):
         return False
@@ -95,12 +86,6 @@ def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str
 @torch.no_grad()
 def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
     """Read prompts with the inputs beside their text, such as images, by the stock model.
-
-    Args:
-        model: the stock model.
-        adapter: where its layers are.
-        inputs: of its first pass, as `generate` of `transformers` prepares them.
-        mask: which columns hold a token, `[rows, columns]`.
 
     Raises:
         UnsupportedOptionError: names an input that the stock model cannot read, that would also change the tokens after
@@ -241,13 +226,9 @@ def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def read_source(
     model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], read: Tensor | None = None
 ) -> Source:
-    """Read the encoder's output for a call.
+    """Read the encoder's output for a call, with its inputs as `generate` has prepared them.
 
-    Args:
-        model: an encoder-decoder.
-        adapter: where its layers are.
-        inputs: of its first pass, as `generate` has prepared them.
-        read: the input of the encoder, before rows were repeated; None: it is not known.
+    `read` is the input of the encoder, before rows were repeated; None: it is not known.
 
     Raises:
         UnsupportedOptionError: the caller passes a cache, or an option that is not supported with an encoder, or pads
@@ -295,16 +276,10 @@ def _text(read: Tensor, source: Source) -> list[list[int]]:
 def cross_attentions(
     model: PreTrainedModel, source: Source, mask: Tensor, text: Tensor
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the cross-attention weights of a text over its source, by one pass of the stock model over the text.
+    """Return the cross-attention weights of a text over its source, by one pass of the stock model.
 
-    Args:
-        model: an encoder-decoder whose attention returns its weights.
-        source: read by the encoder.
-        mask: which columns of the prompts hold a token, `[rows, prompt]`.
-        text: prompts and generated tokens, `[rows, length]`.
-
-    Returns:
-        For each pass of plain decoding and each layer `[rows, heads, tokens, places]`; the last token is not read.
+    `mask` is of the prompts, `[rows, prompt]`; `text` is prompts and generated tokens, `[rows, length]`. For each pass
+    of plain decoding and each layer, they are `[rows, heads, tokens, places]`; the last token is not read.
     """
     prompt, new = mask.shape[1], text.shape[1] - 1 - mask.shape[1]
     whole = torch.cat([mask, mask.new_ones(len(mask), new)], 1).long()

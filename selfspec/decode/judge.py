@@ -26,15 +26,10 @@ from selfspec.kernels.trial import runs_triton
 
 
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge the draft of a round, before the round is committed. Waits for the device.
+    """Judge the draft of a round, by the target's own logits, `[rows, nodes + 1, vocab]`.
 
-    If a processor or criterion of isolated rows raises, their group stores the error, and they end without this round.
-
-    Args:
-        batch: the rows.
-        draft: of the round.
-        logits: the target's own, `[rows, nodes + 1, vocab]`.
-        rule: accepts or rejects draft tokens.
+    Waits for the device. If a processor or criterion of isolated rows raises, their group stores the error, and they
+    end without this round.
     """
     for group in batch.groups:
         # An error at a draft token of the last round may not occur again.
@@ -67,7 +62,6 @@ class _Accepted:
         count: number of accepted draft tokens, `[rows]`; in a chain equal to `place`.
         token: the token after them, drawn from the residual or the bonus token, `[rows]`.
         finite: whether the target's logits there were finite; if not, `token` is arbitrary, `[rows]`.
-        overlap: see `Effective`.
         block: the last committed token and the draft tokens; of a tree the accepted path alone, `[rows, places]`.
         logits: the target's own at these places, `[rows, places, vocab]`.
         scores: the logits after processors and warpers.
@@ -206,22 +200,13 @@ class Effective:
 
 
 def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
-    """Return the distributions that tokens are actually chosen from.
+    """Return the distributions that tokens are actually chosen from, at `positions` of the text.
 
     Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
     the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
     at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
-    and target agree.
-
-    For coupled chains the overlap of p and q, 1 - TV(p, q) = the sum of min(p, q), is recorded as a diagnostic: it is
-    the best acceptance rate of any rule.
-
-    Args:
-        batch: gives sampling and noise.
-        draft: with the probs that its tokens were chosen from.
-        p: as the target's scores give it, `[rows, places, vocab]`.
-        finite: whether p is finite, `[rows, places]`.
-        positions: of the tokens to be chosen, `[rows or 1, places]`.
+    and target agree. For coupled chains the overlap of p and q, 1 - TV(p, q), is recorded: the best acceptance rate of
+    any rule.
     """
     sampling = batch.sampling
     decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
@@ -236,17 +221,11 @@ def accept(
 ) -> tuple[Tensor, Tensor]:
     """Accept draft tokens by the chances that a rule gives, and draw the token after them.
 
-    Args:
-        batch: gives sampling and noise.
-        seen: the distributions that the rule judges.
-        logits: the target's own, `[rows, nodes + 1, vocab]`.
-        rule: gives the chances.
-        judged: whether each node is judged in each row, `[rows, nodes]`; None: all are.
-        first: number of the first of these nodes in the whole draft.
+    `judged` says whether each node is judged in each row, `[rows, nodes]`; None: all are. `first` is the number of the
+    first of these nodes in the whole draft.
 
-    Returns:
-        The place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the residual or
-        the bonus token, `[rows]`.
+    Returns the place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the
+    residual or the bonus token, `[rows]`.
     """
     if len(seen.draft.tree):
         chances = rule.accept_probs(seen.draft, seen.p, logits)
@@ -311,13 +290,7 @@ def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
 
 
 def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
-    """Return the draft with q set to zeros where it is not judged.
-
-    Args:
-        draft: of the round.
-        judged: from `within`, `[rows, nodes]`.
-        p: the target's, `[rows, nodes + 1, vocab]`; gives the shape of q if the draft was not drawn.
-    """
+    """Return the draft with q set to zeros where it is not judged; p has the shape of q, if none was drawn."""
     probs = draft.probs
     if probs is None:
         probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
@@ -329,6 +302,8 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
 
     Some processors and stopping criteria need lockstep (`Batch.needs_lockstep`). Otherwise the controller chooses it
     where all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
+    `runs` are, for each unfinished row, the accepted tokens and the target's token after them. A row whose logits are
+    not finite may have none; it does not hold up other rows if the controller chose lockstep.
 
     Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
     that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
@@ -339,12 +314,6 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
     values, or for how many were accepted in their own row, would bias the output.
 
     tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
-
-    Args:
-        batch: before the round is committed.
-        draft: of the round.
-        runs: of each unfinished row, the accepted tokens and the target's token after them. A row whose logits are not
-            finite may have none; it does not hold up other rows if the controller chose lockstep.
     """
     whole = draft.length + 1
     if not batch.in_lockstep:
@@ -442,11 +411,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Place:
-    """The verdict on one place.
+    """The verdict on one place of each running row.
 
     Attributes:
-        token: the token of each running row, `[rows]`.
-        accepted: 1 where it is the draft's, else 0, `[rows]`.
+        accepted: 1 where the token is the draft's, else 0, `[rows]`.
         finite: whether processors left a token to choose, `[rows]`.
         overlap: see `Effective`, `[rows, 1 or 0]`.
         scores: the logits after processors, `[rows, 1, vocab]`.

@@ -42,14 +42,11 @@ def begin_round(batch: Batch) -> Budget:
 
 
 def verify(batch: Batch, draft: Draft) -> PassResult:
-    """Run the target over the last committed token and the draft.
+    """Run the target over the last committed token and the draft; its logits are `[rows, drafted + 1, vocab]`.
 
     If the draft computed exact states up to some sublayer, the states of its last tokens, which no draft step has read,
     are computed up to there as well, and the target pass resumes there. If prompts are embeddings, the first round
     reads the last embedding of each and has no draft.
-
-    Returns:
-        The target's logits, `[rows, drafted + 1, vocab]`, and the features that drafters asked for.
     """
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
@@ -120,14 +117,8 @@ def rounds(
 ) -> Generator[Round, None, None]:
     """Generate, and yield the committed tokens of each round. Complete `stats` at the end.
 
-    Args:
-        batch: before its first pass.
-        request: the prompts.
-        proposer: drafts; None: no draft.
-        rule: accepts or rejects draft tokens.
-        stats: counts rounds.
-        past: receives keys and values of all rows at the end, even if the caller stops between two rounds; None: they
-            are dropped.
+    `past` receives keys and values of all rows at the end, even if the caller stops between two rounds; None: they are
+    dropped.
     """
     clock = PhaseClock(batch.last_tokens.device)
     try:
@@ -161,15 +152,7 @@ def _fill(past: Cache, batch: Batch, request: Request) -> None:
 
 
 def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats, clock: PhaseClock) -> Round:
-    """Run one round, and return the tokens that it committed.
-
-    Args:
-        batch: before the round.
-        proposer: drafts; None: no draft.
-        rule: accepts or rejects draft tokens.
-        stats: counts the round.
-        clock: times its phases.
-    """
+    """Run one round, without a draft if there is no proposer, and return the tokens that it committed."""
     with clock.phase("draft"):
         budget = begin_round(batch)
         draft = proposer.propose(batch, budget) if proposer is not None and budget.depth else batch.no_draft()
@@ -200,12 +183,8 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     """Fill the cache with each prompt except its last token, which the first round reads.
 
     Rows are stored without their padding: each is moved to the left, and slots after it are never read. Tokens that a
-    past holds are not computed again.
-
-    Args:
-        batch: before its first round.
-        request: the prompts, and the past.
-        proposer: compared with the target on the prompt if it has an early exit and the controller asks for evidence.
+    past holds are not computed again. An early exit of the proposer is compared with the target if the controller asks
+    for it.
     """
     if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
@@ -230,11 +209,8 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
 class Prefill:
     """Reads the prompts of a batch into its cache, piece by piece.
 
-    Args:
-        batch: before its first round.
-        tokens: ids `[rows, tokens]` or embeddings `[rows, tokens, hidden]`, from the left.
-        counts: number of tokens of each row.
-        at_once: whether one pass reads all columns, also those after a row's tokens.
+    `tokens` are ids `[batch, tokens]` or embeddings `[batch, tokens, hidden]`, from the left, `counts` of each row.
+    With `at_once`, one pass reads all columns, also those after a row's tokens.
     """
 
     def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int], at_once: bool = False) -> None:
@@ -268,12 +244,10 @@ class Prefill:
 
 
 def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:
-    """Run the prompts through the cache, and compare draft and target on their last tokens.
+    """Run prompts `[rows, tokens]` through the cache, and compare draft and target on their last tokens.
 
-    Args:
-        batch: with empty slots for the tokens. Its cursors do not move.
-        early_exit: where the draft leaves the network.
-        prompts: `[rows, tokens]`.
+    The early exit runs the first layers of the target, so one pass gives the states of both, and the head reads the
+    last tokens of each: a comparison before the first round, at less than the cost of a rejected draft.
     """
     draft, target = batch.runner.compare(early_exit.layer, early_exit.head, prompts, _MOST)
     q, p = (batch.sampling.scores(each).softmax(-1) for each in (draft, target))

@@ -39,13 +39,7 @@ class Purpose(IntEnum):
 
 
 class Noise:
-    """The noise of the rows that passes run.
-
-    Args:
-        seed: of the generation, 64 bits, signed.
-        rows: number of each row, which its noise depends on.
-        device: where tokens are drawn.
-    """
+    """The noise of the rows that passes run, by a `seed` of 64 bits, signed, and the number of each row."""
 
     def __init__(self, seed: int, rows: Sequence[int], device: torch.device) -> None:
         key = _mixed(np.array([seed]))
@@ -78,17 +72,10 @@ class Noise:
         return noise
 
     def uniform(self, purpose: int, first: int, count: int) -> Tensor:
-        """Return uniform numbers in [0, 1), multiples of 2^-52.
+        """Return uniform numbers in [0, 1), multiples of 2^-52, `[rows, count]`, float64.
 
-        As doubles they stay below 1; rounded to float32, the largest would be 1.
-
-        Args:
-            purpose: a `Purpose`; plus the number of purposes for the second number of a place.
-            first: the first place of the round.
-            count: places.
-
-        Returns:
-            `[rows, count]`, float64.
+        As doubles they stay below 1; rounded to float32, the largest would be 1. `purpose` is a `Purpose`, plus the
+        number of purposes for the second number of a place; `first` is the first place of the round.
         """
         if not self._numbers or self._numbers[0].shape[1] < first + count:
             places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
@@ -107,15 +94,10 @@ class Noise:
         return [self.uniform(number, first, count) for number in each]
 
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
-        """Draw one token from each distribution, without waiting for the device.
+        """Draw one token from each distribution, `[rows, places]`, without waiting for the device.
 
-        Args:
-            weights: `[rows, places, vocab]`, non-negative, each with a positive entry; they need not be normalised.
-            purpose: of the tokens.
-            first: the first place of the round.
-
-        Returns:
-            `[rows, places]`; an arbitrary token where all weights are 0 or one is not finite.
+        `weights`, `[rows, places, vocab]`, are non-negative and need not be normalised. The token is arbitrary where
+        all weights are 0 or one is not finite.
         """
         count, vocab = weights.shape[1:]
         # On a CPU a logarithm of each entry takes longer than all passes over a small model's head; on a GPU cumulative
@@ -133,28 +115,16 @@ class Noise:
         return self._bits(np.array(0), np.array(purpose), np.arange(first, first + count))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
-        """Choose the token of each place of the text, by noise that every round shares.
+        """Choose the token of each place of the text, `[rows, places]`, by noise that every round shares.
 
         A choice from p is distributed as p. Choices from p and q at the same place agree as often as the exponential
         race (Gumbel-max) allows, which is close to the overlap of p and q. Daliri et al. (2024, arXiv 2408.07978) call
-        this drafter-invariant speculation.
-
-        Args:
-            weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
-            positions: of the tokens to choose, `[rows or 1, places]`.
-
-        Returns:
-            `[rows, places]`.
+        this drafter-invariant speculation. `weights` as in `draw`; `positions` of the tokens, `[rows or 1, places]`.
         """
         return (weights.double() / self.exponentials(positions, weights.shape[-1])).argmax(-1)
 
     def exponentials(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Return the noise of `choose`: independent unit exponentials, `[rows, places, vocab]`, float64.
-
-        Args:
-            positions: of the tokens to choose, `[rows or 1, places]`.
-            vocabulary: number of all tokens.
-        """
+        """Return the noise of `choose`: independent unit exponentials, `[rows, places, vocab]`, float64."""
         keys = to_device(torch.from_numpy(self._keys), self._device)
         key = _mixed(keys[:, None] + _GOLDEN * (positions + 1))
         tokens = torch.arange(1, vocabulary + 1, device=self._device)
@@ -172,16 +142,9 @@ class Noise:
 
 
 def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens by looking uniform numbers up in cumulative sums.
+    """Draw tokens, `[rows, places]`, by looking uniform float64 numbers up in cumulative sums of weights.
 
     The sums are double, so they round a probability by less than the 2^-24 of a float32 p.
-
-    Args:
-        weights: `[rows, places, vocab]`.
-        uniform: in [0, 1), float64, `[rows, places]`.
-
-    Returns:
-        `[rows, places]`.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     # No number is above 1 - 2^-52, so its share of the total stays below the total after rounding, and only tokens that
@@ -193,15 +156,7 @@ def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
 def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
     """Draw a block of tokens and then a token of the block, which is cheaper for a large vocabulary.
 
-    Blocks are summed in the precision of the weights.
-
-    Args:
-        weights: `[rows, places, vocab]`.
-        uniform: numbers that choose the block, in [0, 1), float64, `[rows, places]`.
-        second: numbers that choose the token, likewise.
-
-    Returns:
-        `[rows, places]`.
+    Blocks are summed in the precision of the weights. The first numbers choose the block, the second ones the token.
     """
     vocab = weights.shape[-1]
     if vocab % _BLOCK:
@@ -214,11 +169,9 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
 
 
 def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
-    """Make unit exponentials with the shape, dtype and device of weights. A GPU's generator hashes seed and counter.
+    """Make unit exponentials with the shape, dtype and device of weights, by seeds `[rows, places]`.
 
-    Args:
-        like: `[rows, places, vocab]`.
-        seeds: of each place, `[rows, places]`.
+    A GPU's generator hashes seed and counter.
     """
     noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator(like.device)
@@ -229,16 +182,9 @@ def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
 
 
 def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
-    """Draw tokens by the exponential race.
+    """Draw tokens, `[rows, places]`, by the exponential race.
 
     The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i.
-
-    Args:
-        weights: `[rows, places, vocab]`.
-        noise: the exponentials, `[rows, places, vocab]`.
-
-    Returns:
-        `[rows, places]`.
     """
     return (weights / noise).argmax(-1)
 

@@ -66,17 +66,10 @@ class Round:
 def streamed(
     rounds: Generator[Round, None, None], prompt: Tensor, streamer: BaseStreamer
 ) -> Generator[Round, None, None]:
-    """Feed a streamer of `transformers` as plain decoding would: the prompt, each token, and the end.
+    """Feed a streamer of `transformers` as plain decoding would: the prompt `[1, prompt]`, each token, and the end.
 
-    The streamer is ended even if the rounds fail or are abandoned, so that no reader waits forever.
-
-    Args:
-        rounds: of one row; closed with this generator.
-        prompt: `[1, prompt]`, padding included.
-        streamer: gets the prompt `[1, prompt]` and tokens `[1]`, on the CPU.
-
-    Yields:
-        The same rounds.
+    Yields the same rounds, which are closed with this generator. The streamer is ended even if the rounds fail or are
+    abandoned, so that no reader waits forever.
     """
     with closing(rounds):
         try:
@@ -320,11 +313,7 @@ class TokenLogprobs:
 
 
 class LogprobRecord:
-    """Keeps the log-probabilities at a round's places until their tokens are known.
-
-    Args:
-        top: number of likeliest tokens to report.
-    """
+    """Keeps the log-probabilities at a round's places until their tokens are known, and reports the `top` likeliest."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -350,9 +339,6 @@ class ScoreRecord:
 
     After a row has ended, its entry is 0 for the padding token and -inf for all other tokens, normalised or not. So a
     sum over a row counts its own tokens alone.
-
-    Args:
-        pad: the padding token.
     """
 
     def __init__(self, pad: int) -> None:
@@ -365,11 +351,7 @@ class ScoreRecord:
         return tuple(self._steps)
 
     def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return one tensor for each new token of the longest row.
-
-        Args:
-            lengths: new tokens of each row; later entries are left out.
-        """
+        """Return one tensor for each new token of the longest row, of rows with `lengths` new tokens."""
         return tuple(
             self._with_padding(step, [row for row, length in enumerate(lengths) if length <= index])
             for index, step in enumerate(self._steps[: max(lengths)])
@@ -378,11 +360,9 @@ class ScoreRecord:
     def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Keep the values of a block's committed tokens, not of rejected tokens.
 
-        Args:
-            values: `[rows, places, vocab]`, of the running rows.
-            rows: their numbers in the batch.
-            starts: number of new tokens of each row of the batch before the first place.
-            counts: number of places to keep of each row of the batch, from the first.
+        `values` are `[rows, places, vocab]`, of the running rows, whose numbers in the batch are `rows`. `starts` and
+        `counts` say for each row of the batch how many new tokens it had before the first place, and how many places
+        are kept.
         """
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         while len(self._steps) < longest:
@@ -403,13 +383,7 @@ class ScoreRecord:
 
 @dataclass(frozen=True)
 class ScoreRecords:
-    """Records of committed tokens that the caller asked for.
-
-    Attributes:
-        scores: the logits after processors and warpers; None: the caller did not ask for them.
-        logits: the target's own logits; None: the caller did not ask for them.
-        logprobs: log-probabilities of the tokens of a group of one row; None: the caller did not ask for them.
-    """
+    """Records of committed tokens: scores after processors and warpers, and the target's own logits."""
 
     scores: ScoreRecord | None = None
     logits: ScoreRecord | None = None
@@ -418,11 +392,7 @@ class ScoreRecords:
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:
-        """Record tokens about to be committed. Arguments as in `ScoreRecord.keep`.
-
-        Returns:
-            The scores of all new tokens so far, one `[batch, vocab]` each; None if they are not kept.
-        """
+        """Record tokens, as `ScoreRecord.keep` does; return the scores of all new tokens so far, if kept."""
         if self.logprobs is not None:
             self.logprobs.keep(logits[0, : counts[0]])
         if self.logits is not None:

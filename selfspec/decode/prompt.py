@@ -15,11 +15,7 @@ from selfspec.model.vocabulary import weight_of
 
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """Return the prompts as 64-bit ids, `[batch, prompt]`.
-
-    Raises:
-        PromptError: the prompts are empty, have another shape or dtype, or hold ids outside the vocabulary.
-    """
+    """Return the prompts as 64-bit ids, `[batch, prompt]`; refuse shapes, dtypes and ids that do not fit."""
     if isinstance(inputs, Tensor) and not has_values(inputs):
         raise PromptError("input_ids is a tensor without values (meta, sparse or nested); pass a dense one")
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
@@ -43,11 +39,7 @@ def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
 
 
 def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
-    """Return the prompts as embeddings, `[batch, prompt, hidden]`.
-
-    Raises:
-        PromptError: the prompts are empty, or have another shape or dtype than the model's embeddings.
-    """
+    """Return the prompts as embeddings, `[batch, prompt, hidden]`; refuse others than the model's own kind."""
     own = weight_of(model.get_input_embeddings())
     wanted = f"a tensor of {own.dtype} of shape [batch, prompt, {own.shape[1]}], as the model's own are"
     if not isinstance(embeddings, Tensor) or embeddings.dtype != own.dtype:
@@ -61,18 +53,10 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
 
 
 def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
-    """Return the mask of columns that hold tokens, first those of the past and then those of the prompts.
+    """Return the mask, 1 for tokens, of the columns of the past and then of the prompts, `[batch, columns]`.
 
-    Args:
-        attention_mask: as given.
-        read: prompts, as ids or embeddings. They may begin with the past's tokens or after them.
-        past: keys and values of the first columns; None: there are none.
-
-    Returns:
-        1 for tokens and 0 for padding, `[batch, columns]`.
-
-    Raises:
-        PromptError: the mask has another shape, leaves a row without tokens, or pads on the right.
+    `read` are the prompts, as ids or embeddings, which may begin with the past's tokens or after them. Refuses a mask
+    of another shape, one that leaves a row without tokens, and one that pads on the right.
     """
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
@@ -123,12 +107,7 @@ def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
 
     Libraries of soft prompts replace the model's `prepare_inputs_for_generation` while its `generate` runs. Their
     method returns embeddings in place of ids, or a cache that holds a prefix. The loops of `transformers` call it; a
-    `custom_generate` must call it too.
-
-    Args:
-        model: as `generate` finds it.
-        input_ids: `[batch, prompt]`.
-        model_kwargs: further inputs that `generate` has prepared.
+    `custom_generate` must call it too. `model_kwargs` are the further inputs that `generate` has prepared.
 
     Raises:
         UnsupportedModelError: the replaced method adds no soft prompt.

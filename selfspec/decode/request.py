@@ -133,15 +133,9 @@ def read_request(
 ) -> Request:
     """Check a call of `generate`, before `transformers` reads it, and return it as a `Request`.
 
-    Args:
-        model: the model that will run.
-        adapter: where its layers are.
-        inputs: prompts, `[batch, prompt]`, left-padded where their lengths differ.
-        attention_mask: 1 for tokens and 0 for padding, of the same shape; None: padding is where `transformers`
-            finds the padding token.
-        generation_config: as in `model.generate`.
-        options: further keywords of `model.generate`, including `streamer` and `tokenizer`.
-        text_alone: whether inputs other than text, such as images, are refused.
+    `inputs` are prompts, `[batch, prompt]`, left-padded where their lengths differ. Without an `attention_mask` padding
+    is where `transformers` finds the padding token. `options` are further keywords of `model.generate`, including
+    `streamer` and `tokenizer`. With `text_alone`, inputs other than text, such as images, are refused.
 
     Raises:
         PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
@@ -247,11 +241,7 @@ def read_request(
 
 
 def _taken_cache(options: dict[str, Any]) -> Cache | None:
-    """Remove the cache from keywords of `generate`, under any of its names, and return it.
-
-    Raises:
-        UnsupportedOptionError: there is more than one cache.
-    """
+    """Remove the cache from keywords of `generate`, under any of its names, and return it."""
     given = {name: options.pop(name) for name in CACHE_NAMES if name in options}
     caches = {name: cache for name, cache in given.items() if cache is not None}
     if len(caches) > 1:

@@ -34,12 +34,7 @@ _NO_CONTEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter and controller of a batch.
-
-    Attributes:
-        drafter: proposes tokens; None: no draft.
-        controller: chooses the draft length.
-    """
+    """The drafter of a batch, if it drafts, and its controller."""
 
     drafter: Drafter | None
     controller: ControllerByLoad
@@ -67,11 +62,8 @@ class CacheSizes:
 class RowDecoder:
     """Runs rows of one wrapped model. Only `row` may be called by several threads at once.
 
-    Args:
-        target: the model with the state that all its generations share.
-        drafting: by whether decoding is greedy; the majority of rows decides.
-        rule: judges drafts of rows that are sampled and not coupled; None: see `default_rule`.
-        check: refuses a drafter that no longer fits the model; called before each row begins.
+    `drafting` is by whether decoding is greedy; the majority of rows decides. `rule` judges drafts of rows that are
+    sampled and not coupled. `check` refuses a drafter that no longer fits the model, before each row begins.
 
     Attributes:
         stats: counts of all rounds.
@@ -113,12 +105,8 @@ class RowDecoder:
     ) -> Group:
         """Check a request as `generate` does, and make a group of one row. May be called from any thread.
 
-        Args:
-            input_ids: the prompt.
-            options: keywords of `generate`.
-            seed: of its noise, which makes its tokens those of plain decoding; None: one is drawn.
-            kind: see `Group`.
-            top: number of likeliest tokens whose log-probabilities are reported; None: no log-probabilities are.
+        `seed` makes its tokens those of plain decoding; None: one is drawn. For `kind` see `Group`. `top` is the number
+        of likeliest tokens whose log-probabilities are reported; None: no log-probabilities are.
 
         Raises:
             PromptError, UnsupportedOptionError: as `generate`.
@@ -182,10 +170,7 @@ class RowDecoder:
     def begin(self, row: Group, past: SharedCache | None = None, known: int = 0) -> Prefill:
         """Begin to read a row's text without its last token, into a cache that has room for this row alone.
 
-        Args:
-            row: the row.
-            past: a cache of one row whose text has the same beginning; None: the whole text is read.
-            known: number of tokens taken from it.
+        `past` is a cache of one row whose text has the same first `known` tokens; None: the whole text is read.
         """
         self._check()
         # As in `model.generate`, a row is read again when its rotary tables change. Not even scrap slots after its end

@@ -19,12 +19,9 @@ from selfspec.runtime.chain import Choice
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The tokens of a round without a draft.
+    """The tokens of a round without a draft, `[rows, 1]`, which are arbitrary where `finite` is False.
 
-    Attributes:
-        tokens: `[rows, 1]`.
-        finite: whether the row had a finite distribution, `[rows, 1]`; if not, the token is arbitrary. None: all rows
-            had one.
+    `finite` says whether the row had a finite distribution, `[rows, 1]`; None: all rows had one.
     """
 
     tokens: Tensor
@@ -35,17 +32,8 @@ class BatchSampling:
     """Turns the logits of the running rows into the distribution that plain decoding of each group would draw from.
 
     Greedy and coupled rows have one possible token at each place, so nothing is drawn for them; sampled rows draw.
-    Groups of one kind are processed together; groups whose processors read prefixes are processed one by one.
-
-    Args:
-        groups: in the order in which tensors hold their running rows.
-
-    Attributes:
-        greedy: whether all rows take the likeliest token.
-        decided: whether all rows have one possible token at each place.
-        mends: whether processors of all rows replace logits that are not finite by numbers.
-        in_order: whether some processor has memory, see `Sampling.in_order`.
-        reads_prefixes: whether some processor reads more than the scores of a place.
+    Groups of one kind are processed together; groups whose processors read prefixes are processed one by one. The flags
+    say of all rows, or of some for `in_order` and `reads_prefixes`, what those of `Sampling` say of a group.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -75,16 +63,10 @@ class BatchSampling:
         return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
 
     def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Return the logits after processors and warpers, float32 as in `transformers`.
+        """Return the logits after processors and warpers, `[rows, places, vocab]`, float32.
 
-        If a processor of isolated rows raises, their group stores the error, and their scores are NaN.
-
-        Args:
-            logits: `[rows, places, vocab]`, any floating dtype.
-            drafted: the draft tokens on the path to the last place, pieces of `[rows, tokens]`; see `Prefixes`.
-
-        Returns:
-            `[rows, places, vocab]`.
+        `drafted` are the draft tokens on the path to the last place, pieces of `[rows, tokens]`; see `Prefixes`. If a
+        processor of isolated rows raises, their group stores the error, and their scores are NaN.
         """
 
         def failed(group: Group, error: Exception, given: Tensor) -> Tensor:
@@ -110,14 +92,7 @@ class BatchSampling:
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Return the distribution at each place.
-
-        Args:
-            scores: as `scores` gives them, `[rows, places, vocab]`.
-
-        Returns:
-            `[rows, places, vocab]`; each place sums to 1.
-        """
+        """Return the distribution at each place, `[rows, places, vocab]`, from what `scores` returns."""
         if self.greedy:
             p = _one_hot(scores, scores.argmax(-1))
         else:
@@ -132,10 +107,7 @@ class BatchSampling:
     def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
         """Return the distributions that tokens are drawn from: p, or one-hot at the choice of the position's noise.
 
-        Args:
-            p: `[rows, places, vocab]`.
-            positions: of the tokens to be drawn, `[rows or 1, places]`.
-            noise: of the rows; used if sampling is coupled.
+        `positions` are those of the tokens to be drawn, `[rows or 1, places]`.
         """
         if not self._choosing:
             return p
@@ -149,10 +121,7 @@ class BatchSampling:
     def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
         """Return the token of each row if nothing was drafted, in fewer steps than `decide` and `draw`.
 
-        Args:
-            scores: as `scores` gives them, `[rows, 1, vocab]`.
-            positions: of the tokens, `[rows or 1, 1]`.
-            noise: of the rows.
+        `scores` are `[rows, 1, vocab]`, `positions` `[rows or 1, 1]`.
         """
         if not self.greedy:
             p = self.probabilities(scores)
@@ -187,16 +156,10 @@ class BatchSampling:
         return replace(draft, probs=probs)
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
-        """Return one token from each distribution: its one possible token if decided, else a draw.
+        """Return a token of each distribution, `[rows, places]`: its one possible token if decided, else a draw.
 
-        Args:
-            weights: `[rows, places, vocab]`, non-negative; they need not be normalised.
-            noise: of the rows, not used if all is decided.
-            purpose: of the tokens.
-            first: the first of these places in the round.
-
-        Returns:
-            `[rows, places]`.
+        `weights`, `[rows, places, vocab]`, are non-negative and need not be normalised; `first` is the first of these
+        places in the round.
         """
         return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
 
@@ -222,12 +185,9 @@ def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
 
 
 def proper(q: Tensor) -> Tensor:
-    """Return `q` with the uniform distribution wherever it is not finite.
+    """Return q, `[..., vocab]`, with the uniform distribution wherever it is not finite.
 
     A draft path may overflow where the target does not. Any q is exact, as long as tokens are drawn from the q that is
     judged.
-
-    Args:
-        q: `[..., vocab]`.
     """
     return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

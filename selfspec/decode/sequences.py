@@ -29,7 +29,6 @@ class Sequences:
             finished rows until they are dropped.
         text_ends: by row, the number of new tokens at which the text of a row ended that is then only filled up.
         width: length of the prompts, padding included.
-        pad: token id that fills shorter rows.
     """
 
     def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:
@@ -89,11 +88,7 @@ class Sequences:
         return [[token for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in each]
 
     def followed_by(self, runs: Sequence[Sequence[int]]) -> Tensor:
-        """Return the ids of all rows, each followed by its run, padded right to the longest, `[batch, length]`.
-
-        Args:
-            runs: for each row of the batch, tokens that are not committed.
-        """
+        """Return the ids of all rows, each followed by its uncommitted run, padded right, `[batch, length]`."""
         new = [[*tokens, *run] for tokens, run in zip(self.committed, runs, strict=True)]
         longest = max(map(len, new))
         padded = [tokens + [self.pad] * (longest - len(tokens)) for tokens in new]
@@ -106,12 +101,8 @@ class Prefixes:
     """The prefix of each place of a block: the committed tokens, and the draft tokens up to the place.
 
     A block of m places covers the last m places of sequence and draft: one after each of the last m - 1 draft tokens,
-    and one before them.
-
-    Attributes:
-        sequences: the committed tokens.
-        drafted: pieces of the draft, in order, `[rows, tokens]` each, of the running rows. Only processors that depend
-            on the prefix read them.
+    and one before them. `drafted` are pieces of the draft, in order, `[rows, tokens]` each, of the running rows; only
+    processors that depend on the prefix read them.
     """
 
     sequences: Sequences

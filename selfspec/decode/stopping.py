@@ -52,12 +52,7 @@ class Stopping:
         return count >= self.max_new_tokens or last in self.eos
 
     def shortened(self, sequences: Sequences, runs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Cut each row's run after the first end-of-sequence token, and to the tokens the row may still grow by.
-
-        Args:
-            sequences: the tokens committed before.
-            runs: tokens of each row of the batch; none for finished rows.
-        """
+        """Cut each row's run, empty for finished rows, at its end-of-sequence token and at its maximal length."""
         return [
             list(run[: min(first_end(run, self.eos) + 1, self.max_new_tokens - len(tokens))])
             for run, tokens in zip(runs, sequences.committed, strict=True)
@@ -68,10 +63,8 @@ class Stopping:
     ) -> list[int | None]:
         """Return how many tokens of its run each row keeps if it ends within the run; None for rows that do not end.
 
-        Args:
-            sequences: the tokens committed before.
-            runs: as `shortened` leaves them.
-            scores: one tensor `[batch, vocab]` for each new token, those of the runs included; None: not kept.
+        `runs` are as `shortened` leaves them; `scores` one tensor `[batch, vocab]` for each new token, those of the
+        runs included; None: not kept.
         """
         ends = [
             len(run) if run and self.ends(len(tokens) + len(run), run[-1]) else None
@@ -103,10 +96,7 @@ class Stopping:
     def ended(self, sequences: Sequences, rows: Sequence[int], count: int) -> Sequence[int]:
         """Return the rows that end after a criterion has ended some: these, or none or all if rows are filled up.
 
-        Args:
-            sequences: stores where the text of each filled row has ended.
-            rows: the rows that the criterion has ended.
-            count: number of their new tokens.
+        Stores in `sequences` where the text of each filled row has ended, after `count` new tokens.
         """
         if not self.fills:
             return rows
@@ -118,10 +108,8 @@ class Stopping:
 def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -> Stopping:
     """Read where rows end from the criteria that `transformers` has prepared.
 
-    Args:
-        criteria: all of them. Criteria of length and end of sequence become numbers and are not called.
-        width: length of the prompts, padding included.
-        max_length: the most tokens of a row, prompt included, if no criterion limits them.
+    Criteria of length and end of sequence become numbers and are not called. `width` is that of the prompts, padding
+    included, and `max_length` the most tokens of a row, prompt included, if no criterion limits them.
 
     Raises:
         UnsupportedOptionError: names a criterion that stops a draft model.
