@@ -20,7 +20,7 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Purpose
 from selfspec.device import to_device
 from selfspec.draft import Draft
-from selfspec.draft.verdict import RowVerdict, Verdict
+from selfspec.draft.draft import RowVerdict, Verdict
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels.trial import runs_triton
 

@@ -173,7 +173,8 @@ CATALOGUE = (
     Mutation("a coupled draft takes its noise from the place before", "Batch.draw_draft",
         "self.cache.positions(1, node) + 1", "self.cache.positions(1, node)", (_COUPLED,)),
     # What p is and what is drawn from it.
-    Mutation("the bonus token drawn without temperature or filters", "_accepted", "batch.sampling.probabilities(scores)",
+    Mutation("the bonus token drawn without temperature or filters", "_accepted",
+        "batch.sampling.probabilities(scores)",
         "torch.cat([batch.sampling.probabilities(scores)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)", (_JOINT,)),
     Mutation("filters applied again to the residual", "accept", "recovery_probs[:, None]",
         "batch.sampling.probabilities(batch.sampling.scores(recovery_probs.log()[:, None]))", (_JOINT,)),
