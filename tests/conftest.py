@@ -65,11 +65,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave a plain run every third case of a test that has many, mixed by their names; `contract` has the others."""
+    """Leave a plain run every third case of a test that has many, mixed by their names; `contract` has the others.
+
+    The table of invariants says itself which of its cases are in a plain run.
+    """
     tiers = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts"))))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not tiers & {mark.name for mark in item.iter_markers()}:
+        if not tiers & {mark.name for mark in item.iter_markers()} and item.path.parent.name != "invariants":
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))

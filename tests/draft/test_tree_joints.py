@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import selfspec
-from helpers.drafting import Offering
+from helpers.drafting import InLockstep, InTurns, Offering, _InLockstep
 from helpers.goodness import holm_rejects
-from helpers.joints import EOS, PROMPTS, Text, Warp, drawn, joint, padded, small
+from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, joint, padded, small
 from helpers.tiers import taking_turns
 from selfspec.accept import Rule, find_rule, rules
 from selfspec.cache.tree import Tree
@@ -42,9 +42,6 @@ RULES = tuple(name for name, rule in rules().items() if rule.lossless)
 # Unlike the settings of other tests, one with a filter: p and q have zeros at other tokens.
 WARPS = (Warp(temperature=1.2), Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
 
-# Rows of these are at one place, so that they can be kept in lockstep.
-EQUALLY_LONG: tuple[Text, ...] = ((1, 1, 1), (1, 0, 2))
-
 
 def _assistant() -> Assistant:
     model = small()
@@ -66,33 +63,6 @@ DRAFTS: dict[str, Any] = {
     "cascade": lambda: Cascade(Suffixes(), Cascade(Recycling(candidates=3), EarlyExit(2))),
     "assistant": _assistant,
 }
-
-
-class InTurns(FixedLength):
-    """Every source of a union or cascade drafts in some rounds, whatever it promises."""
-
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _InTurns(Budget(self.length, self.nodes or self.length))
-
-
-class _InTurns(Controller):
-    asked = 0
-
-    def prefers(self, match: int, behind: Any) -> bool:
-        self.asked += 1
-        return self.asked % 3 > 0
-
-
-class InLockstep(FixedLength):
-    """Rows at one place stay there."""
-
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _InLockstep(Budget(self.length, self.nodes or self.length))
-
-
-class _InLockstep(_InTurns):
-    def keeps_lockstep(self) -> bool:
-        return True
 
 
 class ModelInLockstep(FixedLength):

@@ -83,6 +83,33 @@ class _ModelDrafts(Controller):
         return False
 
 
+class InTurns(FixedLength):
+    """Every source of a union or cascade drafts in some rounds, whatever it promises."""
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _InTurns(Budget(self.length, self.nodes or self.length))
+
+
+class _InTurns(Controller):
+    asked = 0
+
+    def prefers(self, match: int, behind: Any) -> bool:
+        self.asked += 1
+        return self.asked % 3 > 0
+
+
+class InLockstep(FixedLength):
+    """Rows at one place stay there."""
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _InLockstep(Budget(self.length, self.nodes or self.length))
+
+
+class _InLockstep(_InTurns):
+    def keeps_lockstep(self) -> bool:
+        return True
+
+
 def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
     """The same model with noise on its weights: it agrees with it often, and not always."""
     other = type(model)(model.config).to(model.dtype).eval()

@@ -18,6 +18,8 @@ VOCAB, EOS, PAD, TOKENS = 5, 4, 0, 4
 ROWS, BATCHES = 512, 8
 Text = tuple[int, ...]
 PROMPTS: tuple[Text, ...] = ((1, 2, 3), (2, 1, 4, 3, 1, 2))
+EQUALLY_LONG: tuple[Text, ...] = ((1, 1, 1), (1, 0, 2))
+"""Rows of these are at one place, so that they can be kept in lockstep."""
 
 
 def small(**options: Any) -> PreTrainedModel:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4TextConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
-from helpers import reference_heads, tiny
+from helpers import published_heads, reference_heads, tiny
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, VOCAB, Warp, assert_rows_are_stock, p_values
 from helpers.serving import assert_joining_rows_are_stock
@@ -23,39 +23,6 @@ from selfspec.errors import HeadError
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 CONTROLS = [4, selfspec.FixedLength(3, nodes=7)]
-
-
-def written(folder: Path, model: PreTrainedModel, groups: bool = False, **options: Any) -> str:
-    """Write an assistant with random weights for a tiny Gemma 4."""
-    torch.manual_seed(3)
-    own = model.config.get_text_config().to_dict()
-    text = {
-        **own,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "per_layer_config": {"1": own["per_layer_config"]["3"]},
-        "use_double_wide_mlp": False,
-        **options,
-    }
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(**text),
-        backbone_hidden_size=own["hidden_size"],
-        use_ordered_embeddings=groups,
-        num_centroids=10,
-        centroid_intermediate_top_k=3,
-    )
-    assistant = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for weight in assistant.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    if groups:
-        assistant.masked_embedding.token_ordering.copy_(torch.randperm(own["vocab_size"]))
-    assistant.save_pretrained(folder)
-    return str(folder)
 
 
 def reference(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[int]], Tensor]:
@@ -86,7 +53,7 @@ def test_an_assistant_drafts_what_transformers_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: bool, control: Any
 ) -> None:
     model = shrunken("gemma4_text")
-    folder = written(tmp_path, model, groups)
+    folder = published_heads.queries(tmp_path, model, groups)
     found = reference_heads.recorded_drafts(monkeypatch, QueriesProposer)
     spec = selfspec.wrap(model, f"queries:{folder}", draft_length=control)
     # Texts are longer than the window.
@@ -97,21 +64,21 @@ def test_an_assistant_drafts_what_transformers_computes(
 @pytest.mark.statistical
 def test_samples_follow_the_exact_joint(tmp_path: Path) -> None:
     model = shrunken("gemma4_text", vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
-    draft = f"queries:{written(tmp_path, model)}"
+    draft = f"queries:{published_heads.queries(tmp_path, model)}"
     spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=5))
     assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
 
 
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
     model = shrunken("gemma4_text")
-    spec = selfspec.wrap(model, f"queries:{written(tmp_path, model)}", draft_length=3)
+    spec = selfspec.wrap(model, f"queries:{published_heads.queries(tmp_path, model)}", draft_length=3)
     prompts = [(4, 5, 6), (5,), (6, 4, 7, 4), (5, 5, 4, 6, 4, 7, 5, 6, 4, 4), (7, 7), (4, 6)]
     assert_joining_rows_are_stock(spec, prompts)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = shrunken("gemma4_text")
-    folder = written(tmp_path / "a", model)
+    folder = published_heads.queries(tmp_path / "a", model)
     with pytest.raises(HeadError, match="trained for another model"):
         selfspec.wrap(tiny.llama(), f"queries:{folder}")
     with pytest.raises(HeadError, match="write queries:"):

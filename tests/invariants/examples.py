@@ -1,0 +1,159 @@
+"""An example of every drafter that is registered, and of drafts that are joined: what the table of invariants is over.
+
+A new drafter is tested by an example of itself here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from helpers import published_heads, tiny
+from helpers.drafting import near
+from helpers.shrunken import shrunken
+from selfspec.draft import (
+    Assistant,
+    Cascade,
+    Drafter,
+    EarlyExit,
+    LayerSkip,
+    LowPrecision,
+    PromptLookup,
+    Recycling,
+    ReducedVocabulary,
+    Suffixes,
+    Union,
+)
+from selfspec.draft.corpus_file import write_corpus
+from selfspec.draft.skip_file import write_skip_file
+from selfspec.model.fingerprint import fingerprint
+from selfspec.model.vocabulary import Vocabulary
+from selfspec.tools.train.exit_heads import ExitHeads
+
+Draft = str | Drafter
+Make = Callable[[PreTrainedModel, Path], Draft]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A draft for tiny models of at least three layers.
+
+    Attributes:
+        draft: a name or a drafter; or what makes one for a model, with a folder for its files.
+        build: makes its model of a folder and a size of the vocabulary; None: it drafts for every architecture.
+        served: whether an engine takes it.
+    """
+
+    draft: Draft | Make
+    build: Callable[[Path, int], PreTrainedModel] | None = None
+    served: bool = True
+
+    def made_for(self, model: PreTrainedModel, folder: Path) -> Draft:
+        """Make the draft for a model."""
+        return self.draft(model, folder) if callable(self.draft) else self.draft
+
+    def made(
+        self, folder: Path, architecture: str = "llama", vocabulary: int = tiny.VOCABULARY, **options: Any
+    ) -> tuple[PreTrainedModel, Draft]:
+        """Make a model and the draft for it; options are fields of the config of one of any architecture."""
+        if self.build is not None:
+            model = self.build(folder, vocabulary)
+        else:
+            model = tiny.BUILDERS[architecture](vocab_size=vocabulary, **options)
+        return model, self.made_for(model, folder)
+
+
+def _exit_head(model: PreTrainedModel, folder: Path) -> str:
+    heads = ExitHeads(32, 16, (2,))
+    generator = torch.Generator().manual_seed(1)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    heads.save(folder, torch.float64, fingerprint(model), 2, {})
+    return f"head:{folder}@2"
+
+
+def _skip_file(model: PreTrainedModel, folder: Path) -> str:
+    write_skip_file(LayerSkip(attention=[1], mlp=[2]), fingerprint(model), folder / "found.json", {})
+    return f"skip-file:{folder / 'found.json'}"
+
+
+def _corpus(model: PreTrainedModel, folder: Path) -> str:
+    vocabulary = Vocabulary.of(model)
+    write_corpus(folder / "corpus", tiny.prompt(40, 2, vocabulary=vocabulary.size).tolist(), vocabulary)
+    return f"suffix:{folder / 'corpus'}"
+
+
+def _reduced(model: PreTrainedModel, folder: Path) -> Drafter:
+    return ReducedVocabulary(EarlyExit(2), tuple(range(1, model.get_output_embeddings().out_features, 2)))
+
+
+def _assistant(model: PreTrainedModel, folder: Path) -> Drafter:
+    return Assistant(near(model, 0.3))
+
+
+def _published(kind: str, before: str = "", **options: Any) -> Make:
+    name = before + kind.rstrip("13")
+    return lambda model, folder: f"{name}:{published_heads.WRITERS[kind](folder, model, **options)}"
+
+
+def _mtp(modules: int) -> Example:
+    return Example("mtp", lambda folder, size: published_heads.mtp(folder, "glm4_moe", modules, vocab_size=size).model)
+
+
+def _llama(folder: Path, vocabulary: int) -> PreTrainedModel:
+    return tiny.llama(vocab_size=vocabulary)
+
+
+def _mixtral(folder: Path, vocabulary: int) -> PreTrainedModel:
+    return shrunken("mixtral", vocab_size=vocabulary).double()
+
+
+def _gemma4(folder: Path, vocabulary: int) -> PreTrainedModel:
+    return shrunken("gemma4_text", vocab_size=vocabulary, vocab_size_per_layer_input=vocabulary)
+
+
+def _queries(model: PreTrainedModel, folder: Path) -> str:
+    return f"queries:{published_heads.queries(folder, model)}"
+
+
+_LOW = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+_NAMES = (
+    "exit:1", "exit:2", "skip:attn=1", "skip:mlp=0,2", "skip:layers=1", "int8", "int8+exit:2", "int4",
+    "int4+skip:attn=1", "del:1-2", "clasp:1", "recycle", "suffix", "union:suffix+recycle",
+    "union:suffix+recycle+exit:1", "union:recycle+int8", "suffix+recycle+exit:2", "int8+kv4", "exit:2+kv8",
+    "int4+window:4", "exit:1+window:4",
+)  # fmt: skip
+EXAMPLES: dict[str, Example] = {
+    **{name: Example(name) for name in _NAMES},
+    "head": Example(_exit_head),
+    "experts:1": Example("experts:1", _mixtral),
+    "experts:1+int8": Example("experts:1+int8", _mixtral),
+    "skip-file": Example(_skip_file),
+    "lookup": Example(PromptLookup(shortest=1)),
+    "lookup+int8": Example(Cascade(PromptLookup(shortest=1), LowPrecision(8))),
+    "suffix:corpus": Example(_corpus),
+    "union:lookup+suffix+recycle": Example(Union(PromptLookup(shortest=1), Suffixes(), Recycling(candidates=3))),
+    "exit:2+vocab": Example(_reduced),
+    "int8+top:128": Example("int8+top:128", _llama),
+    "assistant": Example(_assistant, served=False),
+    "suffix+assistant": Example(lambda *given: Cascade(Suffixes(most_bytes=0), _assistant(*given)), served=False),
+    "union:recycle+assistant": Example(lambda *given: Union(Recycling(), _assistant(*given)), served=False),
+    "eagle:1": Example(_published("eagle1")),
+    "eagle:3": Example(_published("eagle3", **_LOW)),
+    "lookup+int8+eagle:3": Example(_published("eagle3", "lookup+int8+", **_LOW)),
+    "union:suffix+eagle:1": Example(_published("eagle1", "union:suffix+")),
+    "medusa": Example(_published("medusa")),
+    "hydra": Example(_published("hydra"), _llama),
+    "peagle": Example(_published("peagle", **_LOW)),
+    "dflash": Example(_published("dflash")),
+    "uno": Example(_published("uno")),
+    "mtp": _mtp(1),
+    "mtp of two": _mtp(2),
+    "queries": Example(_queries, _gemma4),
+}
+"""By what is tested: each name that is registered is in one of these."""

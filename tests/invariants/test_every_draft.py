@@ -1,0 +1,172 @@
+"""What holds for every draft, under every control and rule, in every batch: one table.
+
+Greedy text is the stock model's, token for token. Samples follow the exact joint of the model. A coupled text is that
+of plain decoding with the same noise. A row alone is what it is in a batch, and in an engine whose rows join and leave.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.drafting import InLockstep, InTurns, ModelDrafts
+from helpers.goodness import holm_rejects
+from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, VOCAB, Warp, drawn, joint, padded
+from helpers.serving import Stepped
+from helpers.tiers import in_turns, taking_turns
+from invariants.examples import EXAMPLES, Draft
+from selfspec.accept import rules
+from selfspec.control import ConfidenceStop, Control, CostAware, FixedLength
+from selfspec.draft.registry import declarations
+from selfspec.serve.row_request import RowRequest, SamplingParams
+
+LOSSLESS = [name for name, rule in rules().items() if rule.lossless]
+COUPLED = [name for name in LOSSLESS if rules()[name].couples]
+INDEPENDENT = [name for name in LOSSLESS if name not in COUPLED]
+EVERYWHERE = [name for name, example in EXAMPLES.items() if example.build is None]
+OF_A_KIND = [name for name in EXAMPLES if name not in EVERYWHERE]
+SERVED = [name for name, example in EXAMPLES.items() if example.served]
+
+# How long a draft is, and which source drafts.
+CONTROLS: dict[str, Control] = {
+    "chain": FixedLength(3),
+    "tree": FixedLength(3, nodes=7),
+    "model": ModelDrafts(2, nodes=7),
+    "turns": InTurns(2, nodes=5),
+    "costs": CostAware(3, nodes=7),
+    "confidence": ConfidenceStop(0.1),
+}
+
+# Rows of different lengths over few tokens, so that some have a match for a look-up and others none; and many tokens
+# that end a row, so that rows end at different times.
+ROWS = [tiny.prompt(length, seed=length, vocabulary=12).clamp(min=1) for length in (3, 9, 1, 6)]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [7, 17, 29], "pad_token_id": 0}
+GREEDY: dict[str, Any] = {**OPTIONS, "do_sample": False}
+SAMPLED: dict[str, Any] = {**OPTIONS, "do_sample": True, "temperature": 0.9}
+
+WARPS = (Warp(temperature=1.2), Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
+
+
+def texts(spec: selfspec.SelfSpeculative, rows: list[Tensor], **options: Any) -> list[list[int]]:
+    """The new tokens of each row of a batch; what follows them is padding."""
+    ids, mask = padded(rows)
+    found = spec.generate(ids, attention_mask=mask, **options)
+    new = found.sequences[:, ids.shape[1] :].tolist()
+    assert all(not any(row[length:]) for row, length in zip(new, found.lengths, strict=True))
+    return [row[:length] for row, length in zip(new, found.lengths, strict=True)]
+
+
+def test_every_registered_draft_has_an_example() -> None:
+    tested = {word for name in EXAMPLES for word in re.split(r"[^\w-]+", name)}
+    assert {each.name for each in declarations()} <= tested
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [*in_turns(EVERYWHERE, sorted(tiny.BUILDERS)), *(pytest.param(name, "its own", id=name) for name in OF_A_KIND)],
+)
+def test_greedy_text_is_stock_text(tmp_path: Path, name: str, architecture: str) -> None:
+    model, draft = EXAMPLES[name].made(tmp_path, architecture)
+    alone = [model.generate(row, attention_mask=torch.ones_like(row), **GREEDY)[0, row.shape[1] :] for row in ROWS]
+    stock = [row.tolist() for row in alone]
+    for place, control in enumerate(CONTROLS.values()):
+        spec = selfspec.wrap(model, draft, draft_length=control, accept=LOSSLESS[place % len(LOSSLESS)])
+        assert texts(spec, ROWS, **GREEDY) == stock
+        # With what was learnt of the batch.
+        assert texts(spec, [ROWS[place % 4]], **GREEDY) == [stock[place % 4]]
+
+
+@pytest.mark.parametrize(("name", "rule", "control"), in_turns(list(EXAMPLES), COUPLED, CONTROLS))
+def test_coupled_text_is_that_of_plain_decoding(tmp_path: Path, name: str, rule: str, control: Control) -> None:
+    model, draft = EXAMPLES[name].made(tmp_path)
+    plain = texts(selfspec.wrap(model, None, accept=rule), ROWS, **SAMPLED, seed=3)
+    assert len(set(map(len, plain))) > 1
+    spec = selfspec.wrap(model, draft, accept=rule, draft_length=control)
+    # Whatever was learnt before.
+    assert texts(spec, ROWS, **SAMPLED, seed=3) == plain
+    assert texts(spec, ROWS, **SAMPLED, seed=3) == plain
+    assert texts(spec, ROWS[:2], **SAMPLED, seed=3) == plain[:2]
+
+
+@pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), INDEPENDENT))
+def test_a_row_alone_is_its_row_in_a_batch(tmp_path: Path, name: str, rule: str) -> None:
+    model, draft = EXAMPLES[name].made(tmp_path)
+    spec = selfspec.wrap(model, draft, draft_length=3, accept=rule)
+
+    def fresh(rows: list[Tensor], **options: Any) -> list[list[int]]:
+        # Drafts may depend on what was known before the call.
+        spec.forget()
+        return texts(spec, rows, **{**SAMPLED, **options})
+
+    whole = fresh(ROWS, seed=0)
+    assert len(set(map(len, whole))) > 1
+    for size in (1, 3):
+        assert fresh(ROWS[:size], seed=0) == whole[:size]
+    # Beside other rows; and all rows reach the end, some of them rounds before the others.
+    others = [ROWS[0], ROWS[3], ROWS[2], ROWS[1]]
+    assert fresh(others, seed=0)[::2] == whole[::2]
+    whole = fresh(ROWS, seed=1, eos_token_id=None, max_new_tokens=11)
+    assert fresh(ROWS[:2], seed=1, eos_token_id=None, max_new_tokens=11) == whole[:2]
+
+
+@pytest.mark.parametrize(("name", "control"), in_turns(SERVED, {name: CONTROLS[name] for name in ("chain", "tree")}))
+def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, name: str, control: Control) -> None:
+    model, draft = EXAMPLES[name].made(tmp_path)
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=control), 4, 8)
+    plain = selfspec.wrap(model, None, accept="coupled")
+    seen, expected = [], []
+    for number, row in enumerate((*ROWS, *ROWS)):
+        new = 3 + 2 * number
+        sampling = SamplingParams(temperature=0.9 if number % 3 == 0 else 0.0, seed=number)
+        seen.append(engine.submit(RowRequest(tuple(row[0].tolist()), new, sampling)))
+        options = {**(GREEDY if number % 3 else SAMPLED), "eos_token_id": None, "max_new_tokens": new}
+        expected += texts(plain, [row], **options, seed=number)
+    engine.run()
+    assert [list(each.tokens) for each in seen] == expected
+
+
+def rejected(example: tuple[PreTrainedModel, Draft], rule: str, control: Control, warp: Warp, calls: int) -> list[str]:
+    """Draw texts of batches whose rows end apart, and return the prompts whose texts do not follow their joint."""
+    model, draft = example
+    spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
+    # Of few rows in lockstep the slowest often commits several tokens, and the others lose some of theirs.
+    in_step = isinstance(control, InLockstep)
+    prompts, rows = (EQUALLY_LONG, 16) if in_step else (PROMPTS, 512)
+    batches = calls * 512 // rows
+    found = drawn(spec, prompts, rows=rows, batches=batches, eos_token_id=EOS, **warp.options)
+    assert found.accepted > rows * batches / 50
+    return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3)
+
+
+def of_five_tokens(name: str, folder: Path) -> tuple[PreTrainedModel, Draft]:
+    return EXAMPLES[name].made(folder, vocabulary=VOCAB, num_hidden_layers=3, initializer_range=0.25)
+
+
+DRAWING: dict[str, Control] = {
+    "chain": FixedLength(2),
+    "turns": InTurns(2, nodes=5),
+    "costs": CostAware(3, nodes=5),
+    "lockstep": InLockstep(2, nodes=5),
+}
+
+
+@pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), LOSSLESS))
+def test_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str) -> None:
+    control = InTurns(2, nodes=5)
+    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[1], calls=2) == []
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("name", "rule", "control"), taking_turns(list(EXAMPLES), LOSSLESS, list(DRAWING)))
+def test_many_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str, control: str) -> None:
+    warp = WARPS[(list(EXAMPLES).index(name) + LOSSLESS.index(rule)) % len(WARPS)]
+    assert rejected(of_five_tokens(name, tmp_path), rule, DRAWING[control], warp, calls=20) == []
