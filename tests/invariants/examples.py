@@ -29,8 +29,8 @@ from selfspec.draft import (
     Suffixes,
     Union,
 )
-from selfspec.draft.corpus_file import write_corpus
-from selfspec.draft.skip_file import write_skip_file
+from selfspec.draft.layer_skip import write_skip_file
+from selfspec.draft.suffixes import write_corpus
 from selfspec.model.fingerprint import fingerprint
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.tools.train.exit_heads import ExitHeads
