@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from selfspec.draft.draft import Budget
 from selfspec.draft.drafter import Exit
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassRequest, PassResult
 
 
 def begin_round(batch: Batch) -> Budget:
@@ -48,24 +49,23 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
     are computed up to there as well, and the target pass resumes there. If prompts are embeddings, the first round
     reads the last embedding of each and has no draft.
     """
+    runner, taps = batch.runner, batch.taps
+    target = LayerPath.full(runner.depth)
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
-        return PassResult(batch.runner.logits_of_embeddings(embeddings))
-    block, target = torch.cat([batch.last_tokens, draft.tokens], 1), LayerPath.full(batch.runner.depth)
-    batch.cache.open(draft.block)
-    if draft.behind is not None:
-        result = draft.behind.run(batch.runner, block, draft.tree, batch.taps)
-        # Nodes behind the draft are not needed any more.
-        batch.cache.open(draft.tree)
-        return result
+        return runner.run(PassRequest(target, embeddings))
+    block = torch.cat([batch.last_tokens, draft.tokens], 1)
+    request = PassRequest(target, block, tree=draft.tree, behind=draft.behind, taps=taps)
     # A pass that resumes has no states of earlier layers.
-    if draft.resume is None or batch.taps:
-        return batch.runner.logits(target, block, taps=batch.taps)
-    unread = block[:, draft.resume.read :]
-    tail = batch.runner.states(LayerPath.up_to(batch.runner.depth, draft.resume.start), unread, draft.resume.read - 1)
+    if draft.resume is None or draft.behind is not None or taps:
+        return runner.run(request)
+    start, read = draft.resume.start, draft.resume.read
+    tail = runner.states(
+        replace(request, path=LayerPath.up_to(runner.depth, start), tokens=block[:, read:], first=read - 1)
+    )
     assert tail is not None
     entering = ExactStates.concatenated([draft.resume.states, tail])
-    return batch.runner.logits(target.resumed_at(draft.resume.start), block, entering)
+    return runner.run(replace(request, path=target.resumed_at(start), entering=entering))
 
 
 def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:

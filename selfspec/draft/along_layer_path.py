@@ -21,6 +21,7 @@ from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.summary import cache_bytes_read
 from selfspec.model.weights_read import share_read
+from selfspec.runtime.request import PassRequest
 
 
 class LayerPathDrafter(Drafter):
@@ -137,7 +138,7 @@ class LayerPathProposer(GrowingProposer):
         states: list[ExactStates] = []
 
         def read(tokens: Tensor, first: int) -> Tensor:
-            step = rows.runner.logits(self._path, tokens, head=self._head, first=first)
+            step = rows.runner.run(PassRequest(self._path, tokens, head=self._head, first=first))
             if step.states is not None:
                 states.append(step.states)
             return step.logits
@@ -149,7 +150,7 @@ class LayerPathProposer(GrowingProposer):
         draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)
-            chain = rows.runner.chain(self._path, rows.last_tokens, draws, self._head)
+            chain = rows.runner.chain(PassRequest(self._path, rows.last_tokens, head=self._head), draws)
             if chain is not None:
                 return follow(rows, chain, tree.depth)
         draft = grow(rows, tree, read)

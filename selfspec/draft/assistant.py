@@ -34,6 +34,7 @@ from selfspec.model.unwrap import stock_model
 from selfspec.model.vocabulary import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -408,6 +409,6 @@ class AssistantState:
         return tokens.clamp(max=self._runner.vocabulary - 1)
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:
-        logits = self._runner.logits(self._path, tokens, first=first).logits
+        logits = self._runner.run(PassRequest(self._path, tokens, first=first)).logits
         missing = self._vocabulary - logits.shape[-1]
         return pad(logits, (0, missing), value=-torch.inf) if missing else logits

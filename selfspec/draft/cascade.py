@@ -12,7 +12,7 @@ from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
 from selfspec.draft.rows_view import RowsView, filled_up, lengths_of
 from selfspec.errors import DraftConfigError
 from selfspec.model.features import Features
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 from selfspec.values import shown
 
 

@@ -11,7 +11,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
-from selfspec.runtime.runner import Behind
+from selfspec.runtime.request import Behind
 
 Path = tuple[int, ...]
 """The tokens from the text's end on to a node of a tree."""

@@ -17,7 +17,7 @@ from selfspec.draft.rows_view import RowsView, lengths_of
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 GROUP = "selfspec.drafts"
 """The group of entry points in which other packages name their drafters."""

@@ -23,11 +23,10 @@ from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import DraftConfigError
-from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.registry import find_adapter
 from selfspec.model.view import hidden_states, replaced, view_with_layers
-from selfspec.runtime.runner import Behind, ModelRunner, PassResult
+from selfspec.runtime.request import Behind, PassRequest, PassResult
 from selfspec.values import shown
 
 # The most paths of a family, and the most paths whose recorded passes a wrapper keeps.
@@ -360,11 +359,11 @@ class Trial(Behind):
     def after_more(self) -> Trial:
         return self
 
-    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
+    def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
         choices: list[Tensor] = []
-        rows, width = block.shape
-        tokens = self.added_to(block, draft)
-        result = runner.changed(tokens, lambda whole: self.view(whole, runner.adapter, width, choices), taps)
+        rows, width = request.tokens.shape
+        tokens, change = self.added_to(request.tokens, tree), partial(self.view, behind=width, choices=choices)
+        result = run(replace(request, tokens=tokens, change=change))
         # The trial's tokens lie in further rows or behind the block.
         return result.split(rows, width, self.tried(result.logits, width, choices))
 

@@ -19,7 +19,7 @@ from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, drafter
 from selfspec.draft.rows_view import RowsView, chains, guesses
 from selfspec.draft.tree_growth import RankChances, best_shape, largest_products
 from selfspec.errors import DraftConfigError
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 from selfspec.values import shown
 
 # The match length of all drafts of recycled candidates, which count as one source.

@@ -25,7 +25,7 @@ from selfspec.draft.union import MergingProposer
 from selfspec.errors import DraftConfigError
 from selfspec.files.described_tensors import DescribedTensors, write_described
 from selfspec.model.vocabulary import Vocabulary
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 # Matches that are enough to count. With fewer of one length, shorter matches count too, each with a lower weight.
 _ENOUGH, _SHORTER = 8, 0.3

@@ -18,7 +18,7 @@ from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Proposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.runtime.chain import Chain
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 _SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 

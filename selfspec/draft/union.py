@@ -19,7 +19,7 @@ from selfspec.draft.draft import Budget, Draft, Offer, Path, Verdict
 from selfspec.draft.drafter import MODEL, FreeProposer, Proposer, drafter
 from selfspec.draft.rows_view import RowsView, chains, filled_up, guesses, last_known
 from selfspec.draft.tree_growth import sizes_within
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 # How many places the prior of a kind counts for.
 _WEIGHT = 4.0

@@ -23,6 +23,7 @@ from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import hidden_states
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 TEMPERATURES = (0.8, 1.0)
@@ -176,13 +177,13 @@ def _draft_logits(
     runner = ModelRunner(model, adapter, cache, substitutes)
     path = drafter.path(runner.depth)
     if path.view.bits is None and path.view.top_keys is None:
-        return runner.logits(path, ids, head=drafter.head).logits[0]
+        return runner.run(PassRequest(path, ids, head=drafter.head)).logits[0]
     # Copies, and what the target attended to, are of tokens that it has read.
     found = []
     for piece in ids.split(_PIECE, 1):
         if path.view.top_keys is not None:
             runner.choose_top(path.view.top_keys, piece[:, :1])
-        found.append(runner.logits(path, piece, head=drafter.head).logits[0])
+        found.append(runner.run(PassRequest(path, piece, head=drafter.head)).logits[0])
         runner.prefill(piece, [piece.shape[1]])
         cache.commit([piece.shape[1]])
     return torch.cat(found)

@@ -14,13 +14,13 @@ from selfspec.architecture import takes
 from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.rounded_copy import CacheBits, seen_by_copies
-from selfspec.cache.shared_cache import Slots
+from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.source import ReadSource, Source
-from selfspec.model.early_head import DraftHead
-from selfspec.model.features import Features, Point
+from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.row_positions import RowPositions
+from selfspec.runtime.request import PassRequest, Runs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PassKind:
     """The properties shared by passes that one program can run.
 
     Attributes:
-        head: what reads the last states; None: the model's own.
+        runs: the view that runs.
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
         rows: of the batch.
         width: tokens of each row.
@@ -37,12 +37,10 @@ class PassKind:
         nodes: of the tree whose nodes they read; None: of a chain.
         padded: whether slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
-        taps: points whose states are kept.
         masked_source: whether some of what an encoder has read may be hidden; None: there is no encoder.
     """
 
-    path: LayerPath
-    head: DraftHead | None
+    runs: Runs
     base: str | None
     rows: int
     width: int
@@ -51,8 +49,29 @@ class PassKind:
     nodes: int | None
     padded: bool
     entering: tuple[str, ...] | None
-    taps: tuple[Point, ...]
     masked_source: bool | None = None
+
+    @classmethod
+    def of(cls, request: PassRequest, base: str | None, tensors: PassTensors, cache: SharedCache) -> PassKind:
+        """Return the kind of a pass over a cache, given its tensors."""
+        slots, source = tensors.slots, tensors.source
+        return cls(
+            runs=request.runs,
+            base=base,
+            rows=request.tokens.shape[0],
+            width=request.width,
+            embedded=request.tokens.is_floating_point(),
+            uniform=cache.uniform,
+            nodes=None if slots.block is None else slots.block.nodes,
+            padded=cache.padded(request.width),
+            entering=None if request.entering is None else tuple(request.entering.attention),
+            masked_source=None if source is None else source.mask is not None,
+        )
+
+    @property
+    def path(self) -> LayerPath:
+        """Path of the passes."""
+        return self.runs.path
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,15 @@ class PassTensors:
     entering: ExactStates | None
     slots: Slots
     source: ReadSource | None = None
+
+    @classmethod
+    def of(cls, request: PassRequest, cache: SharedCache) -> PassTensors | None:
+        """Return the tensors of a pass over a cache; None: tensors cannot describe it."""
+        slots = cache.slots(request.width, request.first, request.path.view)
+        source = None if cache.source is None else cache.source.as_tensors(request.path.depth)
+        if slots is None or (cache.source is not None and source is None):
+            return None
+        return cls(request.tokens, request.entering, slots, source)
 
     def flat(self) -> tuple[Tensor, ...]:
         """Return all tensors, in the order that `PassFunction` reads."""

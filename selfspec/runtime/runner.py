@@ -5,11 +5,10 @@ This one runs the stock modules. `selfspec.runtime.recorded` has the other, whic
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.tree import Tree
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.early_head import DraftHead, plain_head, set_head
@@ -32,54 +30,8 @@ from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
+from selfspec.runtime.request import Change, PassRequest, PassResult, Runs
 from selfspec.runtime.runtime import Eager, Runtime
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """The result of one pass.
-
-    Attributes:
-        logits: `[batch, tokens, vocab]`.
-        states: what it left at `path.resume_point`; None where the path leaves nothing.
-        features: states of its tokens at the points that were asked for.
-        behind: what came of the nodes behind a draft, as their kind of `Behind` returns it; None: there were none.
-    """
-
-    logits: Tensor
-    states: ExactStates | None = None
-    features: Features = field(default_factory=dict)
-    behind: object = None
-
-    def split(self, rows: int, width: int, behind: object) -> PassResult:
-        """Return the result of the first `rows` rows and `width` tokens, beside what came of all others."""
-        features = {point: states[..., :rows, :width, :] for point, states in self.features.items()}
-        return PassResult(self.logits[:rows, :width], None, features, behind)
-
-
-@dataclass(frozen=True)
-class PassCall:
-    """The path of a pass, with its inputs.
-
-    Attributes:
-        path: what it runs.
-        tokens: of consecutive nodes of the open block, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
-        first: the first of the nodes; -1: the last committed token.
-        entering: what enters at `path.start`.
-        head: reads the last states of a path that leaves early; None: the model's own norm and head.
-        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
-        taps: points whose states are kept, of a path that runs there.
-        reads_logits: whether all its logits are read; else the head, if it runs, reads the last token alone.
-    """
-
-    path: LayerPath
-    tokens: Tensor
-    first: int = -1
-    entering: ExactStates | None = None
-    head: DraftHead | None = None
-    base: str | None = None
-    taps: tuple[Point, ...] = ()
-    reads_logits: bool = True
 
 
 class ModelRunner:
@@ -124,7 +76,7 @@ class ModelRunner:
         self._dtype: torch.dtype = weight_of(model.get_input_embeddings()).dtype
         self._takes_positions = takes_positions(model)
         self._cache_name = cache_argument(model)
-        self._gated: dict[tuple[LayerPath, DraftHead | None, tuple[Point, ...]], GatedModel] = {}
+        self._gated: dict[Runs, GatedModel] = {}
         self._shares: AttentionShares | None = None
 
     @property
@@ -148,50 +100,38 @@ class ModelRunner:
         other._cache = cache
         return other
 
-    def logits(
-        self,
-        path: LayerPath,
-        tokens: Tensor,
-        entering: ExactStates | None = None,
-        head: DraftHead | None = None,
-        first: int = -1,
-        taps: tuple[Point, ...] = (),
-    ) -> PassResult:
-        """Run `path` over tokens of the open block, with the language-model head. Arguments as in `PassCall`.
+    def run(self, request: PassRequest) -> PassResult:
+        """Run a pass, with the language-model head.
 
         Raises:
             UnsupportedModelError: the block is a tree, and this model reads chains alone.
         """
-        call = PassCall(path, tokens, first, entering, head, taps=taps)
-        with self._reading(call):
-            return self._spread(self._run_in_block(call), head)
+        if request.behind is None:
+            return self._result(request)
+        assert request.tree is not None
+        self._cache.open(request.behind.tree(request.tree))
+        result = request.behind.run(replace(request, tree=None, behind=None), request.tree, self._result)
+        # Nodes behind the draft are not needed any more.
+        self._cache.open(request.tree)
+        return result
 
-    def chain(self, path: LayerPath, tokens: Tensor, draws: Draws, head: DraftHead | None = None) -> Chain | None:
-        """Take draft steps along `path` in one go, each over the token that the one before it chose.
+    def states(self, request: PassRequest) -> ExactStates | None:
+        """Run a pass for the keys, values and states it leaves: no head, no logits."""
+        request = replace(request, headless=True)
+        with self._reading(request):
+            return self._run_in_block(request).states
+
+    def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
+        """Take draft steps in one go, each over the token that the one before it chose.
 
         Args:
-            path: leaves no states.
-            tokens: the last committed ones, `[batch, 1]`, of the open block, which is a chain.
+            request: the first step, over the last committed tokens of a chain; its path leaves no states.
             draws: of the tokens, as many as there are nodes.
-            head: reads the last states of the path; None: the model's own norm and head.
 
         Returns:
             None: they are to be taken one by one.
         """
         return None
-
-    def states(self, path: LayerPath, tokens: Tensor, first: int = -1) -> ExactStates | None:
-        """Run `path` for the keys, values and states it leaves: no head, no logits. Arguments as in `logits`."""
-        call = PassCall(path, tokens, first, base=self._runs_alone, reads_logits=False)
-        with self._reading(call):
-            return self._run_in_block(call).states
-
-    def logits_of_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Run the whole model over `embeddings`, `[batch, tokens, hidden]`; logits `[batch, tokens, vocab]`."""
-        with for_new_lengths(self.device):
-            logits = self._run_stock(PassCall(LayerPath.full(self.depth), embeddings)).logits
-        assert logits is not None
-        return logits
 
     @property
     def keeps_last_logits(self) -> bool:
@@ -229,9 +169,8 @@ class ModelRunner:
         """
         with for_new_lengths(self.device):
             if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
-                path = LayerPath.full(self.depth)
-                call = PassCall(path, tokens, base=self._runs_alone, taps=taps, reads_logits=False)
-                return self._run_stock(call).features
+                request = PassRequest(LayerPath.full(self.depth), tokens, taps=taps, headless=True)
+                return self._run_stock(request).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
             tap = FeatureTap(self._model, self._adapter, self._base, taps)
             self._run_for_states(tap.module, tokens)
@@ -254,53 +193,52 @@ class ModelRunner:
             return
         if self._shares is None:
             self._shares = AttentionShares(self._model)
-        with self._reading(PassCall(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
+        with self._reading(PassRequest(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
             self._run_for_states(self._shares.module, tokens)
         long = [row for row, length in enumerate(lengths) if length > keys]
         top.choose(shares[0], lengths, long if apart is None else due)
 
-    def changed(
-        self, tokens: Tensor, change: Callable[[nn.Module], nn.Module], taps: tuple[Point, ...] = ()
-    ) -> PassResult:
-        """Run a changed view of the whole model over tokens of the open block, by the stock modules.
-
-        Args:
-            tokens: `[batch, tokens]`.
-            change: returns a view of a causal LM that is called like it.
-            taps: as in `PassCall`.
-        """
-        with self._reading(PassCall(LayerPath.full(self.depth), tokens)):
-            view = change(self._view(LayerPath.full(self.depth), None).module)
-            tap = FeatureTap(view, self._adapter, self._base, taps)
-            logits = tap.module(**self._called_with(tap.module, tokens)).logits
-        return PassResult(logits, features=tap.take())
-
     def forget(self, path: LayerPath) -> None:
         """Drop what was made for passes along a path; it is made again where they come again."""
-        self._gated = {place: view for place, view in self._gated.items() if place[0] != path}
+        self._gated = {runs: view for runs, view in self._gated.items() if runs.path != path}
 
-    def _spread(self, output: PassOutput, head: DraftHead | None) -> PassResult:
-        """Spread the logits of a pass over the whole vocabulary."""
+    def _result(self, request: PassRequest) -> PassResult:
+        with self._reading(request):
+            output = self._run_in_block(request)
         assert output.logits is not None
         # Only a head of plain weights can be exchanged for one that draws on some of them.
+        head = request.head
         logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
         return PassResult(logits, output.states, output.features)
 
     @contextmanager
-    def _reading(self, call: PassCall) -> Iterator[None]:
-        """Prepare the cache for a pass over nodes of the open block."""
+    def _reading(self, request: PassRequest) -> Iterator[None]:
+        """Prepare the cache for a pass over nodes of its block."""
+        if request.tree is not None:
+            self._cache.open(request.tree)
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(call.tokens.shape[1], call.first, call.path.view), for_new_lengths(self.device):
+        with self._cache.reading(request.width, request.first, request.path.view), for_new_lengths(self.device):
             yield
 
-    def _run_stock(self, call: PassCall) -> PassOutput:
+    def _run_stock(self, request: PassRequest) -> PassOutput:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        view = self._view(call.path, call.head, call.taps)
-        inputs = self._inputs(call.tokens, call.first, call.path.view)
-        if call.base is None and not call.reads_logits:
+        if request.change is not None:
+            return self._run_changed(request, request.change)
+        inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
+        if base is None and request.headless:
             inputs |= self._kept(1)
-        return run_view(view, call.base, call.entering, inputs, self._cache.source)
+        return run_view(self._view(request.runs), base, request.entering, inputs, self._cache.source)
+
+    def _run_changed(self, request: PassRequest, change: Change) -> PassOutput:
+        view = change(self._view(Runs(request.path)).module, self._adapter)
+        tap = FeatureTap(view, self._adapter, self._base, request.taps)
+        logits = tap.module(**self._called_with(tap.module, request.tokens)).logits
+        return PassOutput(logits, None, tap.take())
+
+    def _base_of(self, request: PassRequest) -> str | None:
+        """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""
+        return self._runs_alone if request.headless else None
 
     @property
     def _runs_alone(self) -> str | None:
@@ -320,14 +258,13 @@ class ModelRunner:
     # What another runner replaces.
     _run_in_block = _run_stock
 
-    def _view(self, path: LayerPath, head: DraftHead | None, taps: tuple[Point, ...] = ()) -> GatedModel:
-        if (path, head, taps) not in self._gated:
-            self._gated[path, head, taps] = self._gated_view(self._model, path, head, taps)
-        return self._gated[path, head, taps]
+    def _view(self, runs: Runs) -> GatedModel:
+        if runs not in self._gated:
+            self._gated[runs] = self._gated_view(self._model, runs)
+        return self._gated[runs]
 
-    def _gated_view(
-        self, model: PreTrainedModel, path: LayerPath, head: DraftHead | None, taps: tuple[Point, ...] = ()
-    ) -> GatedModel:
+    def _gated_view(self, model: PreTrainedModel, runs: Runs) -> GatedModel:
+        path, head = runs.path, runs.head
         gated = GatedModel(model, self._adapter, path, self.substitutes)
         name, rows = plain_head(self._stock_model) if path.head_substituted else None, None
         # Heads of other kinds run exactly.
@@ -341,7 +278,7 @@ class ModelRunner:
             end = path.exit_point
             layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
             head.install(gated.module, model, layer, rows)
-        gated.tap(self._adapter, self._base, taps)
+        gated.tap(self._adapter, self._base, runs.taps)
         return gated
 
     def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
@@ -356,29 +293,3 @@ class ModelRunner:
         """Return the arguments with which the model, or a part of it, reads the first tokens of prompts or blocks."""
         inputs, source = self._inputs(tokens), self._cache.source
         return inputs if source is None else beside_source(module, inputs, source)
-
-
-class Behind(ABC):
-    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
-
-    @abstractmethod
-    def tree(self, draft: Tree) -> Tree:
-        """Return a draft's tree with these nodes behind its own."""
-
-    def after_more(self) -> Behind | None:
-        """Return the nodes to read if others join the draft's own; None: they follow the draft they were made for."""
-        return None
-
-    @abstractmethod
-    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
-        """Run the target over a block and these nodes, for which the cache is open.
-
-        Args:
-            runner: of the target.
-            block: the last committed token and those of the draft, `[rows, 1 + nodes]`.
-            draft: its tree.
-            taps: as in `PassCall`.
-
-        Returns:
-            The result of the block's own tokens; `behind` is what came of the others.
-        """

@@ -17,6 +17,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.kernels import native
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -59,7 +60,7 @@ class Rows:
     def drafted(self, bits: CacheBits | None) -> Tensor:
         rows = len(self.cache.seq_lens)
         path = LayerPath(self.runner.depth, view=CacheView(bits=bits))
-        logits = self.runner.logits(path, torch.full((rows, 2), 7)).logits
+        logits = self.runner.run(PassRequest(path, torch.full((rows, 2), 7))).logits
         self.cache.commit([0] * rows)
         return logits
 
@@ -79,11 +80,11 @@ def test_a_copy_follows_its_rows(bits: CacheBits) -> None:
     rows = Rows(model, [9, 12, 5])
     rows.assert_copied(bits)
     # More tokens, side by side or along a branch.
-    rows.runner.logits(LayerPath.full(4), tiny.prompt(3, 3, seed=4))
+    rows.runner.run(PassRequest(LayerPath.full(4), tiny.prompt(3, 3, seed=4)))
     rows.cache.commit([3, 1, 2])
     rows.assert_copied(bits)
     rows.cache.open(Tree((-1, -1, 1)))
-    rows.runner.logits(LayerPath.full(4), tiny.prompt(4, 3, seed=5))
+    rows.runner.run(PassRequest(LayerPath.full(4), tiny.prompt(4, 3, seed=5)))
     rows.cache.commit_paths([[-1, 1, 2], [-1, 0], [-1]])
     rows.assert_copied(bits)
     # Rows leave, come and move; one of the same length takes another's place.
@@ -116,7 +117,7 @@ def test_a_copy_is_made_once_of_each_token(monkeypatch: pytest.MonkeyPatch) -> N
     rows = Rows(tiny.llama(), [6, 9])
     rows.drafted(8)
     rows.drafted(8)
-    rows.runner.logits(LayerPath.full(4), tiny.prompt(3, 2, seed=4))
+    rows.runner.run(PassRequest(LayerPath.full(4), tiny.prompt(3, 2, seed=4)))
     rows.cache.commit([3, 1])
     rows.drafted(8)
     assert spans == [([0, 0], [6, 9]), ([6, 9], [9, 10])]

@@ -23,6 +23,7 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_ragged_rows_that_come_level_again_read_right(architecture: str) -> None
     with torch.no_grad():
         for width, counts in ((12, (12, 4)), (4, (1, 4)), (4, (0, 4)), (2, (1, 2)), (4, (4, 4)), (3, (2, 3))):
             tokens = torch.randint(tiny.VOCABULARY, (2, width), generator=noise)
-            logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens).logits
+            logits = passes.run(PassRequest(LayerPath.full(tiny.DEPTH), tokens)).logits
             for index, count in enumerate(counts):
                 whole = rows[index] + tokens[index].tolist()
                 torch.testing.assert_close(logits[index], alone(model, whole, width), rtol=0, atol=EXACT)
@@ -65,11 +66,11 @@ def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     tokens = tiny.prompt(8, 2)
     with torch.no_grad():
-        passes.states(LayerPath.full(tiny.DEPTH), tokens)
+        passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tokens))
         for layer in cache.layers:
             layer.keys[1], layer.values[1] = float("nan"), float("inf")
         cache.commit([8, 3])
-        logits = passes.logits(LayerPath.full(tiny.DEPTH), tokens[:, :1]).logits
+        logits = passes.run(PassRequest(LayerPath.full(tiny.DEPTH), tokens[:, :1])).logits
     wanted = alone(llama, [*tokens[0].tolist(), int(tokens[0, 0])], 1)
     torch.testing.assert_close(logits[0], wanted, rtol=0, atol=EXACT)
 
@@ -95,7 +96,7 @@ def test_moving_the_cursors_does_no_tensor_operation_whatever_the_length(llama: 
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     cache.reserve(length)
     with torch.no_grad():
-        passes.states(LayerPath.full(tiny.DEPTH), tiny.prompt(length, 2))
+        passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tiny.prompt(length, 2)))
     held = [(layer.keys, layer.values) for layer in cache.layers]
     addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in held]
     contents = [(keys.clone(), values.clone()) for keys, values in held]
@@ -155,13 +156,13 @@ def test_growing_keeps_what_the_rows_hold(architecture: str) -> None:
     tokens = tiny.prompt(70, 2)
     addresses = set()
     with torch.no_grad():
-        passes.states(LayerPath.full(tiny.DEPTH), tokens[:, :60])
+        passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tokens[:, :60]))
         cache.commit([60, 58])
         for column in range(8):
             cache.reserve(61 + column)
             # The second row is two tokens behind and reads its own text.
             step = torch.stack([tokens[0, 60 + column], tokens[1, 58 + column]])[:, None]
-            logits = passes.logits(LayerPath.full(tiny.DEPTH), step).logits
+            logits = passes.run(PassRequest(LayerPath.full(tiny.DEPTH), step)).logits
             cache.commit([1, 1])
             addresses.add(cache.layers[0].keys.data_ptr())
         torch.testing.assert_close(logits[0], alone(model, tokens[0, :68].tolist(), 1), rtol=0, atol=EXACT)
@@ -452,7 +453,7 @@ def test_a_layer_whose_attention_never_runs_allocates_when_it_first_does(llama: 
     cache = SharedCache(tiny.DEPTH, 1, limit=10, slack=1, device=CPU)
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     with torch.no_grad():
-        passes.states(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3))
+        passes.states(PassRequest(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3)))
     allocated = [layer.keys is not None for layer in cache.layers]
     assert allocated == [True, True, part is Part.MLP, False]
 

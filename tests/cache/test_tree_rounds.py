@@ -18,6 +18,7 @@ from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 FULL = LayerPath.full(tiny.DEPTH)
@@ -98,7 +99,7 @@ def test_greedy_verification_of_a_tree_gives_the_tokens_of_plain_decoding(decodi
                 drafted[row, node] = token
         decoding.cache.reserve(max(map(len, decoding.rows)))
         decoding.cache.open(TREE)
-        logits = decoding.runner.logits(FULL, torch.cat([decoding.last, drafted], 1)).logits
+        logits = decoding.runner.run(PassRequest(FULL, torch.cat([decoding.last, drafted], 1))).logits
         paths = decoding.commit(TREE, drafted, logits)
         assert all(len(path) > known for path, known in zip(paths, right, strict=True))
         gathered += sum(path != tuple(range(-1, len(path) - 1)) for path in paths)
@@ -115,16 +116,16 @@ def test_a_tree_that_an_early_exit_drafts_level_by_level_is_verified_from_its_st
         decoding.cache.open(WIDE)
         level, levels, states, first = decoding.last, [decoding.last], [], -1
         for _ in range(WIDE.depth):
-            step = decoding.runner.logits(path, level, first=first)
+            step = decoding.runner.run(PassRequest(path, level, first=first))
             states.append(step.states)
             first += level.shape[1]
             # Two children of each node, side by side.
             level = step.logits.topk(2).indices.flatten(1)
             levels.append(level)
-        states.append(decoding.runner.states(path, level, first))
+        states.append(decoding.runner.states(PassRequest(path, level, first=first)))
         block = torch.cat(levels, 1)
         entering = ExactStates.concatenated([each for each in states if each is not None])
-        logits = decoding.runner.logits(FULL.resumed_at(EXIT), block, entering).logits
+        logits = decoding.runner.run(PassRequest(FULL.resumed_at(EXIT), block, entering)).logits
         accepted += sum(len(nodes) - 1 for nodes in decoding.commit(WIDE, block[:, 1:], logits))
     assert accepted
     for found, wanted in zip(decoding.rows, decoding.wanted, strict=True):
@@ -138,7 +139,7 @@ def test_a_model_that_reads_chains_alone_is_refused_a_tree(architecture: str) ->
     runner = ModelRunner(model, adapter, cache)
     cache.open(TREE)
     with pytest.raises(UnsupportedModelError, match=r"cannot read a tree of drafts.*draft a chain"), torch.no_grad():
-        runner.logits(FULL, tiny.prompt(len(TREE) + 1))
+        runner.run(PassRequest(FULL, tiny.prompt(len(TREE) + 1)))
     cache.open(Tree.chain(3))
     with torch.no_grad():
-        runner.logits(FULL, tiny.prompt(4).clamp(min=FIRST_WORD))
+        runner.run(PassRequest(FULL, tiny.prompt(4).clamp(min=FIRST_WORD)))

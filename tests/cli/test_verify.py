@@ -14,7 +14,8 @@ from helpers.budgets import tight_budget
 from helpers.running import Ending, Invoke
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
-from selfspec.runtime.runner import ModelRunner, PassResult
+from selfspec.runtime.request import PassResult
+from selfspec.runtime.runner import ModelRunner
 
 QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 

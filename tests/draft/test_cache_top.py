@@ -40,6 +40,7 @@ from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 KEYS = 4 * CHUNK
@@ -105,7 +106,7 @@ def _attended(model: PreTrainedModel, tokens: int, read: int, tree: Tree | None)
     def states() -> Tensor:
         if tree is not None:
             cache.open(tree)
-        logits = runner.logits(path, block).logits[1]
+        logits = runner.run(PassRequest(path, block)).logits[1]
         cache.commit([0, 0])
         return logits
 
@@ -198,7 +199,7 @@ def test_choosing_changes_nothing_that_the_target_reads(long_llama: PreTrainedMo
         runner, _ = _runner(long_llama, ids)
         if chooses:
             runner.choose_top(KEYS, block[:, :1])
-        found.append(runner.logits(LayerPath.full(runner.depth), block).logits)
+        found.append(runner.run(PassRequest(LayerPath.full(runner.depth), block)).logits)
     assert torch.equal(*found)
 
 

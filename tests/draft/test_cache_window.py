@@ -23,6 +23,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 DRAFTS: dict[str, LayerPathDrafter] = {
@@ -63,7 +64,7 @@ def _attended(model: PreTrainedModel, window: CacheWindow, read: int, tree: Tree
     def states() -> Tensor:
         if tree is not None:
             cache.open(tree)
-        logits = runner.logits(path, tokens).logits[0]
+        logits = runner.run(PassRequest(path, tokens)).logits[0]
         cache.commit([0])
         return logits
 

@@ -29,6 +29,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import Runtime
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
@@ -429,7 +430,7 @@ def test_the_target_keeps_its_weights(model: PreTrainedModel) -> None:
     def last_logits(*paths: LayerPath) -> torch.Tensor:
         cache = SharedCache(depth, 1, limit=20, slack=4, device=torch.device("cpu"))
         runner = ModelRunner(model, find_adapter(model), cache)
-        return [runner.logits(path, block).logits for path in paths][-1]
+        return [runner.run(PassRequest(path, block)).logits for path in paths][-1]
 
     low, full = selfspec.drafts.LowPrecision().path(depth), LayerPath.full(depth)
     assert not torch.equal(last_logits(low), last_logits(full))

@@ -42,7 +42,7 @@ from selfspec.draft.path_choice import (
 )
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 DRAFTS = {"clasp": ChosenSkips(2), "del": ChosenExit(1, 3)}
 CASES: list[tuple[Drafter, int, Any]] = [

@@ -16,7 +16,7 @@ from selfspec.draft import EarlyExit
 from selfspec.draft.path_choice import ExitTrial, PathTrial, Trial, Tried
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassRequest, PassResult
 
 PAST, BLOCK, TOKENS, ROWS = 5, 4, 2, 2
 TREE = Tree.chain(BLOCK - 1)
@@ -39,8 +39,8 @@ def after(model: PreTrainedModel, path: LayerPath, node: int, taps: tuple[Point,
     """A pass along a path over one node, where all before it were read by the whole network."""
     alone = bench(model)
     if node >= 0:
-        alone.runner.logits(alone.full, alone.block[:, : node + 1])
-    return alone.runner.logits(path, alone.block[:, node + 1 : node + 2], first=node, taps=taps)
+        alone.runner.run(PassRequest(alone.full, alone.block[:, : node + 1]))
+    return alone.runner.run(PassRequest(path, alone.block[:, node + 1 : node + 2], first=node, taps=taps))
 
 
 def chance(p: PassResult, q: PassResult) -> Tensor:
@@ -49,8 +49,7 @@ def chance(p: PassResult, q: PassResult) -> Tensor:
 
 def tried(model: PreTrainedModel, trial: Trial, tree: Tree = TREE) -> tuple[Bench, PassResult]:
     found = bench(model)
-    found.cache.open(trial.tree(tree))
-    return found, trial.run(found.runner, found.block, tree, ())
+    return found, found.runner.run(PassRequest(found.full, found.block, tree=tree, behind=trial))
 
 
 @torch.no_grad()
@@ -85,10 +84,9 @@ def test_the_rest_of_the_pass_is_as_ever(architecture: str, trial: Trial) -> Non
     model = tiny.BUILDERS[architecture]()
     plain = bench(model)
     plain.cache.open(TREE)
-    expected = plain.runner.logits(plain.full, plain.block, taps=(1, "last", "normed"))
+    expected = plain.runner.run(PassRequest(plain.full, plain.block, taps=(1, "last", "normed")))
     found = bench(model)
-    found.cache.open(trial.tree(TREE))
-    result = trial.run(found.runner, found.block, TREE, (1, "last", "normed"))
+    result = found.runner.run(PassRequest(found.full, found.block, taps=(1, "last", "normed"), tree=TREE, behind=trial))
     assert torch.allclose(result.logits, expected.logits, atol=EXACT)
     for point, states in expected.features.items():
         assert torch.allclose(result.features[point], states, atol=EXACT)

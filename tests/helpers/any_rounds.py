@@ -28,6 +28,7 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Sublayer, sublayers
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.request import PassRequest
 
 DEPTH = tiny.DEPTH
 NODES = 5
@@ -172,11 +173,11 @@ class AnyRounds(RuleBasedStateMachine):
         path = exact if whole else LayerPath.without(DEPTH, [start])
         with torch.no_grad():
             runs = _runs(tokens[:, :drafted], cuts)
-            parts = [self.runner.logits(path, run, first=first).states for run, first in runs]
+            parts = [self.runner.run(PassRequest(path, run, first=first)).states for run, first in runs]
             if drafted < tokens.shape[1]:
-                parts.append(self.runner.states(exact, tokens[:, drafted:], drafted - 1))
+                parts.append(self.runner.states(PassRequest(exact, tokens[:, drafted:], first=drafted - 1)))
             entering = ExactStates.concatenated([part for part in parts if part is not None])
-            logits = self.runner.logits(self.full.resumed_at(start), tokens, entering).logits
+            logits = self.runner.run(PassRequest(self.full.resumed_at(start), tokens, entering)).logits
         self._check(tree, tokens, logits)
         self._commit(tree, tokens, ends)
 
@@ -211,7 +212,7 @@ class AnyRounds(RuleBasedStateMachine):
 
     @torch.no_grad()
     def _run(self, tokens: Tensor, first: int) -> Tensor:
-        return self.runner.logits(self.full, tokens, first=first).logits
+        return self.runner.run(PassRequest(self.full, tokens, first=first)).logits
 
     def _check(self, tree: Tree, tokens: Tensor, logits: Tensor) -> None:
         assert logits.isfinite().all()

@@ -10,6 +10,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -35,17 +36,17 @@ class Bench:
 
     @torch.no_grad()
     def logits(self, path: LayerPath, tokens: Tensor | None = None, entering: ExactStates | None = None) -> Tensor:
-        return self.runner.logits(path, self.block if tokens is None else tokens, entering).logits
+        return self.runner.run(PassRequest(path, self.block if tokens is None else tokens, entering)).logits
 
     @torch.no_grad()
     def states(self, path: LayerPath, tokens: Tensor | None = None) -> ExactStates | None:
-        return self.runner.states(path, self.block if tokens is None else tokens)
+        return self.runner.states(PassRequest(path, self.block if tokens is None else tokens))
 
     @torch.no_grad()
     def steps(self, path: LayerPath) -> tuple[Tensor, ExactStates | None]:
         """Logits and states of the block, one token at a time, as drafts run it."""
         tokens = enumerate(self.block.split(1, 1))
-        passes = [self.runner.logits(path, token, first=column - 1) for column, token in tokens]
+        passes = [self.runner.run(PassRequest(path, token, first=column - 1)) for column, token in tokens]
         states = [step.states for step in passes if step.states is not None]
         logits = torch.cat([step.logits for step in passes], 1)
         return logits, ExactStates.concatenated(states) if states else None

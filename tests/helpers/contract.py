@@ -27,6 +27,7 @@ from selfspec.decode.output import GenerateOutput
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 PAST = 9  # longer than the sliding windows
@@ -179,7 +180,7 @@ def rollback(subject: Subject) -> None:
     bench = bench_of(subject)
     bench.logits(bench.full, subject.tokens(BLOCK, subject.batch, seed=1))
     with torch.no_grad():
-        bench.runner.logits(bench.full, subject.tokens(1, subject.batch, seed=2), first=BLOCK - 1)
+        bench.runner.run(PassRequest(bench.full, subject.tokens(1, subject.batch, seed=2), first=BLOCK - 1))
     subject.equal(bench.logits(bench.full), subject.stock)
 
 
@@ -262,12 +263,12 @@ def ragged(subject: Subject) -> None:
     passes = ModelRunner(subject.model, subject.adapter, bench)
     full = LayerPath.full(subject.depth)
     with torch.no_grad():
-        passes.states(full, rows[:, :PAST])
+        passes.states(PassRequest(full, rows[:, :PAST]))
         bench.commit(lengths)
         blocks = torch.stack([row[length : length + BLOCK] for row, length in zip(rows, lengths, strict=True)])
-        found = passes.logits(full, blocks).logits
+        found = passes.run(PassRequest(full, blocks)).logits
         tokens = enumerate(blocks.split(1, 1))
-        stepped = [passes.logits(full, token, first=column - 1).logits for column, token in tokens]
+        stepped = [passes.run(PassRequest(full, token, first=column - 1)).logits for column, token in tokens]
         for row, length in enumerate(lengths):
             alone = subject.stock_logits(rows[row : row + 1, : length + BLOCK], row)[:, length:]
             subject.equal(found[row : row + 1], alone)
@@ -281,10 +282,10 @@ def tree(subject: Subject) -> None:
     tokens = bench.block
     with torch.no_grad():
         try:
-            first = bench.runner.logits(bench.full, tokens[:, :2]).logits
+            first = bench.runner.run(PassRequest(bench.full, tokens[:, :2])).logits
         except UnsupportedModelError:
             return
-        found = torch.cat([first, bench.runner.logits(bench.full, tokens[:, 2:], first=1).logits], 1)
+        found = torch.cat([first, bench.runner.run(PassRequest(bench.full, tokens[:, 2:], first=1)).logits], 1)
         for places in ([0, 1], [0, 2, 3]):
             wanted = subject.stock_logits(torch.cat([bench.prefix, tokens[:, places]], 1))
             subject.equal(found[:, places], wanted[:, PAST:])

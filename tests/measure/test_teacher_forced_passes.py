@@ -12,6 +12,7 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.measure.teacher_forced import DraftPath, LayerViews, TeacherForcedText, readings
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 _REACH = 3
@@ -34,7 +35,7 @@ def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: in
     passes.prefill(row[None, :start], [start])
     cache.commit([start])
     tokens = enumerate(row[None, start : start + _REACH].split(1, 1))
-    return torch.stack([passes.logits(path, token, first=step - 1).logits[0, 0] for step, token in tokens])
+    return torch.stack([passes.run(PassRequest(path, token, first=step - 1)).logits[0, 0] for step, token in tokens])
 
 
 @torch.no_grad()

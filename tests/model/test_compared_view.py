@@ -12,6 +12,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.runtime.request import PassRequest
 
 WIDTH = 7
 EXACT = 1e-9
@@ -42,5 +43,7 @@ def test_the_head_of_an_exit_reads_its_states_alone(llama: PreTrainedModel) -> N
     one, other = bench(llama), bench(llama)
     draft, target = one.runner.compare(2, head, one.tokens, 32)
     left = LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION))
-    assert torch.allclose(draft, other.runner.logits(left, other.tokens, head=head).logits, atol=EXACT, rtol=0)
+    assert torch.allclose(
+        draft, other.runner.run(PassRequest(left, other.tokens, head=head)).logits, atol=EXACT, rtol=0
+    )
     assert torch.allclose(target, other.logits(other.full), atol=EXACT, rtol=0)

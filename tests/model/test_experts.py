@@ -16,6 +16,7 @@ from selfspec.model.experts import Experts, experts_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import bytes_read, share_read, widening
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "ernie4_5_moe")
@@ -39,7 +40,7 @@ def test_fewer_experts_run_as_in_a_model_made_with_so_few(family: str) -> None:
     adapter, ids = find_adapter(model), tiny.prompt(9)
     cache = adapter.shared_cache(model, 1, 32, 0)
     path = LayerPath(len(adapter.decoder_layers(model)), experts=1)
-    found = ModelRunner(model, adapter, cache).logits(path, ids).logits
+    found = ModelRunner(model, adapter, cache).run(PassRequest(path, ids)).logits
     torch.testing.assert_close(found, made(ids).logits)
     assert not torch.allclose(found, model(ids).logits)
 
@@ -49,7 +50,7 @@ def test_networks_without_routers_have_none(llama: PreTrainedModel) -> None:
     assert widening(llama, find_adapter(llama)) == 0
     cache = find_adapter(llama).shared_cache(llama, 1, 32, 0)
     with pytest.raises(DraftConfigError, match="no layer of LlamaForCausalLM"):
-        ModelRunner(llama, find_adapter(llama), cache).logits(LayerPath(4, experts=1), tiny.prompt(3))
+        ModelRunner(llama, find_adapter(llama), cache).run(PassRequest(LayerPath(4, experts=1), tiny.prompt(3)))
 
 
 def test_a_step_reads_the_experts_of_one_token() -> None:

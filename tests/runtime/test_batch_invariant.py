@@ -22,6 +22,7 @@ from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import BatchInvariant
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -62,7 +63,7 @@ class Reading:
         """Logits of a block, `[rows, tokens]`, of which nothing is committed."""
         if tree is not None:
             self.cache.open(tree)
-        return self.runner.logits(self.path, tokens).logits
+        return self.runner.run(PassRequest(self.path, tokens)).logits
 
     def one_by_one(self, tokens: Tensor) -> Tensor:
         """Logits of tokens of one row, each committed before the next is read."""

@@ -32,6 +32,7 @@ from selfspec.runtime import Native
 from selfspec.runtime.chain import Chain, Choice, Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import RecordedRunner, runner_for
+from selfspec.runtime.request import PassRequest
 
 pytestmark = pytest.mark.kernels
 
@@ -146,17 +147,17 @@ class Bench:
         self.last = torch.tensor([[3], [4]])
         while not programs.proved:
             self.cache.reserve(32)
-            self.runner.logits(self.path, self.last)
+            self.runner.run(PassRequest(self.path, self.last))
             self.cache.commit([1, 1])
 
     def chained(self, draws: Draws) -> Chained:
-        chain = self.runner.chain(self.path, self.last, draws)
+        chain = self.runner.chain(PassRequest(self.path, self.last), draws)
         assert chain is not None
         steps = list(chain.steps)
         tokens = torch.cat([step.token for step in steps], 1)
         read = torch.cat([self.last, tokens[:, :-1]], 1)
         confidences = torch.tensor([step.confidences for step in steps]).T
-        return Chained(tokens, chain.probs, confidences, self.runner.logits(self.path, read).logits)
+        return Chained(tokens, chain.probs, confidences, self.runner.run(PassRequest(self.path, read)).logits)
 
 
 @dataclass(frozen=True)

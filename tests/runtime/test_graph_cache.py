@@ -23,7 +23,8 @@ from selfspec.runtime import Eager
 from selfspec.runtime.graph_cache import GraphCache, _Candidate
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.recordable import run_watched
-from selfspec.runtime.runner import ModelRunner, PassCall
+from selfspec.runtime.request import PassRequest
+from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import Function, close
 
 PROMPT, NEW = 9, 24
@@ -311,9 +312,9 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
     stock: list[int] = []
     run_stock = ModelRunner._run_stock
 
-    def noted(self: ModelRunner, call: PassCall) -> Any:
-        stock.append(call.tokens.shape[1])
-        return run_stock(self, call)
+    def noted(self: ModelRunner, request: PassRequest) -> Any:
+        stock.append(request.width)
+        return run_stock(self, request)
 
     monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):

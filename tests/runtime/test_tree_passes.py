@@ -19,6 +19,7 @@ from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.request import PassRequest
 
 PROMPT, NODES, BUCKET = 9, 4, 8
 FULL = LayerPath.full(tiny.DEPTH)
@@ -39,7 +40,7 @@ class Generation:
         """Logits of all nodes; the path to the last one is committed."""
         self.cache.reserve(max(self.cache.seq_lens) + 1)
         self.cache.open(tree)
-        logits = self.runner.logits(FULL, tiny.prompt(len(tree) + 1, seed=seed)).logits
+        logits = self.runner.run(PassRequest(FULL, tiny.prompt(len(tree) + 1, seed=seed))).logits
         self.cache.commit_paths([(-1, *tree.paths[-1])])
         return logits
 
@@ -63,7 +64,7 @@ def test_an_open_chain_runs_what_runs_where_nothing_is_opened(llama: PreTrainedM
     generation = Generation(llama, graphs, BUCKET)
     for seed in range(6):
         generation.round(Tree.chain(NODES), seed)
-        generation.runner.logits(FULL, tiny.prompt(NODES + 1))
+        generation.runner.run(PassRequest(FULL, tiny.prompt(NODES + 1)))
     (kind,) = graphs.proved
     assert kind.nodes is None
 

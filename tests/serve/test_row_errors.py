@@ -18,7 +18,7 @@ from selfspec.decode.output import LogprobRecord
 from selfspec.draft import Budget, Draft, Stateless, Verdict
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 from selfspec.serve.events import Committed
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 

@@ -25,7 +25,7 @@ from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read
 from selfspec.runtime.recorded import runner_for
-from selfspec.runtime.runner import PassResult
+from selfspec.runtime.request import PassResult
 
 _Made = TypeVar("_Made")
 

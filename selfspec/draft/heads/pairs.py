@@ -19,6 +19,7 @@ from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView
 from selfspec.model.features import Features, Point
 from selfspec.model.layer_path import LayerPath
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import with_kernels
 
@@ -283,5 +284,5 @@ class PairState:
 
     def _run(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Run the head's layers; return logits of the tokens that it can draft, and the states for the next step."""
-        result = self._runner.logits(self._path, inputs, first=first, taps=(self.head.recycled,))
+        result = self._runner.run(PassRequest(self._path, inputs, first=first, taps=(self.head.recycled,)))
         return result.logits, result.features[self.head.recycled]

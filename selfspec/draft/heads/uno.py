@@ -7,7 +7,7 @@ next draft. The target's own tokens see no masks, and run without the LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isqrt
@@ -28,12 +28,11 @@ from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.errors import HeadError, UnsupportedModelError
-from selfspec.model.features import Features, Point
-from selfspec.model.layer_path import LayerPath
+from selfspec.model.features import Features
 from selfspec.model.row_lora import Lora, LoraRows
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size, weight_of
-from selfspec.runtime.runner import Behind, ModelRunner, PassResult
+from selfspec.runtime.request import Behind, PassRequest, PassResult
 from selfspec.runtime.runtime import with_kernels
 
 PREFIX = "base_model.model."
@@ -197,10 +196,10 @@ class MaskRows(Behind):
     def tree(self, draft: Tree) -> Tree:
         return self.block
 
-    def run(self, runner: ModelRunner, block: Tensor, draft: Tree, taps: tuple[Point, ...]) -> PassResult:
-        rows, width = block.shape
-        path = replace(LayerPath.full(runner.depth), lora=LoraRows(self.lora, width))
-        result = runner.logits(path, torch.cat([block, self.tokens], 1), taps=taps)
+    def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
+        rows, width = request.tokens.shape
+        path = replace(request.path, lora=LoraRows(self.lora, width))
+        result = run(replace(request, path=path, tokens=torch.cat([request.tokens, self.tokens], 1)))
         return result.split(rows, width, result.logits[:, width:])
 
 

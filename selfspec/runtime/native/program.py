@@ -93,7 +93,8 @@ class Native(Runtime):
         with RECORDING:
             capture = captured(function, example)
         places = _places(example.flat(), example.source.flat()) if example.source is not None else ()
-        kept = None if function.kind.head is None else function.kind.head.tokens
+        head = function.kind.runs.head
+        kept = None if head is None else head.tokens
         found = lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers, places)
         return _Program(found, example, kept)
 

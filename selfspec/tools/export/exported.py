@@ -26,6 +26,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.unwrap import check_saved_whole
 from selfspec.model.vocabulary import weight_of
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.export.cut_model import DraftLayers, cut_model, folded, layers_of, parameter_count
 from selfspec.values import checked_path
@@ -227,7 +228,7 @@ def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: Layer
     cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
     cache.reserve(ids.shape[1])
     path = drafter.path(len(adapter.decoder_layers(model)))
-    draft = ModelRunner(model, adapter, cache).logits(path, ids, head=whole).logits.double()
+    draft = ModelRunner(model, adapter, cache).run(PassRequest(path, ids, head=whole)).logits.double()
     with without_progress_bar():
         loaded = type(model).from_pretrained(folder, dtype=model.dtype, **_kernels(model), use_safetensors=True)
     # As `generate` counts them.

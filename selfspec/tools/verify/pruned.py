@@ -16,6 +16,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -40,11 +41,11 @@ def draft_logits(
     cache = found.shared_cache(model, ids.shape[0], ids.shape[1] + 1, slack=block, device=ids.device)
     passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
-    passes.states(LayerPath.full(depth), ids[:, :past])
+    passes.states(PassRequest(LayerPath.full(depth), ids[:, :past]))
     cache.commit([past] * ids.shape[0])
     logits = []
     for number, token in enumerate(ids[:, past:].split(1, 1)):
-        logits.append(passes.logits(path, token, head=draft.head, first=number - 1).logits)
+        logits.append(passes.run(PassRequest(path, token, head=draft.head, first=number - 1)).logits)
     return torch.cat(logits, 1)
 
 

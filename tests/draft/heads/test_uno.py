@@ -21,6 +21,7 @@ from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.model.row_lora import Lora, LoraRows
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 1, 6)]
@@ -60,7 +61,7 @@ def test_a_lora_leaves_the_tokens_before_its_own_bit_for_bit(tmp_path: Path) -> 
         runner = ModelRunner(model, adapter, cache)
         path = LayerPath(depth, lora=LoraRows(each, 3))
         with torch.no_grad():
-            found.append(runner.logits(path, tiny.prompt(6, 2)).logits)
+            found.append(runner.run(PassRequest(path, tiny.prompt(6, 2))).logits)
     assert torch.equal(found[0][:, :3], found[1][:, :3])
     assert not torch.isclose(found[0][:, 3:], found[1][:, 3:]).all(-1).any()
 

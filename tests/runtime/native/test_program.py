@@ -26,6 +26,7 @@ from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
 from selfspec.runtime.recorded import runner_for
+from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 pytestmark = pytest.mark.kernels
@@ -188,7 +189,7 @@ class Bench:
     def logits(self, tokens: torch.Tensor, tree: Tree | None = None) -> torch.Tensor:
         if tree is not None:
             self.cache.open(tree)
-        logits = self.runner.logits(LayerPath.full(self.depth), tokens).logits
+        logits = self.runner.run(PassRequest(LayerPath.full(self.depth), tokens)).logits
         self.cache.commit([0])
         return logits
 

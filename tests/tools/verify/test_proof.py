@@ -26,7 +26,8 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime import BatchInvariant, Eager
-from selfspec.runtime.runner import ModelRunner, PassResult
+from selfspec.runtime.request import PassResult
+from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.verify.comparison import Check
 from selfspec.tools.verify.report import Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings

@@ -1,0 +1,114 @@
+"""What is asked of one pass, and what it gives: all that the loop and drafters say to a runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from selfspec.architecture import Adapter
+from selfspec.cache.tree import Tree
+from selfspec.model.early_head import DraftHead
+from selfspec.model.features import Features, Point
+from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import LayerPath
+
+Change = Callable[[nn.Module, Adapter], nn.Module]
+"""Returns a view of a causal LM that is called like it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PassRequest:
+    """Asks for one pass over nodes of the open block.
+
+    Attributes:
+        path: the sublayers that run, their weights, and what its tokens attend to, `path.view`.
+        tokens: of consecutive nodes of the open block, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
+        entering: what enters at `path.start`.
+        head: reads the last states of a path that leaves early; None: the model's own norm and head.
+        first: the first of the nodes; -1: the last committed token.
+        taps: points whose states are kept, of a path that runs there.
+        tree: the nodes of the block, which is opened for them; None: it is open.
+        behind: nodes behind those of `tree` that are read, too; None: no such nodes.
+        change: makes the view that runs, by the stock modules alone; None: no change.
+        headless: whether it leaves keys, values and states, and no logits.
+    """
+
+    path: LayerPath
+    tokens: Tensor
+    entering: ExactStates | None = None
+    head: DraftHead | None = None
+    first: int = -1
+    taps: tuple[Point, ...] = ()
+    tree: Tree | None = None
+    behind: Behind | None = None
+    change: Change | None = None
+    headless: bool = False
+
+    @property
+    def width(self) -> int:
+        """Tokens of each row."""
+        return self.tokens.shape[1]
+
+    @property
+    def runs(self) -> Runs:
+        """The part that decides which view of the model runs."""
+        return Runs(self.path, self.head, self.taps)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Names a view of the model. Attributes as in `PassRequest`."""
+
+    path: LayerPath
+    head: DraftHead | None = None
+    taps: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The result of one pass.
+
+    Attributes:
+        logits: `[batch, tokens, vocab]`.
+        states: what it left at `path.resume_point`; None where the path leaves nothing.
+        features: states of its tokens at the points that were asked for.
+        behind: what came of the nodes behind a draft, as their kind of `Behind` returns it; None: there were none.
+    """
+
+    logits: Tensor
+    states: ExactStates | None = None
+    features: Features = field(default_factory=dict)
+    behind: object = None
+
+    def split(self, rows: int, width: int, behind: object) -> PassResult:
+        """Return the result of the first `rows` rows and `width` tokens, beside what came of all others."""
+        features = {point: states[..., :rows, :width, :] for point, states in self.features.items()}
+        return PassResult(self.logits[:rows, :width], None, features, behind)
+
+
+class Behind(ABC):
+    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
+
+    @abstractmethod
+    def tree(self, draft: Tree) -> Tree:
+        """Return a draft's tree with these nodes behind its own."""
+
+    def after_more(self) -> Behind | None:
+        """Return the nodes to read if others join the draft's own; None: they follow the draft they were made for."""
+        return None
+
+    @abstractmethod
+    def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
+        """Run a pass over a draft and these nodes, for which the cache is open.
+
+        Args:
+            request: the pass over the draft alone: the last committed token and the draft, `[rows, 1 + nodes]`.
+            tree: the draft's.
+            run: runs the pass over all nodes.
+
+        Returns:
+            The result of the draft's own tokens; `behind` is what came of the others.
+        """
