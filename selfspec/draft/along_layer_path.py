@@ -27,8 +27,7 @@ from selfspec.runtime.request import PassRequest
 class LayerPathDrafter(Drafter):
     """Drafts with fewer of the target's layers: one step of the path for each token, or each level of a tree.
 
-    The states before the path's first missing sublayer are exact; they stay in the shared cache and go to the target
-    as `Resume`.
+    States before the path's first sublayer that is not exact go to the target as `Resume`.
     """
 
     runs = "layers"

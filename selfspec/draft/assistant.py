@@ -38,11 +38,7 @@ from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 
-@drafter(
-    "assistant",
-    argument=":FOLDER",
-    help="another checkpoint with the same vocabulary, over a cache of its own",
-)
+@drafter("assistant", argument=":FOLDER", help="another checkpoint with the same vocabulary, over a cache of its own")
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Assistant(Drafter):
     """Drafts with a second, smaller model of the same vocabulary (Leviathan et al., 2023; Chen et al., 2023).
@@ -160,13 +156,7 @@ class Assistant(Drafter):
         return None if self.source is None else f"assistant:{self.source}"
 
     def _check_rows(self, rows: RowsView) -> None:
-        """Refuse prompts that the assistant cannot read.
-
-        Raises:
-            UnsupportedOptionError: they are not token ids alone.
-            UnsupportedModelError: the assistant takes one prompt at a time, or cannot read trees.
-            DraftConfigError: they are on another device.
-        """
+        """Refuse prompts that the assistant cannot read."""
         check_decodable(self.model, self.adapter)
         if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
@@ -190,8 +180,7 @@ class AssistantProposer(GrowingProposer):
 
     def __init__(self, state: AssistantState, context: int | None) -> None:
         super().__init__()
-        self._state = state
-        self._context = context
+        self._state, self._context = state, context
 
     @property
     def nbytes(self) -> int:
@@ -215,9 +204,6 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
     """Refuse an assistant whose ids mean other tokens, by the tokenizers in the folders both models came from.
 
     Models of one family may pad their vocabularies to different sizes. Without tokenizers, sizes must be equal.
-
-    Raises:
-        DraftConfigError: naming a token that differs.
     """
     sizes = [vocabulary_size(each) for each in (assistant, model)]
     theirs, own = tokens_by_id(assistant), tokens_by_id(model)
@@ -250,15 +236,7 @@ def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def source_by(assistant: PreTrainedModel, read: Source) -> Source:
-    """Let the encoder of an assistant read the input of the model's encoder.
-
-    Args:
-        assistant: an encoder-decoder.
-        read: the output of the model's encoder, with its input.
-
-    Raises:
-        UnsupportedOptionError: the input is not known, or this encoder cannot read it.
-    """
+    """Let the encoder of an assistant read the input of the model's encoder, if it can; else UnsupportedOptionError."""
     inputs, name, encoder = read.inputs, assistant.main_input_name, assistant.get_encoder()
     if inputs is None or (name == "input_ids" and not _are_ids(inputs, weight_of(encoder.get_input_embeddings()))):
         raise UnsupportedOptionError(
@@ -299,24 +277,15 @@ class AssistantState:
     """Reads each row's committed text, and draft tokens after it, into the cache of the assistant.
 
     The committed text alone decides which nodes of a draft to keep: when the next draft begins, the cursor of each row
-    moves over the committed nodes, and the row's other committed tokens are read.
-
-    Args:
-        runner: runner of the assistant.
-        cache: cache of the assistant.
-        rows: numbers of the rows of the batch.
-        vocabulary: number of the target's logits; the assistant's are cut to it or filled up with -inf.
-        weights: bytes of the assistant's weights.
+    moves over the committed nodes, and the row's other committed tokens are read. The assistant's logits are cut to
+    the target's `vocabulary` or filled up with -inf; `weights` counts bytes.
     """
 
     def __init__(
         self, runner: ModelRunner, cache: SharedCache, rows: Sequence[int], vocabulary: int, weights: int
     ) -> None:
-        self._runner = runner
-        self._cache = cache
-        self._rows = list(rows)
-        self._vocabulary = vocabulary
-        self._weights = weights
+        self._runner, self._cache, self._rows = runner, cache, list(rows)
+        self._vocabulary, self._weights = vocabulary, weights
         self._path = LayerPath.full(runner.depth)
         self._tree = Tree.chain(0)
         # Tokens of the draft's nodes read so far, `[rows, nodes]` each; None: the last committed token is not read yet.
@@ -324,13 +293,16 @@ class AssistantState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights, keys and values."""
+        """Bytes of weights, keys and values."""
         return self._weights + self._cache.most_bytes
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
         """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
         self._keep_committed(view)
-        self._drop(view.running)
+        if self._rows != list(view.running):
+            # The target runs fewer rows now.
+            self._cache.narrow([self._rows.index(row) for row in view.running])
+            self._rows = list(view.running)
         self._cache.reserve(max(map(view.text_length, self._rows)))
         texts = self._catch_up(view)
         unread = [len(text) - 1 for text in texts]
@@ -348,13 +320,6 @@ class AssistantState:
         assert self._drafted is not None
         self._drafted.append(HostCopy(tokens))
         return self._logits(self._known(tokens), first)
-
-    def _drop(self, running: Sequence[int]) -> None:
-        """Drop the rows that the target no longer runs."""
-        if self._rows == list(running):
-            return
-        self._cache.narrow([self._rows.index(row) for row in running])
-        self._rows = list(running)
 
     def _keep_committed(self, view: RowsView) -> None:
         """Move the cursors over the last committed token of the round before and the committed draft tokens."""

@@ -16,49 +16,14 @@ from selfspec.runtime.request import PassResult
 from selfspec.values import shown
 
 
-class Gain:
-    """Measures the tokens that recent drafts of one source committed for their cost."""
-
-    _TRIALS = 4
-    _MEMORY = 0.9  # weight of a round relative to the next
-
-    def __init__(self) -> None:
-        self._tokens = self._cost = 0.0
-        self.rounds = 0
-
-    @property
-    def rate(self) -> float:
-        """Committed tokens per plain step in recent rounds; 1 before the first."""
-        return self._tokens / self._cost if self._cost else 1.0
-
-    @property
-    def is_new(self) -> bool:
-        """True if there were too few rounds to judge by."""
-        return self.rounds < self._TRIALS
-
-    def promises_more(self, behind: Iterable[Gain]) -> bool:
-        """Return whether this source promises more than the sources behind it, or is still to be tried."""
-        return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
-
-    def count(self, tokens: float, cost: float) -> None:
-        """Count a round: tokens that a row committed, and its cost in plain steps."""
-        self._tokens = self._MEMORY * self._tokens + tokens
-        self._cost = self._MEMORY * self._cost + cost
-        self.rounds += 1
-
-
 @dataclass(frozen=True, init=False)
 class JoinedDrafter(Drafter):
-    """Joins several drafters.
-
-    Attributes:
-        sources: the joined drafters, in the order in which they are asked.
-    """
+    """Joins several drafters, its `sources`, which are asked in this order."""
 
     sources: tuple[Drafter, ...]
 
     def __init__(self, *sources: Drafter) -> None:
-        """Take the sources, at least two. A source of this same class is replaced by its own sources.
+        """Take two or more sources. A source of this same class is replaced by its own sources.
 
         Raises:
             DraftConfigError: a source is no drafter or is given twice, there are fewer than two, or two run a model.
@@ -104,6 +69,13 @@ class Cascade(JoinedDrafter):
 
     def begin(self, rows: RowsView) -> CascadeProposer:
         return CascadeProposer([source.begin(rows) for source in self.sources])
+
+
+def joined_spelling(sources: Sequence[Drafter]) -> str | None:
+    """Return the drafters' spellings joined by `+`; None: one has no spelling, or the result means something else."""
+    names = [source.spelling for source in sources]
+    swallows = any(isinstance(source, JoinedDrafter) for source in sources[:-1])
+    return None if None in names or swallows else "+".join(filter(None, names))
 
 
 class JoinedProposer(Proposer):
@@ -211,8 +183,32 @@ class CascadeProposer(JoinedProposer):
         self._served = {}
 
 
-def joined_spelling(sources: Sequence[Drafter]) -> str | None:
-    """Return the drafters' spellings joined by `+`; None: one has no spelling, or the result means something else."""
-    names = [source.spelling for source in sources]
-    swallows = any(isinstance(source, JoinedDrafter) for source in sources[:-1])
-    return None if None in names or swallows else "+".join(filter(None, names))
+class Gain:
+    """Measures the tokens that recent drafts of one source committed for their cost."""
+
+    _TRIALS = 4
+    _MEMORY = 0.9  # weight of a round relative to the next
+
+    def __init__(self) -> None:
+        self._tokens = self._cost = 0.0
+        self.rounds = 0
+
+    @property
+    def rate(self) -> float:
+        """Committed tokens per plain step in recent rounds; 1 before the first."""
+        return self._tokens / self._cost if self._cost else 1.0
+
+    @property
+    def is_new(self) -> bool:
+        """True if there were too few rounds to judge by."""
+        return self.rounds < self._TRIALS
+
+    def promises_more(self, behind: Iterable[Gain]) -> bool:
+        """Return whether this source promises more than the sources behind it, or is still to be tried."""
+        return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
+
+    def count(self, tokens: float, cost: float) -> None:
+        """Count a round: tokens that a row committed, and its cost in plain steps."""
+        self._tokens = self._MEMORY * self._tokens + tokens
+        self._cost = self._MEMORY * self._cost + cost
+        self.rounds += 1

@@ -1,4 +1,4 @@
-"""Drafts, which a drafter proposes for the target to judge, and the budgets that limit their size."""
+"""Drafts, the budgets that limit their size, and the verdicts of the target on them."""
 
 from __future__ import annotations
 
@@ -45,27 +45,6 @@ class Budget:
             return self
         left = (tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else (0, 0)
         return Budget(*left, self.rows)
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Holds the exact part of a draft's work, which the target need not repeat.
-
-    The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
-
-    Attributes:
-        start: the first sublayer whose work is not exact; verification resumes there.
-        states: inputs of that sublayer for each token the draft ran, `[batch, read, hidden]`: the last committed token
-            and the first nodes of the tree. The last token of a chain is missing: no draft step has read it.
-    """
-
-    start: Sublayer
-    states: ExactStates
-
-    @property
-    def read(self) -> int:
-        """Number of tokens that the draft ran, the last committed one included."""
-        return self.states.hidden.shape[-2]
 
 
 @dataclass(frozen=True)
@@ -141,6 +120,27 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Holds the exact part of a draft's work, which the target need not repeat.
+
+    The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
+
+    Attributes:
+        start: the first sublayer whose work is not exact; verification resumes there.
+        states: inputs of that sublayer for each token the draft ran, `[batch, read, hidden]`: the last committed token
+            and the first nodes of the tree. The last token of a chain is missing: no draft step has read it.
+    """
+
+    start: Sublayer
+    states: ExactStates
+
+    @property
+    def read(self) -> int:
+        """Number of tokens that the draft ran, the last committed one included."""
+        return self.states.hidden.shape[-2]
+
+
+@dataclass(frozen=True)
 class Offer:
     """Holds the paths that one source proposes after the text of one row.
 
@@ -155,15 +155,12 @@ class Offer:
 
     @classmethod
     def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
-        """Make an offer of one row's part of a draft, down to depth `length`; each token has probability 1."""
+        """Make an offer of one row's draft tokens, down to depth `length`, each with probability 1."""
         paths = (path for path in draft.tree.paths if len(path) <= length)
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[Path, float]:
-        """Return, for each path, the probability that all its tokens are accepted.
-
-        `trust` is the number of accepted tokens of such offers, divided by the sum of their shares.
-        """
+        """Return the probability of each path, given the accepted tokens of such offers by the sum of their shares."""
         reach: dict[Path, float] = {(): 1.0}
         for path, share in self.shares.items():
             reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
@@ -172,22 +169,26 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class RowOutcome:
-    """Counts the outcome of a round for one unfinished row.
+class Verdict:
+    """Holds the verdict of one round.
 
     Attributes:
-        judged: draft tokens the target judged.
-        accepted: draft tokens accepted, committed or not.
-        committed: tokens committed, the bonus or recovered token included.
-        dropped: tokens accepted and then dropped to keep rows in lockstep.
-        strayed: accepted tokens off the chain that the first nodes of the tree form.
+        running: numbers of the rows, in the order in which tensors hold them.
+        rows: the verdict on each unfinished row, by its number.
+        last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
     """
 
-    judged: int
-    accepted: int
-    committed: int
-    dropped: int = 0
-    strayed: int = 0
+    running: Sequence[int]
+    rows: Mapping[int, RowVerdict]
+    last_tokens: Tensor
+
+    def outcomes(self) -> list[RowOutcome | None]:
+        """Return the outcome of each running row for the controller, in the order of tensors; None for finished rows.
+
+        The controller also learns from tokens that lockstep dropped: only the other rows decide that they are dropped,
+        and their places are drawn again, so their verdicts are valid evidence. Statistics leave them out.
+        """
+        return [self.rows[row].outcome() if row in self.rows else None for row in self.running]
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class RowVerdict:
 
     @property
     def run_length(self) -> int:
-        """Length of the run: tokens committed and dropped."""
+        """Tokens committed and dropped."""
         return len(self.tokens) + self.dropped
 
     def accepted_of(self, tokens: int) -> int:
@@ -232,9 +233,8 @@ class RowVerdict:
 
     def outcome(self) -> RowOutcome:
         """Return the counts that the controller learns from."""
-        accepted = self.accepted_of(self.run_length)
+        accepted, judged = self.accepted_of(self.run_length), self.judged_of(self.run_length)
         along = next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
-        judged = self.judged_of(self.run_length)
         return RowOutcome(judged, accepted, len(self.tokens), self.dropped, accepted - along)
 
     def overlap_of(self, tokens: int) -> float:
@@ -243,23 +243,18 @@ class RowVerdict:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Holds the verdict of one round.
+class RowOutcome:
+    """Counts the outcome of a round for one unfinished row, for the controller.
 
     Attributes:
-        running: numbers of the rows, in the order in which tensors hold them.
-        rows: the verdict on each unfinished row, by its number.
-        last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
+        accepted: draft tokens accepted, committed or not.
+        committed: tokens committed, the bonus or recovered token included.
+        dropped: tokens accepted and then dropped to keep rows in lockstep.
+        strayed: accepted tokens off the chain that the first nodes of the tree form.
     """
 
-    running: Sequence[int]
-    rows: Mapping[int, RowVerdict]
-    last_tokens: Tensor
-
-    def outcomes(self) -> list[RowOutcome | None]:
-        """Return the outcome of each running row for the controller, in the order of tensors; None for finished rows.
-
-        The controller also learns from tokens that lockstep dropped: only the other rows decide that they are dropped,
-        and their places are drawn again, so their verdicts are valid evidence. Statistics leave them out.
-        """
-        return [self.rows[row].outcome() if row in self.rows else None for row in self.running]
+    judged: int
+    accepted: int
+    committed: int
+    dropped: int = 0
+    strayed: int = 0

@@ -31,7 +31,6 @@ class Declaration:
 
     Attributes:
         argument: the text after the name, such as `:FILE`; optional parts are in brackets.
-        help: one line that says what the drafter does.
         example: the name with an argument that makes sense.
         written: by itself, behind another draft and a `+`, or before drafts that it joins.
     """
@@ -75,21 +74,16 @@ def name_of(kind: type[object]) -> str:
     """Return the name that a class of drafters declares, if it is known by this name; else `module:Class`."""
     declared: tuple[Declaration, ...] = vars(kind).get("declared", ())
     whole = f"{kind.__module__}:{kind.__qualname__}"
-    return declared[0].name if declared and (kind.__module__.startswith("selfspec.") or whole in named()) else whole
+    return declared[0].name if declared and (kind.__module__.startswith("selfspec.") or whole in _named()) else whole
 
 
 @cache
-def named() -> frozenset[str]:
-    """Return the drafters that other packages name in an entry point, as `module:Class`."""
+def _named() -> frozenset[str]:
     return frozenset(point.value for point in entry_points(group=GROUP))
 
 
 def read_number(text: str | None) -> int:
-    """Read the number of a layer, or of tokens.
-
-    Raises:
-        ValueError: the text is no number of at most nine digits; no layer or token has a larger number.
-    """
+    """Read the number of a layer, or of tokens: at most nine digits. Raises ValueError."""
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(text)
     return int(text)
@@ -101,12 +95,7 @@ MODEL = 0
 
 @dataclass(frozen=True)
 class Exit:
-    """Names the place where a draft leaves the network; everything before it is the target's own computation.
-
-    Attributes:
-        layer: the first layer left out.
-        head: the head that reads the states there; None: the model's own norm and head.
-    """
+    """Names the first layer that a draft leaves out, and the head that reads the states there, if not the own."""
 
     layer: int
     head: DraftHead | None

@@ -1,4 +1,4 @@
-"""Drafting by leaving the network early: layers [0, E), then the model's own norm and head."""
+"""Drafting by leaving the network early: layers [0, E), then the model's own head, or one trained for this exit."""
 
 from __future__ import annotations
 
@@ -71,8 +71,6 @@ _COPY = "copy the folder that selfspec train exit wrote again"
 
 @dataclass(frozen=True)
 class _Config:
-    """Holds the fields of `exit_head.json` that drafting needs."""
-
     format: Literal[2]
     exits: list[int]
     default: int
@@ -153,7 +151,8 @@ class ExitHead(LayerPathDrafter):
         try:
             adapter.load_state_dict(own)
         except RuntimeError as error:
-            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: {_one_line(error)}") from error
+            said = " ".join(str(error).split())
+            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: {said}") from error
         adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
         tokens = tensors.get("tokens")
         head = DraftHead(adapter, None if tokens is None else tokens.long())
@@ -205,7 +204,3 @@ def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.dtype != torch.int32):
         raise ExitHeadError(f"{file} holds NaN or infinite weights; train the exit head again")
     return tensors
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -114,11 +114,7 @@ def _range(numbers: str) -> range:
 
 
 def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return the layer numbers that the caller gave for the argument `name`.
-
-    Raises:
-        DraftConfigError: they are no list of integers, name a layer twice, or are more than any model has.
-    """
+    """Return the layer numbers given for the argument `name`; refuse what is no list of different integers."""
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
     listed = tuple(islice(numbers, MOST_LAYERS + 1))
@@ -136,8 +132,6 @@ def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Content:
-    """Holds the fields of a skip file that drafting needs."""
-
     format: Literal[2]
     base: str
     attention: list[int] = field(default_factory=list)
@@ -184,10 +178,6 @@ class SkipFile(LayerPathDrafter):
 
 
 def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:
-    """Write a skip set, the fingerprint of the weights it is for, and further facts about it.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a skip set, the fingerprint of the weights it is for, and further facts about it."""
     found = _Content(2, base, list(skip.attention), list(skip.mlp), list(skip.layers))
     write_sealed(file, {**asdict(found), **about})

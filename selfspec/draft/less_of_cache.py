@@ -29,13 +29,10 @@ LONG = 1024
 
 @dataclass(frozen=True, eq=False)
 class OverLessOfCache(AroundLayerPath):
-    """Runs another path drafter, whose steps read less than the whole cache.
-
-    Attributes:
-        needs_masks: the message on a model that does not take 4-D masks, which such a draft needs.
-    """
+    """Runs another path drafter, whose steps read less than the whole cache."""
 
     needs_masks: ClassVar[str]
+    """The message on a model that does not take 4-D masks."""
 
     @property
     def runs_exact_layers(self) -> bool:

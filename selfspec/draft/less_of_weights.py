@@ -1,4 +1,4 @@
-"""Drafting with fewer experts: a draft step sends each token to the likeliest few of the model's choice."""
+"""Drafting with less of the weights: fewer experts, or fewer rows of the head, which are a reduced vocabulary."""
 
 from __future__ import annotations
 
@@ -163,6 +163,4 @@ class ReducedVocabulary(AroundLayerPath):
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Holds the fields of a file of `selfspec train vocabulary` that drafting needs."""
-
     tokens: tuple[int, ...]

@@ -1,4 +1,9 @@
-"""Drafting along the best of a family of paths, all of which are tried every few rounds."""
+"""Drafting along the best of a family of paths, all of which are tried every few rounds.
+
+They are tried in a pass that runs anyway, so that weights are read once for any number of paths. Exits use the states
+of the pass itself. Paths that leave out layers read tokens again, once for each column: along the whole network, along
+each given path, and along paths that dynamic programming makes during the pass, as in CLaSp.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +88,7 @@ class ChosenPath(Drafter):
         return ChosenPathProposer(self, rows)
 
 
-def tokens_of(rows: RowsView) -> int:
-    """Return the number of tokens of each row that a trial reads."""
+def _tokens_of(rows: RowsView) -> int:
     return max(TOKENS // len(rows.running), 1)
 
 
@@ -117,13 +121,7 @@ class RecentPaths(DraftMemory):
 
 
 class ChosenPathProposer(LayerPathProposer):
-    """Drafts along the chosen path for one generation.
-
-    Attributes:
-        family: the paths, each with its trial results.
-        chosen: the path that drafts.
-        votes: how often the skip sets of recent trials left out each layer.
-    """
+    """Drafts along the chosen path; `votes` count how often the skip sets of recent trials left out each layer."""
 
     def __init__(self, drafter: ChosenPath, rows: RowsView) -> None:
         family = drafter.family(rows.runner.depth)
@@ -172,7 +170,7 @@ class ChosenPathProposer(LayerPathProposer):
         self._choose(rows)
 
     def _count(self, tried: Tried, read: Sequence[tuple[int, int]]) -> None:
-        """Count the result of a trial at some tokens, each given by its row's place and its number."""
+        """Count the result of a trial at some tokens, each given by its row's place and its own."""
         places, tokens = map(list, zip(*read, strict=True))
         chances: list[float] = tried.chances[places, tokens].mean(0).tolist()
         for worth, chance in zip(self.family.values(), chances[1 + self._looked_for :], strict=True):
@@ -266,14 +264,12 @@ class ChosenExit(ChosenPath):
 
     def family(self, depth: int) -> Sequence[LayerPathDrafter]:
         middle = (self.earliest + self.latest) // 2
-        return [
-            EarlyExit(layer) for layer in (middle, *range(self.earliest, middle), *range(middle + 1, self.latest + 1))
-        ]
+        others = (layer for layer in range(self.earliest, self.latest + 1) if layer != middle)
+        return [EarlyExit(layer) for layer in (middle, *others)]
 
     def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
-        return ExitTrial(
-            tokens_of(rows), rows.greedy, tuple(each.layer for each in family if isinstance(each, EarlyExit))
-        )
+        exits = tuple(each.layer for each in family if isinstance(each, EarlyExit))
+        return ExitTrial(_tokens_of(rows), rows.greedy, exits)
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> ChosenExit:
@@ -285,12 +281,7 @@ class ChosenExit(ChosenPath):
         return f"del:{self.earliest}-{self.latest}"
 
 
-@drafter(
-    "clasp",
-    argument=":M",
-    example="clasp:8",
-    help="all but M layers, which are chosen every few rounds",
-)
+@drafter("clasp", argument=":M", example="clasp:8", help="all but M layers, which are chosen every few rounds")
 @dataclass(frozen=True)
 class ChosenSkips(ChosenPath):
     """Drafts with a skip set that adapts to the text, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
@@ -320,7 +311,7 @@ class ChosenSkips(ChosenPath):
 
     def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
         skipped = tuple(frozenset(each.layer for each in path.path(depth).skipped) for path in family)
-        return PathTrial(tokens_of(rows), rows.greedy, self.layers, skipped)
+        return PathTrial(_tokens_of(rows), rows.greedy, self.layers, skipped)
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> ChosenSkips:
@@ -335,11 +326,7 @@ class ChosenSkips(ChosenPath):
 class Trial(Behind):
     """Tries paths on some of the first tokens of a block, one path for each column; column 0 is the whole network.
 
-    The result is a `Tried`.
-
-    Attributes:
-        tokens: the most tokens to try.
-        greedy: whether decoding takes the likeliest tokens.
+    The result is a `Tried`. At most `tokens` tokens are tried; `greedy` decoding takes the likeliest ones.
     """
 
     first: ClassVar[int]
@@ -373,13 +360,9 @@ class Trial(Behind):
 
     @abstractmethod
     def view(self, model: nn.Module, adapter: Adapter, behind: int, choices: list[Tensor]) -> nn.Module:
-        """Make a view of a model that tries the paths: it is called like the model, and appends the paths' logits.
+        """Make a view of a model that is called like it, reads `behind` tokens as it does, and appends paths' logits.
 
-        Args:
-            model: a causal LM, or a view of one.
-            adapter: where its layers are.
-            behind: number of tokens in the block, which are read as without a trial.
-            choices: receives, for each layer, which columns leave it out, `[rows, tokens, most]`, if any may.
+        `choices` receives, for each layer, which columns leave it out, `[rows, tokens, most]`, if any may.
         """
 
     @abstractmethod
@@ -387,7 +370,6 @@ class Trial(Behind):
         """Return the logits of this view as `[rows, tokens, columns, vocab]`."""
 
     def tried(self, logits: Tensor, behind: int, choices: list[Tensor]) -> Tried:
-        """Return the result of the trial, given the logits and choices of the view."""
         probs = self.by_column(logits, behind).float().softmax(-1)
         best, shared = probs.argmax(-1), torch.minimum(probs, probs[:, :, :1]).sum(-1)
         chances = self._chances(shared, (best == best[:, :, :1]).float()) if self.greedy else shared
@@ -400,11 +382,7 @@ class Trial(Behind):
 
 @dataclass(frozen=True)
 class ExitTrial(Trial):
-    """Tries exit layers on the nodes of the block itself, whose states there are exact.
-
-    Attributes:
-        exits: the first layer that each exit leaves out, at least 1.
-    """
+    """Tries exit layers, each given by the first layer left out, on the block itself, whose states there are exact."""
 
     first = -1
 
@@ -435,20 +413,15 @@ class ExitTrial(Trial):
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
     def by_column(self, logits: Tensor, behind: int) -> Tensor:
-        columns: Tensor = logits.unflatten(0, (self.columns, -1)).movedim(0, -2)
-        return columns[:, : self.tokens]
+        return logits.unflatten(0, (self.columns, -1)).movedim(0, -2)[:, : self.tokens]
 
 
 @dataclass(frozen=True)
 class PathTrial(Trial):
     """Tries skip sets on tokens of a draft, which are read again in nodes of their own.
 
-    Columns 1 to `most` search a skip set. After each layer, column j has the state nearest to column 0's that skips j
-    of the layers so far: either its own state after the layer, or the state of column j - 1 before the layer.
-
-    Attributes:
-        most: size of the skip set to search for; 0: no search.
-        skipped: the layers that each given path leaves out.
+    Columns 1 to `most` search a skip set of this size. After each layer, column j has the state nearest to column 0's
+    that skips j of the layers so far: its own state after the layer, or the state of column j - 1 before the layer.
     """
 
     first = 0
@@ -501,8 +474,7 @@ class PathTrial(Trial):
         return self._columns(logits[:, behind:])
 
     def _columns(self, states: Tensor) -> Tensor:
-        columns: Tensor = states.unflatten(-2, (-1, self.columns))
-        return columns
+        return states.unflatten(-2, (-1, self.columns))
 
     def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
         # All paths cost about the same; on few tokens, the shared probability tells more than agreement alone.
@@ -511,12 +483,9 @@ class PathTrial(Trial):
 
 @dataclass(frozen=True)
 class Tried:
-    """Holds the result of a trial.
+    """Holds the acceptance rates of tokens drafted along each path, `[rows, tokens, columns]`.
 
-    Attributes:
-        chances: acceptance rates of tokens drafted along each path, `[rows, tokens, columns]`: 1 - TV(p, q) for a drawn
-            token; for the likeliest token, whether it is the target's.
-        choices: which columns of the search leave out which layers, `[rows, tokens, most, layers]`; None: no search.
+    `choices` says which columns of the search leave out which layers, `[rows, tokens, most, layers]`.
     """
 
     chances: Tensor

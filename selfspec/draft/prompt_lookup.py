@@ -93,12 +93,9 @@ MOST_PLACES = 64
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-    """Find a context in a text that may end with it; the match at the end does not count, as nothing follows it.
+    """Return the places of the tokens that follow a context in a text, for each match length from 1 that occurs.
 
     No token of the context may be `NONE`.
-
-    Returns:
-        Places of the tokens that follow a match, for each match length from one to `longest` that occurs.
     """
     found: list[NDArray[np.int64]] = []
     ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
@@ -114,19 +111,14 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
 
 @dataclass(frozen=True)
 class Match:
-    """Holds the latest earlier place that ends as a text does.
-
-    Attributes:
-        end: number of the token that follows it.
-        length: number of equal tokens, counted back from the end.
-    """
+    """Holds the token that follows the latest earlier place that ends as a text does, and how many tokens are equal."""
 
     end: int
     length: int
 
 
 def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
-    """Find the longest earlier match, of `shortest` to `longest` tokens, of the end of a text; the latest of these."""
+    """Return the longest earlier match, of `shortest` to `longest` tokens, of the end of a text, the latest one."""
     places = places_in(tokens, tokens[-longest:].tolist(), longest) if len(tokens) else []
     if len(places) < shortest:
         return None
@@ -142,14 +134,7 @@ def following(tokens: Tokens, match: Match, length: int) -> list[int]:
 
 
 class OwnText:
-    """Holds the growing text of a row, behind the row's source.
-
-    Args:
-        source: tokens before the text, which an encoder has read.
-
-    Attributes:
-        length: tokens of the text so far, without the source.
-    """
+    """Holds the growing text of a row, of `length` tokens, behind its source, which an encoder has read."""
 
     def __init__(self, source: Sequence[int] = ()) -> None:
         self._tokens: Tokens = np.empty(256, dtype=np.int32)
@@ -160,11 +145,11 @@ class OwnText:
 
     @property
     def tokens(self) -> Tokens:
-        """Tokens of the source, then those of the text so far."""
+        """Tokens of the source, then of the text."""
         return self._tokens[: self._before + self.length]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens."""
         start = self._before + self.length
         if start + len(tokens) > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])

@@ -77,12 +77,7 @@ class Recycling(Drafter):
 
 
 class RecyclingMemory(DraftMemory):
-    """Keeps candidates and the acceptance rates of their ranks for as long as the wrapper lives.
-
-    Attributes:
-        table: the candidates after each context.
-        chances: the acceptance rates by rank, in drafts after contexts of one token, of two, ...
-    """
+    """Keeps candidates, and the acceptance rates of their ranks after contexts of one token, of two, and so on."""
 
     def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
         self._size = (candidates, longest, nbytes)
@@ -102,10 +97,8 @@ class RecyclingProposer(FreeProposer):
     matches = (_CANDIDATES,)
 
     def __init__(self, config: Recycling, memory: RecyclingMemory, rows: RowsView) -> None:
-        self._candidates = config.candidates
-        self._longest = config.longest
-        self._memory = memory
-        self._rows_apart = rows.rows_apart
+        self._candidates, self._longest = config.candidates, config.longest
+        self._memory, self._rows_apart = memory, rows.rows_apart
         # Its last draft, whether or not the round took it, and how long the known context of each row was then.
         self._proposed: Draft | None = None
         self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -208,10 +201,7 @@ class RecyclingProposer(FreeProposer):
 
 
 def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-    """Return the context that ends at the last committed token and at each node, `[rows, nodes + 1, longest]`.
-
-    `contexts` are the last tokens of each row, `[rows, longest]`; `tokens` are those of the nodes, `[rows, nodes]`.
-    """
+    """Return the context that ends at the last committed token and at each node, `[rows, nodes + 1, longest]`."""
     ends = np.empty((len(contexts), len(tree) + 1, contexts.shape[1]), dtype=np.int64)
     ends[:, 0] = contexts
     for node, parent in enumerate(tree.parents):
@@ -231,43 +221,26 @@ _PLACES = 2
 
 @dataclass(frozen=True)
 class Found:
-    """Holds the candidates found at some places.
-
-    Attributes:
-        candidates: the likeliest first, `NONE` where there is none, `[..., kept]`.
-        lengths: tokens of the longest known context at each place, 0 for none, `[...]`.
-    """
+    """Holds candidates, `[..., kept]`, some of them `NONE`, and the lengths of the longest known contexts, `[...]`."""
 
     candidates: NDArray[np.int32]
     lengths: NDArray[np.int64]
 
 
 class CandidateTable:
-    """Keeps the likeliest next tokens after contexts of one to a few tokens, as the target last gave them.
+    """Keeps the `kept` likeliest next tokens after contexts of one to `longest` tokens, as the target last gave them.
 
     With contexts of one token it is the matrix of Token Recycling. Its size is limited: a context lies at the place of
-    its hash, where a newer context replaces an older one. Several generations may share a table.
-
-    `kept` candidates are kept for each context of up to `longest` tokens. Where the table `under` it knows a longer
-    context, that table is read; it is never changed.
+    its hash, where a newer context replaces an older one. Where the table `under` it knows a longer context, that table
+    is read; it is never changed.
     """
 
     def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
         places = max(nbytes // (longest * (8 + 4 * kept)), 1)
-        self._under = under
-        # DraftMemory is taken as places are written to.
+        self.kept, self.longest, self._under = kept, longest, under
+        # Memory is taken as places are written to.
         self._keys: NDArray[np.uint64] = np.zeros((longest, places), dtype=np.uint64)
         self._rows: NDArray[np.int32] = np.zeros((longest, places, kept), dtype=np.int32)
-
-    @property
-    def kept(self) -> int:
-        """Candidates kept for each context."""
-        return int(self._rows.shape[2])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context."""
-        return len(self._keys)
 
     @property
     def nbytes(self) -> int:
@@ -289,10 +262,7 @@ class CandidateTable:
         return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
 
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
-        """Replace the candidates after some contexts; if a context comes twice, its last candidates count.
-
-        Contexts are `[n, longest]`, candidates `[n, kept]` or fewer, the likeliest first.
-        """
+        """Replace the candidates, `[n, kept]` or fewer, after contexts, `[n, longest]`; of equal ones the last."""
         keys = _keys(contexts)
         lengths, places = np.arange(self.longest), self._places(keys)
         missing = self.kept - candidates.shape[1]
@@ -300,7 +270,7 @@ class CandidateTable:
         self._rows[lengths, places] = np.pad(candidates, ((0, 0), (0, missing)), constant_values=NONE)[:, None]
 
     def learn_text(self, tokens: Sequence[int]) -> None:
-        """Learn from a text that no pass has judged: the token after a context becomes its first candidate."""
+        """Learn from a text that no pass has judged: the token after a context is its first candidate."""
         if len(tokens) < 2:
             return
         padded = np.array([*[NONE] * (self.longest - 1), *tokens])
@@ -316,10 +286,7 @@ class CandidateTable:
                 self._put_first(length, keys[chosen], followers[chosen])
 
     def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-        """Return the token of each node, `[rows, nodes]`, after contexts `[rows, longest]`.
-
-        Siblings of the tree are the likeliest candidates of their place, in order.
-        """
+        """Return tokens of nodes, `[rows, nodes]`, the candidates after contexts `[rows, longest]`, likeliest first."""
         tokens = np.empty((len(contexts), len(tree)), dtype=np.int64)
         ends, known = {-1: contexts}, {}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
@@ -345,7 +312,7 @@ class CandidateTable:
         return np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], below)
 
     def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
-        """Put one token before the other candidates of each context; all contexts differ."""
+        """Put one token before the other candidates of each context, all of which differ."""
         places = self._places(keys)
         rows = self._held(length, keys)
         same = rows == tokens[:, None]

@@ -1,4 +1,4 @@
-"""The view that a drafter has of a generation: its rows, the controller, the model, and nothing else of the loop."""
+"""The view that a drafter has of a generation, and drafts whose rows are chains of different lengths."""
 
 from __future__ import annotations
 
@@ -83,78 +83,62 @@ class RowsView(Protocol):
     @property
     def size(self) -> int:
         """Number of rows, finished ones included."""
-        ...
 
     @property
     def running(self) -> Sequence[int]:
         """Numbers of the rows that passes run, in the order in which tensors hold them."""
-        ...
 
     @property
     def unfinished(self) -> AbstractSet[int]:
         """Numbers of the rows that have not ended; all of them run."""
-        ...
 
     @property
     def pacing(self) -> AbstractSet[int]:
         """Numbers of the rows whose progress decides how fast the batch is."""
-        ...
 
     @property
     def last_tokens(self) -> Tensor:
         """Last committed token of each running row, `[rows, 1]`."""
-        ...
 
     @property
     def are_text(self) -> bool:
         """True if prompts are token ids alone, without embeddings and without a past of other tokens."""
-        ...
 
     def text(self, row: int, start: int = 0) -> list[int]:
         """Return the prompt and the committed tokens of a row, without padding, from token `start` on."""
-        ...
 
     def source(self, row: int) -> list[int]:
         """Return the tokens that an encoder has read for a row, if its vocabulary is the text's; else none."""
-        ...
 
     def text_length(self, row: int) -> int:
         """Count the prompt and committed tokens of a row."""
-        ...
 
     def remaining(self, row: int) -> int:
         """Return the most tokens that a row may still commit."""
-        ...
 
     @property
     def longest(self) -> int:
         """Largest committed length of any row, prompt included."""
-        ...
 
     @property
     def controller(self) -> DraftController:
         """The controller, which decides how long drafts are."""
-        ...
 
     @property
     def greedy(self) -> bool:
         """True if all rows take the likeliest token."""
-        ...
 
     @property
     def chains_only(self) -> bool:
         """True if logits processors with memory judge drafts place by place, which takes chains."""
-        ...
 
     @property
     def reads_prefixes(self) -> bool:
         """True if logits processors depend on the tokens before a place."""
-        ...
 
     @property
     def rows_apart(self) -> bool:
         """True if drafts of a row must be those that it would have alone; constant in a generation."""
-        ...
 
     @property
     def in_lockstep(self) -> bool:
@@ -163,30 +147,24 @@ class RowsView(Protocol):
         Then the tokens that one row accepts early in a draft must not depend on later tokens of another row. So the
         shape of a level may depend on the tokens down to it, and on no later ones.
         """
-        ...
 
     def budget_of(self, row: int, budget: Budget) -> Budget:
         """Return the part of a round's budget that a row may use."""
-        ...
 
     def row_lengths(self, draft: Draft) -> list[int]:
         """Return the depth up to which a draft is judged in each running row."""
-        ...
 
     def no_draft(self) -> Draft:
         """Return a draft of no tokens."""
-        ...
 
     def open_block(self, tree: Tree) -> None:
         """Make room in the shared cache for a draft of this shape, before its first pass."""
-        ...
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         """Return the scores to draw draft tokens by, `[rows, places, vocab]`: logits after processors and warpers.
 
         `drafted` are the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
         """
-        ...
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
         """Draw a child of each of some nodes at one depth from their scores, `[rows, nodes, vocab]`.
@@ -194,35 +172,25 @@ class RowsView(Protocol):
         `node` is the number of the first of these nodes, -1 for the last committed token; `place` is the number of
         tokens drawn for this draft before.
         """
-        ...
 
     def draws(self, steps: int) -> Draws | None:
         """Return the draws of a chain if each takes the logits of its place alone, on a CPU; else None."""
-        ...
 
     @property
     def runner(self) -> ModelRunner:
         """The runner of the model over the shared cache."""
-        ...
 
     @property
     def programs(self) -> GraphCache | None:
         """The wrapper's recorded passes; None: the stock modules run every pass."""
-        ...
 
     @property
     def memories(self) -> dict[Hashable, object]:
         """The memories that drafters keep as long as the wrapper lives, by drafter."""
-        ...
 
 
 def own_programs(rows: RowsView, owner: Hashable) -> GraphCache | None:
-    """Return the programs of a drafter's own model, kept as long as the wrapper; None: the wrapper makes none.
-
-    Args:
-        rows: the target's rows.
-        owner: the drafter, or the one of its models that the programs belong to.
-    """
+    """Return the programs of a model that `owner` drafts with, kept as long as the wrapper; None: it makes none."""
     if rows.programs is None:
         return None
     programs = rows.memories.setdefault(owner, rows.programs.for_another_model())
@@ -235,21 +203,12 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
     longest = max(map(len, tokens))
     if not longest:
         return rows.no_draft()
-    each = zip(tokens, last_known(rows), strict=True)
-    filled = [[*row, *[token] * (longest - len(row))] for row, token in each]
-    return Draft.chain(
-        guesses(rows, filled),
-        match_length=match_length,
-        row_lengths=tuple(map(len, tokens)),
-    )
+    filled = [[*row, *[last] * (longest - len(row))] for row, last in zip(tokens, last_known(rows), strict=True)]
+    return Draft.chain(guesses(rows, filled), match_length=match_length, row_lengths=tuple(map(len, tokens)))
 
 
 def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
-    """Bring draft tokens from a text, `[rows, nodes]`, to the device, limited to the ids that the head can write.
-
-    A text may hold larger ids, which the embedding alone knows, such as those of pictures; the head's last id replaces
-    them.
-    """
+    """Bring draft tokens from a text, `[rows, nodes]`, to the device, with larger ids than the head has replaced."""
     return _writable(rows, to_device(tokens, rows.last_tokens.device))
 
 
@@ -270,8 +229,7 @@ def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
 def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[Budget], Draft]) -> Draft:
     """Return a draft of `chains`, with chains of another source in the rows that have no tokens.
 
-    The other source is asked only if an unfinished row needs it, with a budget that names these rows; it may draft for
-    all rows. Verification starts from tokens, as the other source did not run all of them.
+    The other source is asked only if an unfinished row needs it; it may draft for all rows.
     """
     taken = lengths_of(rows, found)
     wanting = rows.unfinished if budget.rows is None else rows.unfinished & budget.rows
@@ -281,17 +239,17 @@ def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[B
     other = propose(replace(budget, rows=needing))
     if not found.length or not other.length:
         return other if other.length else found
-    longest = max(found.length, other.length)
     own = to_device(taken, other.tokens.device)[:, None] > 0
-    tokens = _writable(rows, rows.last_tokens).repeat(1, longest)
-    for draft, its in ((found, own), (other, ~own)):
+    each = ((found, own), (other, ~own))
+    tokens = _writable(rows, rows.last_tokens).repeat(1, max(found.length, other.length))
+    for draft, its in each:
         tokens[:, : draft.length] = torch.where(its, draft.tokens, tokens[:, : draft.length])
-    drawn = next((draft.probs for draft in (found, other) if draft.probs is not None), None)
+    drawn = next((draft.probs for draft, _ in each if draft.probs is not None), None)
     probs = None
     if drawn is not None:
         # Tokens that were not drawn have a one-hot q.
         probs = drawn.new_zeros(*tokens.shape, drawn.shape[-1]).scatter_(-1, tokens[..., None], 1.0)
-        for draft, its in ((found, own), (other, ~own)):
+        for draft, its in each:
             if draft.probs is not None:
                 part = probs[:, : draft.length]
                 probs[:, : draft.length] = torch.where(its[..., None], draft.probs, part)

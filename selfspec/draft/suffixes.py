@@ -33,11 +33,7 @@ _ENOUGH, _SHORTER = 8, 0.3
 _LONG_MATCH = 12
 
 
-@drafter(
-    "suffix",
-    argument="[:FILE]",
-    help="what followed in earlier texts, and in a corpus by `selfspec index`",
-)
+@drafter("suffix", argument="[:FILE]", help="what followed in earlier texts, and in a corpus by `selfspec index`")
 @dataclass(frozen=True)
 class Suffixes(Drafter):
     """Drafts from suffixes of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
@@ -94,10 +90,8 @@ class SuffixProposer(MergingProposer):
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
         super().__init__(rows)
-        self._memory = memory
-        self._corpus = corpus
+        self._memory, self._corpus, self._at_first = memory, corpus, memory.tokens
         self._texts = [OwnText(rows.source(row)) for row in range(rows.size)]
-        self._at_first = memory.tokens
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +133,7 @@ class SuffixProposer(MergingProposer):
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds the places of a context in a text, as `places_in` returns them.
-
-    Attributes:
-        goes_round: whether a continuation that reaches the end of the text starts again at its place.
-    """
+    """Holds the places of a context in a text; if it `goes_round`, continuations start again at the text's end."""
 
     tokens: Tokens
     places: Sequence[np.ndarray]
@@ -189,17 +179,12 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class _About:
-    """Describes a corpus file."""
-
     format: Literal[2]
     vocabulary: Vocabulary
 
 
 class CorpusFile(DescribedTensors[_About]):
-    """Reads a corpus that `write_corpus` wrote. It is mapped into memory, and searches read only the parts they need.
-
-    Attributes:
-        corpus: the corpus to search.
+    """Maps a `corpus` that `write_corpus` wrote into memory. Searches read only the parts they need.
 
     Raises:
         DraftConfigError: the file is missing, truncated, damaged, foreign or of another format.
@@ -215,11 +200,7 @@ class CorpusFile(DescribedTensors[_About]):
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Refuse the corpus for a model with other tokens.
-
-        Raises:
-            DraftConfigError: the tokens differ.
-        """
+        """Refuse the corpus for a model with other tokens, by a DraftConfigError."""
         if not self.about.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
@@ -254,7 +235,7 @@ def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: V
 def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
     """Return the probability of each token of weighted continuations after the tokens before it, by its count.
 
-    Unseen tokens share a probability by the number of distinct tokens seen (Witten and Bell, 1991, method C).
+    Unseen tokens have a share by the number of distinct tokens seen (Witten and Bell, 1991, method C).
     """
     counts: dict[Path, float] = {(): 0.0}
     kinds: dict[Path, int] = {}
@@ -270,11 +251,7 @@ def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, 
 
 
 class TextMemory(DraftMemory):
-    """Keeps the latest texts that fit into its bytes, one after another. Each search reads through all of them.
-
-    Attributes:
-        tokens: tokens of the texts, with `NONE` after each; adding a text makes a new array.
-    """
+    """Keeps the latest texts that fit into its bytes, with `NONE` after each. A search reads through all of them."""
 
     def __init__(self, nbytes: int) -> None:
         self._most = nbytes // 4
@@ -284,6 +261,7 @@ class TextMemory(DraftMemory):
         """Add a text, and drop the oldest tokens that no longer fit."""
         if not self._most:
             return
+        # Those who hold the array see no change: adding makes a new one.
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
 

@@ -20,55 +20,31 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.runtime.chain import Chain
 from selfspec.runtime.request import PassResult
 
+Read = Callable[[Tensor, int], Tensor]
+"""A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""
+
+# Acceptance rates of siblings by rank on the models measured, and how many places they count for.
+CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
+# Sizes of trees without draft steps.
 _SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Holds a tree of candidates, siblings likeliest first, and the draft tokens that it commits in expectation."""
+class GrowingProposer(Proposer):
+    """Drafts with a model: a chain, or a tree where the controller allows more nodes than levels."""
 
-    tree: Tree
-    expected: float
+    def __init__(self, chances: Sequence[float] = CHANCES) -> None:
+        self._chances = RankChances(chances, _WEIGHT)
 
+    def tree(self, rows: RowsView, budget: Budget) -> Tree:
+        """Choose the tree of a round, numbered by level."""
+        if budget.nodes == budget.depth or rows.chains_only:
+            return Tree.chain(budget.depth)
+        return by_level(rows.controller.shape(self._chances.rates(), budget))
 
-def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
-    """Return the tree within `most` that commits most for the cost of its pass, in plain steps by number of nodes.
-
-    `chances` are the acceptance rates of candidates by rank where their place is reached, the likeliest first.
-    """
-    shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
-    return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
-
-
-def sizes_within(nodes: int) -> list[int]:
-    """Return the sizes of trees to try: few, so that few kinds of passes need a program."""
-    return [size for size in _SIZES if size <= nodes]
-
-
-@lru_cache(maxsize=256)
-def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shape:
-    """Return the tree of `nodes` nodes that commits most if a rank has the same acceptance rate at every place.
-
-    It holds the nodes with the largest products of rates along their paths (Sequoia, Chen et al., 2024, arXiv
-    2402.12374). It has fewer nodes where `depth` has no room for more.
-    """
-    parents: list[int] = []
-    expected = 0.0
-    # The next node of each family: the chance of its path, in the order in which families began; then its family.
-    families = [(-chances[0], -1, 0, 1, 1.0)] if depth else []
-    while families and len(parents) < nodes:
-        loss, parent, rank, level, reached = heapq.heappop(families)
-        expected -= loss
-        parents.append(parent)
-        if rank + 1 < len(chances):
-            heapq.heappush(families, (-reached * chances[rank + 1], parent, rank + 1, level, reached))
-        if level < depth:
-            heapq.heappush(families, (loss * chances[0], len(parents) - 1, 0, level + 1, -loss))
-    return Shape(Tree(tuple(parents)), expected)
-
-
-Read = Callable[[Tensor, int], Tensor]
-"""A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        if draft.steps and rows.controller.most.nodes > rows.controller.most.depth:
+            for row in verdict.rows.values():
+                self._chances.count(draft.tree, row.path)
 
 
 def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
@@ -118,10 +94,9 @@ def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
 
 @dataclass(frozen=True)
 class Level:
-    """Describes one draft step.
+    """Describes one draft step, which reads nodes from number `first` on.
 
     Attributes:
-        first: number of the first node that it reads; -1: the last committed token.
         draws: the draws that gave the tokens of these nodes, `[nodes]`; None: one node, and all draws lead to it.
         paths: the draws on the path to each of these nodes.
         families: number of these nodes with a first child, with a second child, and so on; most children come first.
@@ -153,20 +128,17 @@ def growth_of(tree: Tree, device: torch.device) -> Growth:
         families = tuple(sum(len(each) > rank for each in children) for rank in range(len(children[0])))
         paths = tuple([draws[each] for each in tree.paths[node]] if depth else [] for node in reads)
         is_chain = paths == (list(range(len(draws))),)
-        picked = None if is_chain else _index([path[-1] for path in paths], device)
+        picked = None if is_chain else to_device([path[-1] for path in paths], device)
         levels.append(Level(reads[0], picked, paths, families))
         for rank, nodes in enumerate(families):
             draws |= {each[rank]: len(draws) + place for place, each in enumerate(children[:nodes])}
     order = [draws[node] for node in range(len(tree))]
-    return Growth(tuple(levels), None if order == sorted(order) else _index(order, device))
+    return Growth(tuple(levels), None if order == sorted(order) else to_device(order, device))
 
 
 @lru_cache(maxsize=256)
 def by_level(tree: Tree) -> Tree:
-    """Return the tree renumbered: first the nodes with children, level by level, then the leaves.
-
-    Within a level, nodes with more children come first.
-    """
+    """Return the tree renumbered: the nodes with children by level, those with most first, then the leaves."""
     inner: list[int] = []
     leaves: list[int] = []
     level = [-1]
@@ -208,21 +180,11 @@ def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
     return draws[-1] if order is None else torch.cat(list(draws), 1)[:, order]
 
 
-def _index(numbers: list[int], device: torch.device) -> Tensor:
-    return to_device(numbers, device)
-
-
-# Acceptance rates of siblings by rank on the models measured, and how many places they count for.
-CHANCES, _WEIGHT = (0.65, 0.12, 0.05, 0.03, 0.02, 0.01), 16.0
-
-
 class RankChances:
     """Estimates the acceptance rate of the first, second, ... child of a place that is reached.
 
-    The prior is `rates`, which counts for `weight` places.
-
-    Attributes:
-        counts: how often each rank was accepted, and how often its place was reached, `[2, ranks]`.
+    The prior, `rates`, counts for `weight` places. `counts` say how often each rank was accepted, and how often its
+    place was reached, `[2, ranks]`.
     """
 
     def __init__(self, rates: Sequence[float], weight: float) -> None:
@@ -248,22 +210,45 @@ class RankChances:
                 self.counts[:, rank] += node == accepted, 1
 
 
-class GrowingProposer(Proposer):
-    """Drafts with a model: a chain, or a tree where the controller allows more nodes than levels.
+@dataclass(frozen=True)
+class Shape:
+    """Holds a tree, siblings likeliest first, and the draft tokens that it commits in expectation."""
 
-    `chances` are the acceptance rates of siblings by rank that it assumes at first.
+    tree: Tree
+    expected: float
+
+
+def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
+    """Return the tree within `most` that commits most for the cost of its pass, in plain steps by number of nodes.
+
+    `chances` are the acceptance rates of candidates by rank where their place is reached, the likeliest first.
     """
+    shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
+    return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
 
-    def __init__(self, chances: Sequence[float] = CHANCES) -> None:
-        self._chances = RankChances(chances, _WEIGHT)
 
-    def tree(self, rows: RowsView, budget: Budget) -> Tree:
-        """Choose the tree of a round, numbered by level."""
-        if budget.nodes == budget.depth or rows.chains_only:
-            return Tree.chain(budget.depth)
-        return by_level(rows.controller.shape(self._chances.rates(), budget))
+def sizes_within(nodes: int) -> list[int]:
+    """Return the sizes of trees to try: few, so that few kinds of passes need a program."""
+    return [size for size in _SIZES if size <= nodes]
 
-    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        if draft.steps and rows.controller.most.nodes > rows.controller.most.depth:
-            for row in verdict.rows.values():
-                self._chances.count(draft.tree, row.path)
+
+@lru_cache(maxsize=256)
+def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shape:
+    """Return the tree of `nodes` nodes that commits most if a rank has the same acceptance rate at every place.
+
+    It holds the nodes with the largest products of rates along their paths (Sequoia, Chen et al., 2024, arXiv
+    2402.12374). It has fewer nodes where `depth` has no room for more.
+    """
+    parents: list[int] = []
+    expected = 0.0
+    # The next node of each family: the chance of its path, in the order in which families began; then its family.
+    families = [(-chances[0], -1, 0, 1, 1.0)] if depth else []
+    while families and len(parents) < nodes:
+        loss, parent, rank, level, reached = heapq.heappop(families)
+        expected -= loss
+        parents.append(parent)
+        if rank + 1 < len(chances):
+            heapq.heappush(families, (-reached * chances[rank + 1], parent, rank + 1, level, reached))
+        if level < depth:
+            heapq.heappush(families, (loss * chances[0], len(parents) - 1, 0, level + 1, -loss))
+    return Shape(Tree(tuple(parents)), expected)

@@ -25,230 +25,6 @@ from selfspec.runtime.request import PassResult
 _WEIGHT = 4.0
 
 
-class Trust:
-    """Learns how often offers are accepted, for each source and kind of offer."""
-
-    def __init__(self) -> None:
-        self._accepted: dict[Hashable, float] = {}
-        self._promised: dict[Hashable, float] = {}
-
-    def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
-        """Return, for each path offered to a row, the highest probability by any source that all tokens are accepted.
-
-        Trust is learnt separately for each `place` in a draft.
-        """
-        reach: dict[Path, float] = {}
-        for source, offer in enumerate(offers):
-            key = (place, source, offer.kind)
-            trust = (_WEIGHT + self._accepted.get(key, 0.0)) / (_WEIGHT + self._promised.get(key, 0.0))
-            for path, chance in offer.reach(trust).items():
-                reach[path] = max(chance, reach.get(path, 0.0))
-        return reach
-
-    def count(self, offers: Sequence[Offer], outcome: Outcome, place: Hashable = 0) -> None:
-        """Learn which offered tokens were accepted, at each place of the draft that was reached."""
-        for source, offer in enumerate(offers):
-            key = (place, source, offer.kind)
-            for before, children, accepted in outcome.places():
-                offered = [child for child in children if (*before, child) in offer.shares]
-                promised = sum(offer.shares[*before, child] for child in offered)
-                self._promised[key] = self._promised.get(key, 0.0) + promised
-                self._accepted[key] = self._accepted.get(key, 0.0) + (accepted in offered)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Holds the draft of one row and its accepted path.
-
-    Nodes before number `first` do not count: they come from another source.
-    """
-
-    tree: Tree
-    tokens: Sequence[int]
-    path: Sequence[int]
-    first: int = 0
-
-    def places(self) -> Iterator[tuple[Path, list[int], int | None]]:
-        """Yield, for each place reached, the tokens before it, its children that count, and the accepted child."""
-        for depth, place in enumerate((-1, *self.path)):
-            before = tuple(self.tokens[node] for node in self.path[:depth])
-            children = [self.tokens[node] for node in self.tree.children[place + 1] if node >= self.first]
-            accepted = self.path[depth] if depth < len(self.path) else None
-            yield before, children, None if accepted is None or accepted < self.first else self.tokens[accepted]
-
-
-def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
-    """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth`."""
-    best: dict[Path, Path] = {}
-    for path, chance in reach.items():
-        before = path[:-1]
-        if before not in best or chance > reach[best[before]]:
-            best[before] = path
-    found: Path = ()
-    while found in best and len(found) < depth:
-        found = best[found]
-    return found
-
-
-@dataclass(frozen=True)
-class Merged:
-    """Holds the merged offers of all rows: the nodes' parents, and each row's tokens, `None` where it has none."""
-
-    parents: tuple[int, ...]
-    tokens: list[list[int | None]]
-
-
-def merged(
-    rows: Sequence[dict[Path, float]],
-    most: Budget,
-    promise: Callable[[int, float], float],
-    branches: bool,
-    under: Sequence[dict[Path, int]] = (),
-) -> Merged:
-    """Merge the offers to each row into the tree that promises most for its cost.
-
-    Rows share the shape of the tree, not its tokens: a node is the first, second, ... likeliest child of its parent.
-    The tree takes the nodes that are reached most often over all rows.
-
-    Args:
-        rows: for each row, the probability of each path, as `Trust.reach` returns it.
-        most: the largest tree.
-        promise: returns the worth of a tree, given its number of nodes and the tokens that it commits in expectation;
-            the empty tree may be worth more than any other.
-        branches: whether a node may have several children; else the tree is a chain.
-        under: for each row, the nodes that a draft has already, by the tokens of their paths, with the same numbers in
-            all rows. The tree holds further nodes, numbered after these.
-    """
-    drawn = under or [{}] * len(rows)
-    ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
-    reached: dict[Path, float] = {}
-    for row in ranked:
-        for place, node in row.items():
-            reached[place] = reached.get(place, 0.0) + node.reach / len(rows)
-    # A node is reached no more often than its parent and its likelier siblings, and comes after them.
-    chosen = sorted(reached, key=lambda place: (-reached[place], len(place), place))
-    sizes = [size for size in sizes_within(most.nodes) if size <= len(chosen)]
-    taken = chosen[: max(sizes, key=lambda size: promise(size, sum(reached[place] for place in chosen[:size])))]
-    first = len(drawn[0])
-    numbers = {(): -1} | {_place_of(node): node for node in range(first)}
-    numbers |= {place: number for number, place in enumerate(taken, first)}
-    tokens = [[row[place].token if place in row else None for place in taken] for row in ranked]
-    return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
-
-
-def _place_of(node: int) -> Path:
-    """Return the place of a node that a draft has already: below 0, where no rank is."""
-    return (-1 - node,)
-
-
-@dataclass(frozen=True)
-class _Node:
-    token: int
-    reach: float
-
-
-def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, branches: bool) -> dict[Path, _Node]:
-    """Return the likeliest nodes of a row, by the ranks among siblings along their paths."""
-    likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
-    ranks: dict[Path, Path] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
-    children: dict[Path, int] = {}
-    nodes: dict[Path, _Node] = {}
-    for path in likeliest:
-        before, rank = ranks.get(path[:-1]), children.get(path[:-1], 0)
-        if path in drawn or before is None or (rank and not branches) or len(path) > most.depth:
-            continue
-        children[path[:-1]] = rank + 1
-        ranks[path] = (*before, rank)
-        nodes[ranks[path]] = _Node(path[-1], reach[path])
-        if len(nodes) == most.nodes:
-            break
-    return nodes
-
-
-class MergingProposer(FreeProposer):
-    """Drafts a tree from the offers to each row. Nothing is drawn, so q is one-hot at each node.
-
-    Rows share the shape of a tree. So where rows are apart, each has a chain instead, from the offers to it alone.
-
-    Attributes:
-        proposed: its last draft, whether or not the round took it.
-        offered: the offers that this draft was made from, by running row.
-    """
-
-    def __init__(self, rows: RowsView) -> None:
-        self.rows_apart = rows.rows_apart
-        self._trust: defaultdict[int, Trust] = defaultdict(Trust)
-        self.proposed: Draft | None = None
-        self.offered: Sequence[tuple[Offer, ...]] = ()
-
-    @abstractmethod
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return the offers of all sources to each running row."""
-
-    def trust(self, row: int) -> Trust:
-        """Return the trust in offers to a row: its own where rows are apart, else the one that all rows share."""
-        return self._trust[row if self.rows_apart else -1]
-
-    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a tree; none if no unfinished row has an offer, or no tree would pay."""
-        self.offered = self.offers(rows, budget)
-        if self.rows_apart:
-            self.proposed = self._chains(rows, budget)
-            return self.proposed
-        going = [(index, row) for index, row in enumerate(rows.running) if row in rows.unfinished]
-
-        def promise(nodes: int, committed: float) -> float:
-            return (1 + committed) / rows.controller.round_cost(0, nodes)
-
-        reach = [self.trust(row).reach(self.offered[index]) for index, row in going]
-        found = merged(reach, budget, promise, branches=not rows.chains_only)
-        if not found.parents:
-            return rows.no_draft()
-        # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
-        least = min(max((offer.kind for offer in self.offered[index]), default=0) for index, _ in going)
-        self.proposed = Draft(filled(rows, found), Tree(found.parents), match_length=max(least, 2))
-        return self.proposed
-
-    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        if self.rows_apart:
-            self._learn_apart(draft, verdict)
-        elif draft is self.proposed:
-            for row, offers in zip(verdict.running, self.offered, strict=True):
-                if row in verdict.rows:
-                    found = verdict.rows[row]
-                    self.trust(row).count(offers, Outcome(draft.tree, found.drafted, found.path))
-
-    def _chains(self, rows: RowsView, budget: Budget) -> Draft:
-        found = [
-            likeliest_path(self.trust(row).reach(offers), rows.budget_of(row, budget).depth)
-            if row in rows.unfinished
-            else ()
-            for row, offers in zip(rows.running, self.offered, strict=True)
-        ]
-        return chains(rows, found, match_length=2)
-
-    def _learn_apart(self, draft: Draft, verdict: Verdict) -> None:
-        """Learn from the rows that drafted with this proposer's chains, whatever the other rows drafted with."""
-        lengths = self.proposed.row_lengths if self.proposed is not None and draft.length else None
-        for row, offers, length in zip(verdict.running, self.offered, lengths or (), strict=lengths is not None):
-            if length and row in verdict.rows:
-                found = verdict.rows[row]
-                self.trust(row).count(offers, Outcome(Tree.chain(length), found.drafted, found.path[:length]))
-
-
-def filled(rows: RowsView, found: Merged) -> Tensor:
-    """Return the tokens of merged nodes, `[rows, nodes]`.
-
-    Where a row has none, its last token fills in: any guess keeps the output exact.
-    """
-    last = last_known(rows)
-    tokens = [[token] * len(found.parents) for token in last]
-    going = [index for index, row in enumerate(rows.running) if row in rows.unfinished]
-    for index, row in zip(going, found.tokens, strict=True):
-        tokens[index] = [last[index] if token is None else token for token in row]
-    return guesses(rows, tokens)
-
-
 # The place, in `Trust`, of nodes beside a model's.
 _BESIDE = "beside"
 # Tokens that a round with the model's draft is assumed to commit at first, and how many rounds that counts for.
@@ -293,6 +69,76 @@ class Union(JoinedDrafter):
         return UnionProposer(merging, drawn[0]) if drawn else merging
 
 
+class MergingProposer(FreeProposer):
+    """Drafts a tree from the offers to each row. Nothing is drawn, so q is one-hot at each node.
+
+    Rows share the shape of a tree. So where rows are apart, each has a chain instead, from the offers to it alone.
+
+    `proposed` is its last draft, taken or not, and `offered` the offers that it was made from, by running row.
+    """
+
+    def __init__(self, rows: RowsView) -> None:
+        self.rows_apart = rows.rows_apart
+        self._trust: defaultdict[int, Trust] = defaultdict(Trust)
+        self.proposed: Draft | None = None
+        self.offered: Sequence[tuple[Offer, ...]] = ()
+
+    @abstractmethod
+    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
+        """Return the offers of all sources to each running row."""
+
+    def trust(self, row: int) -> Trust:
+        """Return the trust in offers to a row: its own where rows are apart, else the one that all rows share."""
+        return self._trust[row if self.rows_apart else -1]
+
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
+        """Propose a tree; none if no unfinished row has an offer, or no tree would pay."""
+        self.offered = self.offers(rows, budget)
+        if self.rows_apart:
+            self.proposed = self._chains(rows, budget)
+            return self.proposed
+
+        def promise(nodes: int, committed: float) -> float:
+            return (1 + committed) / rows.controller.round_cost(0, nodes)
+
+        each = zip(rows.running, self.offered, strict=True)
+        going = [(row, offers) for row, offers in each if row in rows.unfinished]
+        reach = [self.trust(row).reach(offers) for row, offers in going]
+        found = merged(reach, budget, promise, branches=not rows.chains_only)
+        if not found.parents:
+            return rows.no_draft()
+        # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
+        least = min(max((offer.kind for offer in offers), default=0) for _, offers in going)
+        self.proposed = Draft(filled(rows, found), Tree(found.parents), match_length=max(least, 2))
+        return self.proposed
+
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        if self.rows_apart:
+            self._learn_apart(draft, verdict)
+        elif draft is self.proposed:
+            for row, offers in zip(verdict.running, self.offered, strict=True):
+                if row in verdict.rows:
+                    found = verdict.rows[row]
+                    self.trust(row).count(offers, Outcome(draft.tree, found.drafted, found.path))
+
+    def _chains(self, rows: RowsView, budget: Budget) -> Draft:
+        found = [
+            likeliest_path(self.trust(row).reach(offers), rows.budget_of(row, budget).depth)
+            if row in rows.unfinished
+            else ()
+            for row, offers in zip(rows.running, self.offered, strict=True)
+        ]
+        return chains(rows, found, match_length=2)
+
+    def _learn_apart(self, draft: Draft, verdict: Verdict) -> None:
+        """Learn from the rows that drafted with this proposer's chains, whatever the other rows drafted with."""
+        lengths = self.proposed.row_lengths if self.proposed is not None and draft.length else None
+        for row, offers, length in zip(verdict.running, self.offered, lengths or (), strict=lengths is not None):
+            if length and row in verdict.rows:
+                found = verdict.rows[row]
+                self.trust(row).count(offers, Outcome(Tree.chain(length), found.drafted, found.path[:length]))
+
+
 class FreeUnionProposer(MergingProposer, JoinedProposer):
     """Merges the offers of several sources without a model."""
 
@@ -314,8 +160,7 @@ class UnionProposer(JoinedProposer):
 
     def __init__(self, free: FreeUnionProposer, drawn: Proposer) -> None:
         super().__init__([free, drawn])
-        self._free = free
-        self._drawn = drawn
+        self._free, self._drawn = free, drawn
         # Mean number of tokens that recent rounds with the model's draft committed.
         self._length = _COMMITS
         # The model's last draft with offers beside it, and how many of its nodes are the model's.
@@ -373,3 +218,135 @@ class UnionProposer(JoinedProposer):
         self._joined = replace(drawn, tokens=tokens, tree=tree, probs=probs, behind=behind)
         self._nodes = nodes
         return self._joined
+
+
+def filled(rows: RowsView, found: Merged) -> Tensor:
+    """Return the tokens of merged nodes, `[rows, nodes]`; the last token of a row fills in for those that it lacks."""
+    known = iter(found.tokens)
+    nothing = [None] * len(found.parents)
+    each = [next(known) if row in rows.unfinished else nothing for row in rows.running]
+    filler = last_known(rows)
+    tokens = [[last if token is None else token for token in row] for row, last in zip(each, filler, strict=True)]
+    return guesses(rows, tokens)
+
+
+class Trust:
+    """Learns how often offers are accepted, for each source and kind of offer."""
+
+    def __init__(self) -> None:
+        self._accepted: dict[Hashable, float] = {}
+        self._promised: dict[Hashable, float] = {}
+
+    def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
+        """Return the highest probability of each path by any source; trust is learnt for each `place` separately."""
+        reach: dict[Path, float] = {}
+        for source, offer in enumerate(offers):
+            key = (place, source, offer.kind)
+            trust = (_WEIGHT + self._accepted.get(key, 0.0)) / (_WEIGHT + self._promised.get(key, 0.0))
+            for path, chance in offer.reach(trust).items():
+                reach[path] = max(chance, reach.get(path, 0.0))
+        return reach
+
+    def count(self, offers: Sequence[Offer], outcome: Outcome, place: Hashable = 0) -> None:
+        """Learn which offered tokens were accepted, at each place of the draft that was reached."""
+        for source, offer in enumerate(offers):
+            key = (place, source, offer.kind)
+            for before, children, accepted in outcome.places():
+                offered = [child for child in children if (*before, child) in offer.shares]
+                promised = sum(offer.shares[*before, child] for child in offered)
+                self._promised[key] = self._promised.get(key, 0.0) + promised
+                self._accepted[key] = self._accepted.get(key, 0.0) + (accepted in offered)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Holds the draft of one row and its accepted path; nodes before number `first` come from another source."""
+
+    tree: Tree
+    tokens: Sequence[int]
+    path: Sequence[int]
+    first: int = 0
+
+    def places(self) -> Iterator[tuple[Path, list[int], int | None]]:
+        """Yield, for each place reached, the tokens before it, its children that count, and the accepted child."""
+        for depth, place in enumerate((-1, *self.path)):
+            before = tuple(self.tokens[node] for node in self.path[:depth])
+            children = [self.tokens[node] for node in self.tree.children[place + 1] if node >= self.first]
+            accepted = self.path[depth] if depth < len(self.path) else None
+            yield before, children, None if accepted is None or accepted < self.first else self.tokens[accepted]
+
+
+def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
+    """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth`."""
+    best: dict[Path, Path] = {}
+    for path, chance in reach.items():
+        before = path[:-1]
+        if before not in best or chance > reach[best[before]]:
+            best[before] = path
+    found: Path = ()
+    while found in best and len(found) < depth:
+        found = best[found]
+    return found
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Holds the merged offers of all rows: the nodes' parents, and each row's tokens, `None` where it has none."""
+
+    parents: tuple[int, ...]
+    tokens: list[list[int | None]]
+
+
+def merged(
+    rows: Sequence[dict[Path, float]],
+    most: Budget,
+    promise: Callable[[int, float], float],
+    branches: bool,
+    under: Sequence[dict[Path, int]] = (),
+) -> Merged:
+    """Merge the offers to each row, as `Trust.reach` returns them, into the tree that promises most for its cost.
+
+    Rows share the shape of the tree, not its tokens: a node is the first, second, ... likeliest child of its parent.
+    The tree takes the nodes that are reached most often over all rows; without `branches` it is a chain. `promise` is
+    the worth of a tree, by its nodes and the tokens that it commits in expectation; the empty tree may be worth most.
+    `under` holds the nodes that a draft has already in each row, by the tokens of their paths, with the same numbers in
+    all rows. The tree has further nodes, numbered after these.
+    """
+    drawn = under or [{}] * len(rows)
+    ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
+    reached: dict[Path, float] = {}
+    for reach, row in zip(rows, ranked, strict=True):
+        for place, path in row.items():
+            reached[place] = reached.get(place, 0.0) + reach[path] / len(rows)
+    # A node is reached no more often than its parent and its likelier siblings, and comes after them.
+    chosen = sorted(reached, key=lambda place: (-reached[place], len(place), place))
+    sizes = [size for size in sizes_within(most.nodes) if size <= len(chosen)]
+    taken = chosen[: max(sizes, key=lambda size: promise(size, sum(reached[place] for place in chosen[:size])))]
+    first = len(drawn[0])
+    numbers = {(): -1} | {_place_of(node): node for node in range(first)}
+    numbers |= {place: number for number, place in enumerate(taken, first)}
+    tokens = [[row[place][-1] if place in row else None for place in taken] for row in ranked]
+    return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
+
+
+def _place_of(node: int) -> Path:
+    """Return the place of a node that a draft has already: below 0, where no rank is."""
+    return (-1 - node,)
+
+
+def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, branches: bool) -> dict[Path, Path]:
+    """Return the likeliest paths of a row, by the ranks of their tokens among siblings."""
+    likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
+    ranks: dict[Path, Path] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
+    children: dict[Path, int] = {}
+    found: dict[Path, Path] = {}
+    for path in likeliest:
+        before, rank = ranks.get(path[:-1]), children.get(path[:-1], 0)
+        if path in drawn or before is None or (rank and not branches) or len(path) > most.depth:
+            continue
+        children[path[:-1]] = rank + 1
+        ranks[path] = (*before, rank)
+        found[ranks[path]] = path
+        if len(found) == most.nodes:
+            break
+    return found

@@ -117,8 +117,7 @@ def test_what_is_missing_is_named(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"format": 1}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}, {"base": 3}, {"default": 3}],
+    "change", [{"format": 1}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}, {"base": 3}, {"default": 3}]
 )
 def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())

@@ -18,15 +18,7 @@ from helpers.joints import assert_rows_are_stock
 from helpers.serving import Asked, Stepped, alone
 from helpers.shrunken import shrunken
 from selfspec.control import FixedLength
-from selfspec.draft import (
-    Assistant,
-    Cascade,
-    Drafter,
-    EarlyExit,
-    LayerSkip,
-    PromptLookup,
-    ReducedVocabulary,
-)
+from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LayerSkip, PromptLookup, ReducedVocabulary
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import declarations
 from selfspec.draft.suffixes import write_corpus
@@ -40,11 +32,7 @@ from selfspec.tools.train.exit_heads import ExitHeads
 HEAD = 40
 # Ids from 40 on stand for pictures. What ends a prompt has come before, and a picture has followed.
 PICTURE = [41, 45, 49]
-PROMPTS = [
-    [3, 7, *PICTURE, 9, 3, 7, *PICTURE, 9, 3, 7],
-    [5, 44, 5, 44, 5, 44, 5, 44],
-    [8, *PICTURE, 8, *PICTURE],
-]
+PROMPTS = [[3, 7, *PICTURE, 9, 3, 7, *PICTURE, 9, 3, 7], [5, 44, 5, 44, 5, 44, 5, 44], [8, *PICTURE, 8, *PICTURE]]
 
 
 def narrow(model: PreTrainedModel) -> PreTrainedModel:

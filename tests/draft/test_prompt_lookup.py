@@ -101,8 +101,7 @@ def test_names_come_back_as_they_were(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["lookup+", "lookup+none", "lookups", "lookup+lookup", "recycle+recycle", "lookup+recycle+lookup"],
+    "name", ["lookup+", "lookup+none", "lookups", "lookup+lookup", "recycle+recycle", "lookup+recycle+lookup"]
 )
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(selfspec.errors.DraftConfigError, match=r"not understood|name each draft once"):

@@ -88,11 +88,7 @@ def searched(tokens: list[int], shortest: int, longest: int) -> Match | None:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6),
-    st.integers(1, 3),
-    st.integers(0, 3),
-)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6), st.integers(1, 3), st.integers(0, 3))
 def test_finds_what_a_search_through_all_of_the_text_finds(pieces: list[list[int]], shortest: int, more: int) -> None:
     own, text = OwnText(), list[int]()
     for piece in pieces:

@@ -104,13 +104,7 @@ class Watched:
 
 
 def rejected(
-    drafter: Drafter,
-    rule: str,
-    warp: Warp,
-    control: Control,
-    rows: int,
-    calls: int,
-    prompts: Sequence[Text] = PROMPTS,
+    drafter: Drafter, rule: str, warp: Warp, control: Control, rows: int, calls: int, prompts: Sequence[Text] = PROMPTS
 ) -> list[str]:
     """The prompts whose samples do not follow their joint, of batches whose rows have both prompts and end apart."""
     model, watched = small(), Watched(find_rule(rule))
