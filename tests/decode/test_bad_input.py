@@ -16,12 +16,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    WatermarkingConfig,
-)
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, ConfidenceCriteria
 
 import selfspec
 from helpers import tiny
@@ -50,10 +46,6 @@ def _spied_on() -> tuple[selfspec.SelfSpeculative, list[str]]:
     for module in model.modules():
         module.register_forward_pre_hook(lambda module, args: ran.append(type(module).__name__))
     return selfspec.wrap(model, DRAFT, draft_length=4, runtime=selfspec.runtime.Eager()), ran
-
-
-def _model() -> PreTrainedModel:
-    return _spied_on()[0].model
 
 
 @functools.cache
@@ -171,12 +163,6 @@ def test_values_that_mean_nothing_are_refused_wherever_they_come_from(case: tupl
             spec.generate(PROMPT, tokenizer=tokenizer, **beside)
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", 3, _spied_on])
-def test_stop_strings_need_a_tokenizer_that_is_one(tokenizer: Any) -> None:
-    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"tokenizer.*AutoTokenizer"):
-        spec.generate(PROMPT, max_new_tokens=3, stop_strings=["x"], tokenizer=tokenizer)
-
-
 class _Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         raise AssertionError("nothing is to be read before the strings are checked")
@@ -213,6 +199,7 @@ def test_a_custom_generate_refuses_by_name_what_transformers_lets_through(option
         spec.model.generate(PROMPT, custom_generate=spec, max_new_tokens=3, **options)
 
 
+# Keywords that are misspelt or of the wrong kind: a value, or what makes it.
 KEYWORDS: list[tuple[str, Any, str]] = [
     ("max_new_token", 3, "did you mean 'max_new_tokens'"),
     ("maxnewtokens", 3, "did you mean 'max_new_tokens'"),
@@ -264,19 +251,65 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("accept", b"token", "accept"),
     ("accept", object(), "accept"),
     ("accept", type(selfspec.accept.rules()["token"]), "accept"),
+    ("stop_strings", "x", "tokenizer=..."),
+    ("token_healing", True, "token_healing.*pass tokenizer="),
+    ("no_such_option", 3, "no_such_option"),
+    ("synced_gpus", True, "synced_gpus"),
+    ("labels", PROMPT, "labels"),
+    ("token_type_ids", torch.ones_like(PROMPT), "token_type_ids"),
+    ("position_ids", torch.arange(1, 6)[None], "(?s)position_ids.*drop it"),
+    ("negative_prompt_ids", PROMPT, "(?s)negative_prompt_ids.*guidance_scale"),
+    ("use_cache", False, "(?s)use_cache.*use_cache on"),
+    ("custom_generate", lambda *args, **kwargs: None, "(?s)custom_generate.*drop it"),
+    ("dola_layers", "low", "dola_layers.*DoLa"),
+    ("prompt_lookup_num_tokens", 3, "prompt_lookup_num_tokens.*drop it"),
+    ("assistant_early_exit", 2, r"assistant_early_exit.*EarlyExit\(layer="),
+    ("cache_implementation", "static", "cache_implementation.*drop it"),
+    ("cache_implementation", "paged", "cache_implementation.*drop it"),
+    ("cache_implementation", "quantized", "cache_implementation.*drop it"),
+    ("num_beams", 2, "num_beams.*beam search"),
+    ("generation_config", GenerationConfig(num_beams=2), "num_beams"),
+    ("generation_config", GenerationConfig(assistant_early_exit=2), "assistant_early_exit"),
+    ("generation_config", GenerationConfig(stop_strings=["end"]), "stop_strings"),
+    ("generation_config", GenerationConfig(use_cache=False), "use_cache"),
+    ("logits_processor", [ClassifierFreeGuidanceLogitsProcessor(1.5)], "(?s)ClassifierFreeGuidance.*guidance_scale"),
+    ("stopping_criteria", [ConfidenceCriteria(0.4)], "(?s)stopping criterion ConfidenceCriteria.*drop it"),
+    ("exponential_decay_length_penalty", (1, 1.1), "exponential_decay.*pass eos_token_id"),
+]
+RETURNED = {"return_dict_in_generate": True}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("num_beams.*beam search", {"num_beams": 2, **SAMPLING}),
+    ("num_beams.*beam search", {"num_beams": 4, "num_return_sequences": 2}),
+    ("penalty_alpha.*contrastive", {"penalty_alpha": 0.6, "top_k": 4}),
+    ("output_attentions.*model.generate", {"output_attentions": True, **RETURNED}),
+    ("output_hidden_states.*model.generate", {"output_hidden_states": True, **RETURNED}),
+    ("output_attentions", {"generation_config": GenerationConfig(output_attentions=True, **RETURNED)}),
+    ("temperature", {"temperature": [0.5, 0.7], **SAMPLING}),
+    ("pad_token_id", {"input_ids": tiny.prompt(5, 2), "pad_token_id": -1, "eos_token_id": 1}),
+    ("pad_token_id", {"input_ids": tiny.prompt(5, 2), "pad_token_id": -100, "eos_token_id": 1}),
+    ("pad_token_id", {"pad_token_id": -1, "eos_token_id": 1, "num_return_sequences": 2, **SAMPLING}),
+    *((r"tokenizer.*AutoTokenizer", {"stop_strings": ["x"], "tokenizer": each}) for each in ("gpt2", 3, _spied_on)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "match"),
-    KEYWORDS,
-    ids=[f"{number} {name}" for number, (name, *_) in enumerate(KEYWORDS)],
+    ("match", "options"),
+    [*CALLS, *((match, {name: value}) for name, value, match in KEYWORDS)],
+    ids=[
+        f"{number} {match[:30]}"
+        for number, match in enumerate([each[0] for each in CALLS] + [each[2] for each in KEYWORDS])
+    ],
 )
-def test_keywords_that_are_misspelt_or_of_the_wrong_kind_are_refused(name: str, value: Any, match: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(match: str, options: dict[str, Any]) -> None:
     with nothing_runs() as spec:
         for call in (spec.generate, spec.stream):
             with pytest.raises(SelfSpecError, match=match):
-                call(PROMPT, **{"max_new_tokens": 3, name: value})
+                call(**{"input_ids": PROMPT, "max_new_tokens": 3, **options})
+
+
+def test_a_model_that_drafts_beside_is_refused() -> None:
+    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"assistant_model.*drop it"):
+        spec.generate(PROMPT, max_new_tokens=3, assistant_model=tiny.llama())
 
 
 @pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
@@ -285,12 +318,75 @@ def test_a_custom_generate_is_handed_no_processor_or_criterion_that_cannot_be_ca
         spec.model.generate(PROMPT, custom_generate=spec, max_new_tokens=3, **{name: [3]})
 
 
-def test_a_decay_of_the_length_needs_an_end() -> None:
-    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"exponential_decay.*pass eos_token_id"):
-        spec.generate(PROMPT, max_new_tokens=3, exponential_decay_length_penalty=(1, 1.1))
-
-
 # Prompts and masks.
+
+
+def _with(token: int, place: int) -> Tensor:
+    prompts = tiny.prompt(5, 2)
+    prompts[1, place] = token
+    return prompts
+
+
+ONES, ENDING = [1, 1, 1, 1, 1], "ends with zeros; pad on the left.*padding_side='left'"
+_RIGHT = [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 1, 0]]
+_DTYPES = (torch.bool, torch.float64, torch.int32, torch.uint8)
+# The words of a refusal, the prompts, their mask, and the new tokens that are asked for.
+SHAPES: list[tuple[str, Tensor | None, Tensor | None, int]] = [
+    ("pass input_ids", None, None, 3),
+    *(
+        ("empty.*bos token", torch.zeros(shape, dtype=torch.long), None, 3)
+        for shape in [(1, 0), (0, 5), (0, 0), (3, 0)]
+    ),
+    *(
+        (r"\[batch, prompt\]", torch.ones(shape, dtype=torch.long), None, 3)
+        for shape in [(5,), (1, 1, 5), (2, 2, 2), ()]
+    ),
+    *(
+        (rf"{token} is outside the vocabulary 0\.\.49.*tokenizer", _with(token, place), None, 3)
+        for token in (-1, -100, BEYOND, 10**9, -(2**62))
+        for place in (0, 4)
+    ),
+    *(
+        ("attention_mask has shape .* input_ids .*they must agree", tiny.prompt(5, 2), torch.ones(shape), 3)
+        for shape in [(1, 5), (2, 4), (2, 6), (5,), (2, 5, 5), (2, 1, 5, 5), (5, 2)]
+    ),
+    *((ENDING, tiny.prompt(5, 2), torch.tensor([ONES, row]), 3) for row in _RIGHT),
+    *((ENDING, tiny.prompt(5, 2), torch.tensor([ONES, _RIGHT[0]], dtype=dtype), 3) for dtype in _DTYPES),
+    (
+        r"row\(s\) \[1, 3\] .*all zero; drop these rows",
+        tiny.prompt(3, 4),
+        torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]),
+        3,
+    ),
+    *(
+        (
+            rf"prompt \({prompt} tokens\).*max_new_tokens \({new}\).*context of 128; {remedy}",
+            tiny.prompt(prompt),
+            None,
+            new,
+        )
+        for prompt, new, remedy in (
+            (5, tiny.CONTEXT - 4, "ask for at most 123 new tokens or shorten"),
+            (1, 10**6, "ask for at most 127 new tokens or shorten"),
+            (tiny.CONTEXT, 1, "shorten the prompt$"),
+            (tiny.CONTEXT + 3, 1, "shorten the prompt$"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("match", "ids", "mask", "new"), SHAPES, ids=range(len(SHAPES)))
+def test_prompts_that_do_not_fit_are_refused(match: str, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
+    with nothing_runs() as spec:
+        for call in (spec.generate, spec.stream):
+            with pytest.raises(PromptError, match=match):
+                call(ids, mask, max_new_tokens=new)
+
+
+def test_a_prompt_is_given_once() -> None:
+    with nothing_runs() as spec, pytest.raises(PromptError, match="pass the prompt once: as input_ids or as inputs"):
+        spec.generate(PROMPT, inputs=PROMPT, max_new_tokens=3)
+
 
 _NO_INTEGERS = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64)
 _NO_IDS = "input_ids.*LongTensor.*return_tensors='pt'"
@@ -343,47 +439,15 @@ def test_a_custom_generate_refuses_masks_without_a_meaning(value: float) -> None
         spec.model.generate(PROMPT, attention_mask=mask, custom_generate=spec, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("pad", [-1, -100])
-def test_a_batch_is_filled_up_with_tokens(pad: int) -> None:
-    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match="pad_token_id"):
-        spec.generate(tiny.prompt(5, 2), max_new_tokens=3, pad_token_id=pad, eos_token_id=1)
-
-
 # Names of drafts.
 
 NAMES = [
-    "",
-    " ",
-    "exit",
-    "exit:",
-    "exit:-1",
-    "exit:2.0",
-    "exit:٣",
-    "exit:" + "9" * 5000,
-    "exit:2,3",
-    "skip:",
-    "skip:attn=",
-    "skip:attn=3;attn=4",
-    "skip:attn=5-3",
-    "skip:attn=0-99999",
-    "skip:attn=" + "9" * 5000,
-    "skip:layers=0-" + "9" * 5000,
-    "skip:norm=3",
-    "skip:" + "attn=1;" * 5000,
-    "lookup+",
-    "lookup+lookup",
-    "lookup+none",
-    "lookup+" * 5000 + "exit:2",
-    "exit:2" + "+vocab:x" * 5000,
-    "+vocab:x",
-    "none+vocab:x",
-    "skip-file:\0",
-    "head:\0",
-    "exit:2+vocab:\0",
-    "auto+exit:2",
-    "beam",
-    "exit:2\0",
-]
+    "", " ", "exit", "exit:", "exit:-1", "exit:2.0", "exit:٣", "exit:" + "9" * 5000, "exit:2,3", "skip:",
+    "skip:attn=", "skip:attn=3;attn=4", "skip:attn=5-3", "skip:attn=0-99999", "skip:attn=" + "9" * 5000,
+    "skip:layers=0-" + "9" * 5000, "skip:norm=3", "skip:" + "attn=1;" * 5000, "lookup+", "lookup+lookup",
+    "lookup+none", "lookup+" * 5000 + "exit:2", "exit:2" + "+vocab:x" * 5000, "+vocab:x", "none+vocab:x",
+    "skip-file:\0", "head:\0", "exit:2+vocab:\0", "auto+exit:2", "beam", "exit:2\0",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", NAMES, ids=lambda text: repr(text[:20]))

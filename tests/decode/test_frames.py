@@ -1,7 +1,7 @@
 """How far it is from a call to a verdict: frames of selfspec on the stack, and files of selfspec that are entered.
 
-Frames and files of torch and transformers do not count. A frame is that of a function, a generator, a comprehension or a
-context manager of selfspec. The verdict is the rule's: `accept_probs`, the chances of draft tokens.
+Frames and files of torch and transformers do not count. A frame is that of a function, a generator, a comprehension or
+a context manager of selfspec. The verdict is what the rule gives, the chances of draft tokens: `accept_probs`.
 """
 
 from __future__ import annotations
