@@ -26,16 +26,10 @@ from selfspec.model.vocabulary import weight_of
 # Inputs that belong to the text or configure a call.
 _OF_TEXT = frozenset(
     {
-        "input_ids",
-        "inputs_embeds",
-        "attention_mask",
-        "position_ids",
-        "use_cache",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
+        "output_attentions", "output_hidden_states",
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

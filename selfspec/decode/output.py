@@ -231,19 +231,10 @@ class Stats:
         seconds: Counter[str] = Counter()
         for part in parts:
             seconds.update(part.seconds)
-        return cls(
-            rounds=sum(part.rounds for part in parts),
-            row_rounds=sum(part.row_rounds for part in parts),
-            new_tokens=sum(part.new_tokens for part in parts),
-            drafted=sum(part.drafted for part in parts),
-            overlap=sum(part.overlap for part in parts),
-            judged_per_depth=_summed([part.judged_per_depth for part in parts]),
-            accepted_per_depth=_summed([part.accepted_per_depth for part in parts]),
-            cache_bytes=max(part.cache_bytes for part in parts),
-            substitute_bytes=max(part.substitute_bytes for part in parts),
-            draft_bytes=max(part.draft_bytes for part in parts),
-            seconds=dict(seconds),
-        )
+        summed = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+        depths = {name: _summed([getattr(part, name) for part in parts]) for name in _PER_DEPTH}
+        most = {name: max(getattr(part, name) for part in parts) for name in _MOST}
+        return cls(**summed, **depths, **most, seconds=dict(seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, rates and times, ready for JSON; a rate without data is None."""
@@ -255,6 +246,11 @@ class Stats:
             "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
         }
         return {**asdict(self), **derived}
+
+
+_SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "overlap")
+_PER_DEPTH = ("judged_per_depth", "accepted_per_depth")
+_MOST = ("cache_bytes", "substitute_bytes", "draft_bytes")
 
 
 def _summed(counts: Sequence[list[int]]) -> list[int]:
