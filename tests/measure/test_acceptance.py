@@ -15,9 +15,10 @@ from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure import acceptance as module
-from selfspec.measure.acceptance import teacher_forced
-from selfspec.measure.own_text import Continuation, continued
+from selfspec.measure.acceptance import ExitFigures, Readout, teacher_forced
+from selfspec.measure.own_text import Continuation, continued, cycle_share
 from selfspec.model.registry import find_adapter
+from selfspec.tools.train.layerskip import layer_dropout
 
 TEMPERATURES = (0.5, 1.0)
 
@@ -112,3 +113,101 @@ def test_a_temperature_of_zero_and_a_bad_exit_are_refused(llama: PreTrainedModel
         teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, [tiny.prompt(4)], (0.0,))
     with pytest.raises(DraftConfigError, match="out of range"):
         teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(9)}, [tiny.prompt(4)])
+
+
+def test_alpha_is_one_minus_the_total_variation() -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
+    figures = ExitFigures()
+    figures.add(p.log()[:1], q.log()[:1])
+    figures.add(p.log()[1:], q.log()[1:])
+    assert figures.alpha() == pytest.approx((0.7 + 1.0) / 2)
+    assert figures.agreement == 0.5
+
+
+def test_temperatures_sharpen_both() -> None:
+    p, q = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
+    figures = ExitFigures()
+    figures.add(p, q, (0.1, 1.0))
+    assert figures.alpha(0.1) < 1e-6 < figures.alpha(1.0)
+
+
+def test_a_token_without_a_row_counts_as_never_drafted() -> None:
+    figures = ExitFigures()
+    figures.add(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
+    assert figures.alpha() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ([], 0.0),
+        (list(range(30)), 0.0),
+        ([7] * 20, 1.0),
+        ([1, 2, 3, 4] * 5, 1.0),
+        ([*range(10, 30), *[1, 2, 3, 4, 5] * 4], 0.5),
+        # Twice is no cycle.
+        ([*range(10)] * 2, 0.0),
+        # Nor is a short run, such as indentation.
+        ([0, 0, 0, 0, 0, 1, 2, 3, 4, 5], 0.0),
+    ],
+)
+def test_cycles(tokens: list[int], share: float) -> None:
+    assert cycle_share(tokens) == share
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_an_exit_says_what_the_first_layers_alone_would(architecture: str, exit_layer: int) -> None:
+    model = tiny.BUILDERS[architecture]()
+    ids = tiny.prompt(9, batch=2)
+    readout = Readout(model, find_adapter(model))
+    with torch.no_grad(), readout.recorded([exit_layer]) as states:
+        full = model(input_ids=ids).logits
+    with torch.no_grad():
+        expected = with_layers(model, range(exit_layer))(input_ids=ids).logits
+        torch.testing.assert_close(readout.logits(states[exit_layer]), expected)
+        torch.testing.assert_close(model(input_ids=ids).logits, full)
+
+
+def test_the_exits_loss_teaches_the_layers_before_it_and_the_head_but_none_behind() -> None:
+    model = tiny.llama()
+    readout = Readout(model, find_adapter(model))
+    with readout.recorded([2]) as states:
+        model(input_ids=tiny.prompt(5))
+    readout.logits(states[2]).sum().backward()
+    taught = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert {"model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"} <= taught
+    assert not any(name.startswith(("model.layers.2", "model.layers.3")) for name in taught)
+
+
+def test_recording_ends_with_its_block_even_after_an_error() -> None:
+    model = tiny.llama()
+    readout = Readout(model, find_adapter(model))
+    with pytest.raises(ZeroDivisionError), readout.recorded([1]) as states:
+        raise ZeroDivisionError
+    model(input_ids=tiny.prompt(3))
+    assert states == {}
+
+
+def test_dropout_skips_layers_by_sample(architecture: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    ids = tiny.prompt(6, batch=8)
+    layers = find_adapter(model).decoder_layers(model)
+    with torch.no_grad():
+        kept, skipped = model(input_ids=ids).logits, with_layers(model, [0, 1, 3])(input_ids=ids).logits
+        torch.manual_seed(3)
+        with layer_dropout(layers, [0.0, 0.0, 0.5, 0.0]):
+            dropped = model(input_ids=ids).logits
+    as_kept = torch.stack([torch.allclose(a, b) * torch.ones(()) for a, b in zip(dropped, kept, strict=True)])
+    as_skipped = torch.stack([torch.allclose(a, b) * torch.ones(()) for a, b in zip(dropped, skipped, strict=True)])
+    torch.testing.assert_close(as_kept + as_skipped, torch.ones(8))
+    assert 0 < as_kept.sum() < 8
+
+
+def test_dropout_ends_with_its_block() -> None:
+    model = tiny.llama()
+    ids = tiny.prompt(4)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        with layer_dropout(find_adapter(model).decoder_layers(model), [0.9] * 4):
+            model(input_ids=ids)
+        torch.testing.assert_close(model(input_ids=ids).logits, before)

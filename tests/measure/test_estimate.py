@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from selfspec.measure.estimate import LEVEL, Estimate
+from helpers import goodness
+from selfspec.measure.estimate import LEVEL, Estimate, holm_rejects
 
 
 def test_five_samples_take_their_range() -> None:
@@ -92,3 +93,12 @@ def test_two_shares_of_one_truth_agree_as_often_as_they_should() -> None:
         agreed += one.agrees_with(other)
     assert 0.935 < agreed / 2000 < 0.97
     assert not Estimate(0.5, 0.4, 0.6).agrees_with(Estimate(0.8, 0.75, 0.85))
+
+
+@pytest.mark.parametrize(
+    "p_values", [[0.5, 0.004, 0.0001, 0.02], [0.004, 0.004, 0.004], [1e-9] * 3, [0.3], [], [0.002, 0.9, 0.006, 0.004]]
+)
+def test_holm(p_values: list[float]) -> None:
+    named = {str(index): value for index, value in enumerate(p_values)}
+    rejected = {int(name) for name in goodness.holm_rejects(named, 0.01)}
+    assert holm_rejects(p_values, 0.01) == [index in rejected for index in range(len(p_values))]

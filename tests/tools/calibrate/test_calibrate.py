@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
+from helpers.counted_work import counted
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
@@ -30,12 +31,12 @@ from selfspec.draft import (
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import Unwatched
+from selfspec.measure.expected_time import TokenTimes, Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
-from selfspec.tools.calibrate.calibration import calibrate, fastest
+from selfspec.tools.calibrate.calibration import calibrate, fastest, work
 from selfspec.tools.calibrate.candidates import (
     Candidate,
     considered,
@@ -460,3 +461,16 @@ def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel,
 def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(DraftConfigError):
         Measurements(**given)
+
+
+TIMES = TokenTimes(step=11, read=1)
+
+
+@pytest.mark.tools
+def test_it_is_of_the_right_size() -> None:
+    model, prompts = tiny.llama(), [tiny.prompt(8), tiny.prompt(12, seed=1)]
+    asked, drafts = Measurements(max_new_tokens=24, repeats=2, longest_draft=4, nodes=0), [EarlyExit(2)]
+    with counted(model) as found:
+        calibrate(model, prompts, drafts, asked)
+    expected = TIMES.seconds(work(asked, prompts, len(drafts), {}))
+    assert 0.4 < expected / found.seconds < 2.5

@@ -16,22 +16,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import selfspec
 from helpers import tiny
+from helpers.counted_work import counted
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
+from selfspec.cli.options import read_draft
 from selfspec.decode.noise import Noise
-from selfspec.draft import Draft, Drafter
+from selfspec.draft import Budget, Draft, Drafter, EarlyExit, LayerSkip, PromptLookup, RowsView, Stateless
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import Part
 from selfspec.runtime import BatchInvariant, Eager
 from selfspec.runtime.request import PassResult
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.verify.comparison import Check
 from selfspec.tools.verify.report import Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.verification import verify
+from selfspec.tools.verify.verification import default_drafts, verify, work
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.
@@ -391,3 +396,59 @@ def test_logits_that_are_not_finite_are_an_error(llama: PreTrainedModel) -> None
         llama.get_output_embeddings().weight[3] = torch.nan
     with pytest.raises(NonFiniteLogitsError):
         verify(llama, [tiny.prompt(5)], [selfspec.drafts.EarlyExit(2)], QUICK)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 12, 80])
+def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
+    drafts = default_drafts(depth)
+    assert len(drafts) == {1: 2, 2: 3, 3: 5}.get(depth, 5)
+    paths = set()
+    for draft in drafts:
+        assert isinstance(draft, LayerPathDrafter)
+        paths.add(draft.path(depth))
+    assert len(paths) == len(drafts)
+
+
+def test_the_spread_covers_every_kind_of_resuming() -> None:
+    names = [draft_name(draft) for draft in default_drafts(12)]
+    assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
+    paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, LayerPathDrafter)]
+    assert {path.resume_point.part for path in paths if path.resume_point} == {Part.ATTENTION, Part.MLP}
+
+
+@pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])
+def test_names_are_those_of_the_command_line(text: str) -> None:
+    assert draft_name(read_draft(text)) == text  # type: ignore[arg-type]
+
+
+def test_other_drafters_are_called_what_they_say() -> None:
+    class Other(Stateless):
+        def __init__(self, of: int) -> None:
+            self.of = of
+
+        def propose(self, batch: RowsView, budget: Budget) -> Draft:
+            raise NotImplementedError
+
+        def __repr__(self) -> str:
+            return "Other()"
+
+    assert draft_name(Other(1)) == "Other()"
+    assert draft_name(selfspec.drafts.EarlyExit(3)) == "exit:3"
+
+
+# A pass as `counted` prices it.
+TIMES = TokenTimes(step=11, read=1)
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_it_is_of_the_right_size(tokens: int) -> None:
+    model, prompts = tiny.llama(), [tiny.prompt(8), tiny.prompt(12, seed=1)]
+    drafts, settings = (
+        [EarlyExit(2), LayerSkip(layers=[1]), PromptLookup()],
+        Settings(max_new_tokens=tokens, samples=100),
+    )
+    with counted(model) as found:
+        verify(model, prompts, drafts, settings)
+    expected = TIMES.seconds(work(settings, prompts, len(drafts), {}))
+    assert 0.5 < expected / found.seconds < 2
