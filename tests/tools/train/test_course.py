@@ -60,6 +60,22 @@ def _trained(folder: Path) -> Tensor:
     return lesson.weights()
 
 
+def _broken_off(folder: Path, last: int) -> None:
+    """Train, and die as a step is made."""
+
+    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == last:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(_Lesson(), _COURSE, _text(), folder, "cpu", die)
+
+
+def _newest(folder: Path) -> str | None:
+    found = latest_checkpoint(folder)
+    return None if found is None else found.name
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     """The weights of a training that nothing disturbed."""
@@ -92,36 +108,22 @@ def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on_from_there(
 
     with pytest.raises(KeyboardInterrupt):
         train(_Lesson(), _COURSE, _text(), tmp_path, "cpu", interrupt)
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "checkpoint-4"
+    assert _newest(tmp_path) == "checkpoint-4"
     assert torch.equal(_trained(tmp_path), uninterrupted)
 
 
 @pytest.mark.parametrize("last", [1, 3, 5, 7])
 @pytest.mark.tools
 def test_a_killed_training_goes_on_from_its_last_checkpoint(tmp_path: Path, uninterrupted: Tensor, last: int) -> None:
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == last:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        train(_Lesson(), _COURSE, _text(), tmp_path, "cpu", die)
+    _broken_off(tmp_path, last)
     assert torch.equal(_trained(tmp_path), uninterrupted)
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path, uninterrupted: Tensor) -> None:
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 7:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        train(_Lesson(), _COURSE, _text(), tmp_path, "cpu", die)
+    _broken_off(tmp_path, 7)
     state = tmp_path / CHECKPOINTS / "checkpoint-6" / "trainer_state.json"
     state.write_text(state.read_text()[:100])
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "checkpoint-3"
+    assert _newest(tmp_path) == "checkpoint-3"
     assert torch.equal(_trained(tmp_path), uninterrupted)
 
 
@@ -169,9 +171,7 @@ def test_a_loss_that_is_nan_ends_it_and_leaves_the_checkpoint(tmp_path: Path) ->
     lesson.poison = 5
     with pytest.raises(TrainingError, match="nan in step 6"):
         train(lesson, _COURSE, _text(), tmp_path, "cpu", _ignore)
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "checkpoint-3"
+    assert _newest(tmp_path) == "checkpoint-3"
 
 
 def test_weights_that_are_infinite_are_not_saved(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_weights_that_are_infinite_are_not_saved(tmp_path: Path) -> None:
     # The Trainer saves after telling that the step is made.
     with pytest.raises(TrainingError, match=r"after step 3 .*0\.weight"):
         train(lesson, _COURSE, _text(), tmp_path, "cpu", spoil)
-    assert latest_checkpoint(tmp_path) is None
+    assert _newest(tmp_path) is None
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"warmup": 0.8, "decay": 0.5}])

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
@@ -32,6 +33,24 @@ Training = Callable[..., dict[str, Any]]
 
 def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
     pass
+
+
+def _dies_at(last: int) -> Observer:
+    """Ends a training as a step is made."""
+
+    def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
+        if step == last:
+            raise MemoryError
+
+    return observe
+
+
+def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """The weights of a training that was broken off and resumed, which are those of the whole one."""
+    broken, whole = (load_file(folder / each / name) for each in ("broken", "whole"))
+    assert broken.keys() == whole.keys()
+    assert all(torch.equal(broken[each], whole[each]) for each in broken)
+    return whole
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +115,11 @@ def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path:
 def test_heads_are_the_same_after_an_interrupt(training: Training, tmp_path: Path) -> None:
     plan = replace(_HEADS, own_texts=8, beginning=4, vocabulary=100)
 
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 3:
-            raise MemoryError
-
     with pytest.raises(MemoryError):
-        training(plan, tmp_path / "broken", die)
+        training(plan, tmp_path / "broken", _dies_at(3))
     training(plan, tmp_path / "broken")
     training(plan, tmp_path / "whole")
-    tensors = [load_file(tmp_path / name / "exit_head.safetensors") for name in ("broken", "whole")]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    assert tensors[0]["tokens"].shape == (100,)
+    assert _tensors(tmp_path, "exit_head.safetensors")["tokens"].shape == (100,)
 
 
 @pytest.mark.tools
@@ -118,19 +130,14 @@ def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     plan = HeadRecipe(kind="eagle3", depth=3, vocabulary=200, own_texts=40, beginning=4, temperature=0.7)
     course = replace(_COURSE, steps=24, learning_rate=5e-3, precision=precision)
 
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 19:
-            raise MemoryError
-
     with pytest.raises(MemoryError):
-        training(plan, tmp_path / "broken", die, course)
+        training(plan, tmp_path / "broken", _dies_at(19), course)
     report = training(plan, tmp_path / "broken", course=course)
     assert report["resumed_at"] == 18
     assert training(plan, tmp_path / "whole", course=course)["after"] == report["after"]
     assert report["after"]["alpha_1"] > report["before"]["alpha_1"] + 0.1
     assert report["after"]["accepted_greedily"] > report["before"]["accepted_greedily"]
-    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    _tensors(tmp_path, "model.safetensors")
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     ids = AutoTokenizer.from_pretrained(checkpoint_folder())(PROMPTS[0], return_tensors="pt").input_ids
@@ -159,17 +166,12 @@ def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Trainin
 
 @pytest.mark.tools
 def test_layerskip_gives_the_same_weights_after_an_interrupt(training: Training, tmp_path: Path) -> None:
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 5:
-            raise MemoryError
-
     recipe = replace(_RECIPE, dropout=0.3)
     with pytest.raises(MemoryError):
-        training(recipe, tmp_path / "broken", die)
+        training(recipe, tmp_path / "broken", _dies_at(5))
     training(recipe, tmp_path / "broken")
     training(recipe, tmp_path / "whole")
-    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("broken", "whole")]
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    _tensors(tmp_path, "model.safetensors")
 
 
 def test_nothing_is_overwritten(training: Training, tmp_path: Path) -> None:
@@ -188,12 +190,8 @@ def test_nothing_is_overwritten(training: Training, tmp_path: Path) -> None:
 
 
 def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Training, tmp_path: Path) -> None:
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 2:
-            raise MemoryError
-
     with pytest.raises(MemoryError):
-        training(None, tmp_path / "model", die)
+        training(None, tmp_path / "model", _dies_at(2))
     with pytest.raises(TrainingError, match=r"other settings \(seed 0 there, 1 here\)"):
         training(None, tmp_path / "model", course=replace(_COURSE, seed=1))
 
@@ -206,16 +204,12 @@ def test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed(
     for file in files.values():
         file.write_bytes(text.read_bytes())
 
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == 1:
-            raise MemoryError
-
     def train(observe: Observer) -> dict[str, Any]:
         texts = Texts(text=[files["text"]], held_out=files["held_out"], held_out_blocks=4)
         return run(str(checkpoint_folder()), texts, _COURSE, None, tmp_path / "model", observe, "cpu")
 
     with pytest.raises(MemoryError):
-        train(die)
+        train(_dies_at(1))
     # Of the same name and size.
     files[changed].write_bytes(text.read_bytes().replace(b"a", b"o"))
     with pytest.raises(TrainingError, match=rf"other settings \({'text' if changed == 'text' else 'sha256'} "):

@@ -21,9 +21,8 @@ from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from selfspec.accept import Block, TokenLevel
-from selfspec.cli.options import read_draft
 from selfspec.decode.noise import Noise
-from selfspec.draft import Budget, Draft, Drafter, EarlyExit, LayerSkip, PromptLookup, RowsView, Stateless
+from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
@@ -203,100 +202,130 @@ def recovered_from_p(self: object, draft: Draft, p: Tensor, place: Tensor) -> Te
     return p[torch.arange(p.shape[0]), place]
 
 
-@pytest.mark.parametrize(("rule", "broken", "other"), [("token", TokenLevel, "block"), ("block", Block, "token")])
-def test_a_residual_from_p_shows(
+RECOVERY, CHOICE, JOINED = TokenLevel.recovery_probs, Noise.choose, ExactStates.concatenated
+
+
+def too_sure(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+    """The rule's bonus token, sharpened."""
+    weights = RECOVERY(self, draft, p, place)
+    return torch.where((place == draft.length)[:, None], weights**2, weights)
+
+
+def from_the_place_before(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+    """The rule's bonus token, by the place before its own."""
+    wrong = p[torch.arange(p.shape[0]), (place - 1).clamp(min=0)]
+    whole = (place == draft.length) & (place > 0)
+    return torch.where(whole[:, None], wrong, RECOVERY(self, draft, p, place))
+
+
+def shifted(parts: Sequence[ExactStates]) -> ExactStates:
+    """States of the token before."""
+    return ExactStates(JOINED(parts).hidden.roll(1, 1), JOINED(parts).attention)
+
+
+def by_block(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
+    """Noise that depends on the draft."""
+    return CHOICE(self, weights, positions - positions[:, :1])
+
+
+def favouring(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
+    """Noise that favours the likely."""
+    return CHOICE(self, weights**2, positions)
+
+
+NOT_FORCED = {Check.FREE_RUNNING, Check.PLAIN, Check.COUPLED}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "settings", "draft", "failures", "sound", "parted"),
+    [
+        # Greedy decoding cannot see a residual from p, and the other rule has one of its own.
+        (
+            *(TokenLevel, "recovery_probs", recovered_from_p, replace(FITS, accept=["token", "block"]), DRAFTS[1]),
+            ["exit:4: tokens sampled under token do not fit the model's distribution"],
+            "under block",
+            set(),
+        ),
+        (
+            *(Block, "recovery_probs", recovered_from_p, replace(FITS, accept=["block", "token"]), DRAFTS[1]),
+            ["exit:4: tokens sampled under block do not fit the model's distribution"],
+            "under token",
+            set(),
+        ),
+        (
+            *(TokenLevel, "recovery_probs", too_sure, replace(FITS, accept=["token"]), DRAFTS[0]),
+            ["skip:attn=1: tokens sampled under token do not fit"],
+            "none:",
+            set(),
+        ),
+        # The passes are right; what is made of them is not.
+        pytest.param(
+            TokenLevel,
+            "recovery_probs",
+            from_the_place_before,
+            TEXTS,
+            DRAFTS[0],
+            ["skip:attn=1: free-running token"],
+            "teacher-forced",
+            NOT_FORCED,
+            marks=pytest.mark.tools,
+        ),
+        # Without a draft nothing is resumed.
+        pytest.param(
+            ExactStates,
+            "concatenated",
+            staticmethod(shifted),
+            TEXTS,
+            DRAFTS[1],
+            ["exit:4: teacher-forced token", "exit:4: logits are off by"],
+            "none:",
+            set(Check),
+            marks=pytest.mark.tools,
+        ),
+        pytest.param(
+            Noise,
+            "choose",
+            by_block,
+            replace(TEXTS, accept=["coupled"]),
+            DRAFTS[1],
+            ["exit:4: coupled token"],
+            "teacher-forced",
+            {Check.COUPLED},
+            marks=pytest.mark.tools,
+        ),
+        # Drafting and plain decoding agree; both are wrong.
+        pytest.param(
+            Noise,
+            "choose",
+            favouring,
+            replace(FITS, accept=["coupled"]),
+            DRAFTS[1],
+            ["none: tokens sampled under coupled do not fit"],
+            "exit:4:",
+            set(),
+            marks=pytest.mark.tools,
+        ),
+    ],
+)
+def test_a_planted_error_shows(
     stories: PreTrainedModel,
     prompts: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
-    rule: str,
-    broken: type,
-    other: str,
+    owner: type,
+    name: str,
+    wrong: Any,
+    settings: Settings,
+    draft: Drafter,
+    failures: list[str],
+    sound: str,
+    parted: set[Check],
 ) -> None:
-    monkeypatch.setattr(broken, "recovery_probs", recovered_from_p)
-    report = verified(stories, prompts, replace(FITS, accept=[rule, other]), DRAFTS[1:])
+    monkeypatch.setattr(owner, name, wrong)
+    report = verified(stories, prompts, settings, [draft])
     assert report.exactness is Exactness.NOT_EXACT
-    # Greedy decoding cannot see it, and the other rule has a residual of its own.
-    assert [failure.split(" (p")[0] for failure in report.failures] == [
-        f"exit:4: tokens sampled under {rule} do not fit the model's distribution"
-    ]
-    assert report.divergences == ()
-
-
-def test_a_bonus_token_that_is_too_sure_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = TokenLevel.recovery_probs
-
-    def sharpened(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        weights = right(self, draft, p, place)
-        return torch.where((place == draft.length)[:, None], weights**2, weights)
-
-    monkeypatch.setattr(TokenLevel, "recovery_probs", sharpened)
-    report = verified(stories, prompts, replace(FITS, accept=["token"]), DRAFTS[:1])
-    assert failed(report, "skip:attn=1: tokens sampled under token do not fit")
-    assert report.divergences == ()
-
-
-@pytest.mark.tools
-def test_a_bonus_token_from_the_place_before_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = TokenLevel.recovery_probs
-
-    def behind(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        wrong = p[torch.arange(p.shape[0]), (place - 1).clamp(min=0)]
-        whole = (place == draft.length) & (place > 0)
-        return torch.where(whole[:, None], wrong, right(self, draft, p, place))
-
-    monkeypatch.setattr(TokenLevel, "recovery_probs", behind)
-    report = verified(stories, prompts, TEXTS, DRAFTS[:1])
-    assert report.exactness is Exactness.NOT_EXACT
-    assert failed(report, "skip:attn=1: free-running token")
-    # The passes are right; what is made of them is not.
-    assert not any(divergence.check is Check.TEACHER_FORCED for divergence in report.divergences)
-
-
-@pytest.mark.tools
-def test_states_shifted_by_a_token_show(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = ExactStates.concatenated
-    monkeypatch.setattr(
-        ExactStates, "concatenated", lambda parts: ExactStates(right(parts).hidden.roll(1, 1), right(parts).attention)
-    )
-    report = verified(stories, prompts, TEXTS, DRAFTS[1:])
-    assert report.exactness is Exactness.NOT_EXACT
-    assert failed(report, "exit:4: teacher-forced token")
-    assert failed(report, "exit:4: logits are off by")
-    # Without a draft nothing is resumed.
-    assert not failed(report, "none:")
-
-
-@pytest.mark.tools
-def test_noise_that_depends_on_the_draft_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Noise.choose
-
-    def by_block(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
-        return right(self, weights, positions - positions[:, :1])
-
-    monkeypatch.setattr(Noise, "choose", by_block)
-    report = verified(stories, prompts, replace(TEXTS, accept=["coupled"]), DRAFTS[1:])
-    assert failed(report, "exit:4: coupled token")
-    assert all(divergence.check is Check.COUPLED for divergence in report.divergences)
-
-
-@pytest.mark.tools
-def test_noise_that_favours_the_likely_shows(
-    stories: PreTrainedModel, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Noise.choose
-    monkeypatch.setattr(Noise, "choose", lambda self, weights, positions: right(self, weights**2, positions))
-    report = verified(stories, prompts, replace(FITS, accept=["coupled"]), DRAFTS[1:])
-    # Drafting and plain decoding agree; both are wrong.
-    assert report.divergences == ()
-    assert failed(report, "none: tokens sampled under coupled do not fit")
+    assert all(failed(report, part) for part in failures)
+    assert not failed(report, sound)
+    assert {divergence.check for divergence in report.divergences} <= parted
 
 
 @pytest.mark.tools
@@ -371,24 +400,27 @@ def test_settings_are_checked(wrong: dict[str, object], remedy: str) -> None:
         Settings(**wrong)  # type: ignore[arg-type]
 
 
-def test_bad_input_is_refused_before_any_pass(llama: PreTrainedModel) -> None:
+EXIT, PROMPT = selfspec.drafts.EarlyExit(2), tiny.prompt(5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "drafts", "new_tokens", "error", "said"),
+    [
+        ([PROMPT], [selfspec.drafts.EarlyExit(4)], 64, DraftConfigError, r"choose 1\.\.3"),
+        ([PROMPT], [EXIT, EXIT], 64, DraftConfigError, "exit:2 is named more than once"),
+        ([PROMPT], [], 64, DraftConfigError, "at least one draft"),
+        ([], [EXIT], 64, PromptError, "no prompt"),
+        ([tiny.prompt(5, batch=2)], [EXIT], 64, PromptError, r"shape \[1, prompt\]"),
+        ([PROMPT], [EXIT], 124, PromptError, "context of 128"),
+        ([PROMPT + tiny.VOCABULARY], [EXIT], 64, PromptError, "outside the vocabulary"),
+    ],
+)
+def test_bad_input_is_refused_before_any_pass(
+    llama: PreTrainedModel, prompt: list[Tensor], drafts: list[Drafter], new_tokens: int, error: Any, said: str
+) -> None:
     llama.register_forward_hook(lambda *_: pytest.fail("a pass was made"))
-    exits = [selfspec.drafts.EarlyExit(2)]
-    prompt = tiny.prompt(5)
-    with pytest.raises(DraftConfigError, match=r"choose 1\.\.3"):
-        verify(llama, [prompt], [selfspec.drafts.EarlyExit(4)])
-    with pytest.raises(DraftConfigError, match="exit:2 is named more than once"):
-        verify(llama, [prompt], exits * 2)
-    with pytest.raises(DraftConfigError, match="at least one draft"):
-        verify(llama, [prompt], [])
-    with pytest.raises(PromptError, match="no prompt"):
-        verify(llama, [], exits)
-    with pytest.raises(PromptError, match=r"shape \[1, prompt\]"):
-        verify(llama, [tiny.prompt(5, batch=2)], exits)
-    with pytest.raises(PromptError, match="context of 128"):
-        verify(llama, [prompt], exits, Settings(max_new_tokens=124))
-    with pytest.raises(PromptError, match="outside the vocabulary"):
-        verify(llama, [prompt + tiny.VOCABULARY], exits)
+    with pytest.raises(error, match=said):
+        verify(llama, prompt, drafts, Settings(max_new_tokens=new_tokens))
 
 
 def test_logits_that_are_not_finite_are_an_error(llama: PreTrainedModel) -> None:
@@ -414,26 +446,6 @@ def test_the_spread_covers_every_kind_of_resuming() -> None:
     assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
     paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, LayerPathDrafter)]
     assert {path.resume_point.part for path in paths if path.resume_point} == {Part.ATTENTION, Part.MLP}
-
-
-@pytest.mark.parametrize("text", ["exit:4", "skip:attn=3,5;mlp=4;layers=7,8", "skip:mlp=0", "none"])
-def test_names_are_those_of_the_command_line(text: str) -> None:
-    assert draft_name(read_draft(text)) == text  # type: ignore[arg-type]
-
-
-def test_other_drafters_are_called_what_they_say() -> None:
-    class Other(Stateless):
-        def __init__(self, of: int) -> None:
-            self.of = of
-
-        def propose(self, batch: RowsView, budget: Budget) -> Draft:
-            raise NotImplementedError
-
-        def __repr__(self) -> str:
-            return "Other()"
-
-    assert draft_name(Other(1)) == "Other()"
-    assert draft_name(selfspec.drafts.EarlyExit(3)) == "exit:3"
 
 
 # A pass as `counted` prices it.

@@ -66,21 +66,9 @@ def test_a_head_learns_and_drafts_with_what_it_learnt(
     model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lesson = lesson_on(model, text)
-    before = lesson.measure()
-    losses = lessons.learnt(lesson, text, 80)
-    assert losses[-1] < 0.7 * losses[0]
-    after = lesson.measure()
-    for name in ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily"):
-        assert after[name] > before[name] + 0.1, name
-
+    figures = ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily")
+    found = lessons.assert_learns_and_drafts(lesson, text, "eagle", tmp_path, HeadProposer, figures, monkeypatch, 80)
     weights, config = saved(lesson, tmp_path)
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
-    prompt = text.ids[:1, :3]
-    spec = selfspec.wrap(model, f"eagle:{tmp_path}", draft_length=3)
-    options: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out = spec.generate(prompt, **options)
-    assert torch.equal(out.sequences, text.ids[:1])
-    assert out.stats.accepted > 0
     reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, config, (2, 4, 5)))
 
 
@@ -156,12 +144,17 @@ def test_usual_points() -> None:
     assert [usual_points(depth) for depth in (1, 2, 4)] == [(0, 0, 0), (1, 1, 1), (1, 2, 3)]
 
 
-def test_what_cannot_be_learnt_is_refused(model: PreTrainedModel, text: Blocks) -> None:
-    with pytest.raises(TrainingError, match="out of range"):
-        Eagle3Lesson(model, replace(RECIPE, vocabulary=10**6), Split(text, text), 0)
-    with pytest.raises(TrainingError, match="depth must be at least 1"):
-        replace(RECIPE, depth=0)
-    with pytest.raises(TrainingError, match="whole vocabularies"):
-        replace(RECIPE, kind="medusa")
-    with pytest.raises(TrainingError, match="temperature"):
-        replace(RECIPE, temperature=-1.0)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocabulary": 10**6}, "out of range"),
+        ({"depth": 0}, "depth must be at least 1"),
+        ({"kind": "medusa"}, "whole vocabularies"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(
+    model: PreTrainedModel, text: Blocks, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TrainingError, match=said):
+        Eagle3Lesson(model, replace(RECIPE, **changes), Split(text, text), 0)

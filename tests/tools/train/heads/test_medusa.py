@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-import selfspec
 from helpers import lessons, reference_heads
 from selfspec.draft.heads.medusa import MedusaProposer
-from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.medusa import MedusaLesson
 from selfspec.tools.train.recipe import HeadRecipe
 
 RECIPE = HeadRecipe(kind="medusa", depth=3)
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def trained(model: PreTrainedModel, text: Blocks, steps: int) -> MedusaLesson:
@@ -45,17 +41,9 @@ def test_each_medusa_head_says_what_the_saved_one_drafts(model: PreTrainedModel,
 def test_medusa_heads_learn_and_draft(
     model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = fingerprint(model)
-    before, lesson = trained(model, text, 0).measure(), trained(model, text, 60)
-    after = lesson.measure()
-    for name in ("agreement_1", "alpha_1", "alpha_3", "accepted_greedily"):
-        assert after[name] > before[name] + 0.1, name
-    assert fingerprint(model) == base
-    lesson.save(tmp_path, torch.float64, after)
-    found = reference_heads.recorded_drafts(monkeypatch, MedusaProposer)
-    spec = selfspec.wrap(model, f"medusa:{tmp_path}", draft_length=3)
-    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
-    assert torch.equal(out.sequences, text.ids[:1])
-    assert out.stats.accepted > 0
+    figures = ("agreement_1", "alpha_1", "alpha_3", "accepted_greedily")
+    found = lessons.assert_learns_and_drafts(
+        trained(model, text, 0), text, "medusa", tmp_path, MedusaProposer, figures, monkeypatch
+    )
     weights = load_file(tmp_path / "model.safetensors")
     reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, 1))

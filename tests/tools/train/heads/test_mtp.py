@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import selfspec
 from helpers import lessons, published_heads, reference_heads, tiny
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.errors import HeadError, TrainingError
-from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.mtp import MtpLesson
 from selfspec.tools.train.recipe import HeadRecipe
@@ -43,25 +41,11 @@ def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Pat
 def test_a_module_learns_and_drafts_from_its_new_folder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = published_heads.mtp(tmp_path / "base", kind)
-    text, base = said_by(made.model), fingerprint(made.model)
-    lesson = MtpLesson(made.model, RECIPE, Split(text, text), 0)
-    before = lesson.measure()
-    lessons.learnt(lesson, text, 60)
-    after = lesson.measure()
-    for name in ("alpha_1", "alpha_3", "accepted_greedily"):
-        assert after[name] > before[name] + 0.1, name
-    assert fingerprint(made.model) == base
-    to = tmp_path / "module"
-    to.mkdir()
-    lesson.save(to, torch.float64, after)
+    made, to = published_heads.mtp(tmp_path / "base", kind), tmp_path / "module"
+    text = said_by(made.model)
+    lesson, figures = MtpLesson(made.model, RECIPE, Split(text, text), 0), ("alpha_1", "alpha_3", "accepted_greedily")
+    assert lessons.assert_learns_and_drafts(lesson, text, "mtp", to, HeadProposer, figures, monkeypatch)
     assert load_file(to / "model.safetensors").keys() == {*lesson.model.weights()}
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
-    spec = selfspec.wrap(made.model, f"mtp:{to}", draft_length=3)
-    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
-    assert torch.equal(out.sequences, text.ids[:1])
-    assert found
-    assert out.stats.accepted > 0
 
 
 def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:

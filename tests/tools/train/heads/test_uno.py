@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-import selfspec
 from helpers import lessons, reference_heads
+from selfspec import FixedLength
 from selfspec.draft.heads.uno import UnoProposer
-from selfspec.model.fingerprint import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.uno import UnoLesson
 from selfspec.tools.train.recipe import HeadRecipe
 
 RECIPE = HeadRecipe(kind="uno", depth=2, rank=8)
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def trained(model: PreTrainedModel, text: Blocks, steps: int) -> UnoLesson:
@@ -46,17 +43,10 @@ def test_each_mask_says_what_the_saved_lora_drafts(model: PreTrainedModel, text:
 def test_a_lora_learns_and_drafts(
     model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = fingerprint(model)
-    before, lesson = trained(model, text, 0).measure(), trained(model, text, 60)
-    after = lesson.measure()
-    for name in ("agreement_1", "alpha_1", "alpha_2", "accepted_greedily"):
-        assert after[name] > before[name] + 0.1, name
-    assert fingerprint(model) == base
-    lesson.save(tmp_path, torch.float64, after)
-    found = reference_heads.recorded_drafts(monkeypatch, UnoProposer)
-    spec = selfspec.wrap(model, f"uno:{tmp_path}", draft_length=selfspec.FixedLength(2, nodes=8))
-    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
-    assert torch.equal(out.sequences, text.ids[:1])
-    assert out.stats.accepted > 0
+    lesson, figures = trained(model, text, 0), ("agreement_1", "alpha_1", "alpha_2", "accepted_greedily")
+    lesson.model.train()
+    found = lessons.assert_learns_and_drafts(
+        lesson, text, "uno", tmp_path, UnoProposer, figures, monkeypatch, draft_length=FixedLength(2, nodes=8)
+    )
     weights = load_file(tmp_path / "adapter_model.safetensors")
     reference_heads.assert_drafts_are(found, reference_heads.uno(model, weights, 1.0))
