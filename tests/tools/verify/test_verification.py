@@ -351,14 +351,14 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
     twin = common + 1
     with torch.no_grad():
         model.get_output_embeddings().weight[twin] = model.get_output_embeddings().weight[common]
-    right = ModelRunner.logits
+    right = ModelRunner.run
 
     def nudged(passes: ModelRunner, *arguments: Any, **named: Any) -> PassResult:
         done = right(passes, *arguments, **named)
         done.logits[..., twin] += nudge
         return done
 
-    monkeypatch.setattr(ModelRunner, "logits", nudged)
+    monkeypatch.setattr(ModelRunner, "run", nudged)
     return model
 
 
