@@ -15,8 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.proving import ticking
 from selfspec.draft import Drafter
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
-from selfspec.kernels.rounded import Precision, round_weight
+from selfspec.formats.format import formats
 from selfspec.runtime.graph_cache import GraphCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -132,8 +131,8 @@ def test_the_model_works_by_itself_afterwards(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_layers_in_fewer_bits_give_about_what_the_layers_give(bits: int, rows: int) -> None:
     weight, states = torch.randn(192, 256).to("cuda"), torch.randn(rows, 256).to("cuda")
-    kind: type[LowBitsLinear] = EightBitsLinear if bits == 8 else FourBitsLinear
-    layer = kind(round_weight(weight, Precision(bits, 32)), None, weight.dtype)
+    format = formats()[f"int{bits}"]()
+    layer = format.layer(format.pack(weight), None, weight.dtype)
     expected = states @ weight.T
     # Rounding to nearest is off by a third of half a step, and so are the products, in root mean square.
     assert (layer(states) - expected).norm() < (0.02 if bits == 8 else 0.15) * expected.norm()

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.device import has_graphs
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, kernels_of
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.formats.format import formats
+from selfspec.formats.packed import Packed, PackedLinear
+from selfspec.formats.rounding import kernels_of
 from selfspec.kernels.trial import runs_triton
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.cuda_graphs import Recorder
@@ -48,12 +49,17 @@ def _products(bench: Bench, bits: int) -> Rows:
     rows: dict[str, dict[str, Figure]] = {}
     for outputs, inputs in ((64, 128),) if bench.miniature else _SHAPES:
         weight = torch.randn(outputs, inputs, device=bench.device, dtype=DTYPE)
-        rounded = round_weight(weight, Precision(bits, 32))
+        format = formats()[f"int{bits}"]()
+        rounded, kind = format.pack(weight), format.layer
         for number in _ROWS:
             states = torch.randn(number, inputs, device=bench.device, dtype=DTYPE)
             rows[f"{outputs} x {inputs}, {number} rows"] = {
                 "bfloat16": _timed(bench, partial(functional.linear, states), _copies(bench, weight)),
-                f"{bits} bits": _timed(bench, lambda layer, x=states: layer(x), _layers(bench, rounded, bits)),
+                f"{bits} bits": _timed(
+                    bench,
+                    lambda layer, x=states: layer(x),
+                    _layers(bench, rounded, kind),
+                ),
                 "by": Figure(kernels_of(bench.device).name.lower()),
             }
     return rows
@@ -63,10 +69,12 @@ def _copies(bench: Bench, weight: Tensor) -> list[Tensor]:
     return [weight.clone() for _ in range(1 if bench.miniature else max(1, _BYTES // weight.nbytes))]
 
 
-def _layers(bench: Bench, rounded: RoundedWeight, bits: int) -> list[torch.nn.Module]:
-    kind = EightBitsLinear if bits == 8 else FourBitsLinear
+def _layers(bench: Bench, rounded: Packed, kind: type[PackedLinear]) -> list[torch.nn.Module]:
     number = 1 if bench.miniature else max(1, _BYTES // rounded.nbytes)
-    return [kind(replace(rounded, levels=rounded.levels.clone()), None, DTYPE) for _ in range(number)]
+    return [
+        kind(replace(rounded, parts={**rounded.parts, "levels": rounded["levels"].clone()}), None, DTYPE)
+        for _ in range(number)
+    ]
 
 
 @torch.inference_mode()

@@ -68,7 +68,7 @@ def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: O
 def _parts_tables(summary: CheckpointSummary) -> Iterator[Table]:
     exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
     target = ("target", f"{summary.target_bytes_read:,}", "1.000")
-    fewer = [(f"int{each.bits}", f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
+    fewer = [(each.format, f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
     parts = ((part, f"{weights.parameters:,}", f"{weights.bytes:,}") for part, weights in _parts(summary))
     total = "total, tied weights once" if summary.tied else "total"
     whole = (total, f"{summary.total.parameters:,}", f"{summary.total.bytes:,}")
@@ -149,6 +149,7 @@ def _parts(summary: CheckpointSummary) -> Iterator[tuple[str, Weights]]:
 
 
 def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
+    from selfspec.formats.format import formats
     from selfspec.placement.byte_size import shown_bytes
 
     plan, memory = planned.plan, planned.survey.memory
@@ -156,8 +157,8 @@ def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     where = "the disk" if planned.survey.source.device.type == "cpu" else "the host"
     yield "layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}"
     yield "streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing"
-    if plan.bits is not None:
-        yield "rounded copies, for drafts", f"{plan.bits} bits"
+    if plan.format is not None:
+        yield "rounded copies, for drafts", f"{formats()[plan.format].bits} bits"
     kept = ", the rest on the host" if planned.survey.cache == "host" else ""
     yield "keys and values", shown_bytes(memory.cache) + kept
     if memory.process:

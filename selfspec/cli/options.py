@@ -174,14 +174,17 @@ def one_draft_in_fewer_bits(drafts: Sequence[Drafter]) -> Drafter | bool:
     """Return a draft that a model is loaded for within a budget, so that all of these can draft; False: any will do.
 
     Raises:
-        DraftConfigError: two need rounded copies in different bits.
+        DraftConfigError: two need copies in different formats.
     """
-    from selfspec.placement.drafts import bits_of
+    from selfspec.placement.drafts import format_of
 
-    in_bits = {bits: draft for draft in drafts if (bits := bits_of(draft)) is not None}
-    if len(in_bits) > 1:
-        raise DraftConfigError("within a budget rounded copies are made once: name drafts in 8 bits or in 4, not both")
-    return next(iter(in_bits.values()), False)
+    in_formats = {name: draft for draft in drafts if (name := format_of(draft)) is not None}
+    if len(in_formats) > 1:
+        raise DraftConfigError(
+            "within a budget rounded copies are made once: name drafts in one format, not in "
+            f"{' and '.join(in_formats)}"
+        )
+    return next(iter(in_formats.values()), False)
 
 
 def prepare_process(threads: int | None) -> None:

@@ -16,6 +16,7 @@ from selfspec.errors import DraftConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from selfspec.draft import LowPrecision
     from selfspec.measure.prompts import Workload
     from selfspec.model.checkpoint import Checkpoint
 
@@ -36,11 +37,12 @@ class Quantized:
     share: float
     seconds: float
     bits: int
+    format: str
 
     def __str__(self) -> str:
         return (
             f"{self.file}: {self.bytes:,} bytes, {self.share:.1%} of the weights, in {self.seconds:.1f} s; "
-            f"use it with --draft int{self.bits}:{self.file}"
+            f"use it with --draft {self.format}:{self.file}"
         )
 
 
@@ -49,6 +51,9 @@ def quantize(
     to: Annotated[Path, typer.Option(metavar="FILE", help="Where the substitutes go: safetensors.")],
     bits: Annotated[int, typer.Option(help="Bits of a weight: 8 or 4.")] = 8,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale, in 4 bits: 32, 64, 128 or 256.")] = 32,
+    format: Annotated[
+        str | None, typer.Option(help="Format of the weights, instead of --bits: see `selfspec drafts`.")
+    ] = None,
     texts: Annotated[
         int | None,
         typer.Option(
@@ -60,19 +65,24 @@ def quantize(
     prompt_file: PromptFile = None,
     seed: Seed = 0,
 ) -> Quantized:
-    """Write the weights in 8 or 4 bits to a file, for `--draft int8:FILE`: a draft then reads them instead of rounding.
+    """Write the weights in fewer bits to a file, for `--draft int8:FILE`: a draft then reads them instead of rounding.
 
     The model stays as it is. The file holds for these weights alone. In 4 bits the errors of each layer are compensated
     on text of the model's own (GPTQ), from random tokens or from prompts, which takes minutes.
     """
     from selfspec.draft import LowPrecision
     from selfspec.files.writing import check_output_file
+    from selfspec.formats.format import formats
     from selfspec.measure.prompts import read_prompts
 
-    draft = LowPrecision(bits, group_size)
-    if bits == 8 and (texts or prompt_file):
-        raise DraftConfigError("--texts and --prompt-file serve 4 bits: 8 bits are rounded to nearest; leave them out")
-    number = texts if bits == 8 or texts is not None else _TEXTS
+    draft = LowPrecision(bits, group_size) if format is None else _named(format)
+    bits = draft.format.bits
+    if not draft.format.compensates and (texts or prompt_file):
+        served = " and ".join(f"{each.bits}" for each in formats().values() if each.compensates)
+        raise DraftConfigError(
+            f"--texts and --prompt-file serve {served} bits: {bits} bits are rounded to nearest; leave them out"
+        )
+    number = texts if not draft.format.compensates or texts is not None else _TEXTS
     check_output_file(to)
     workload = None if prompt_file is None else read_prompts(prompt_file)
     model.prepare()
@@ -83,7 +93,16 @@ def quantize(
         draft.save(to, checkpoint.model, texts=written, progress=count)
     seconds = time.perf_counter() - began
     size, whole = to.stat().st_size, sum(weight.nbytes for weight in checkpoint.model.parameters())
-    return Quantized(str(to), size, size / whole, seconds, bits)
+    return Quantized(str(to), size, size / whole, seconds, bits, draft.format.name)
+
+
+def _named(format: str) -> LowPrecision:
+    from selfspec.draft import LowPrecision
+    from selfspec.formats.format import formats
+
+    if format not in formats():
+        raise DraftConfigError(f"there is no format {format!r}; choose one of {', '.join(formats())}")
+    return LowPrecision(format=formats()[format]())
 
 
 def _own_texts(checkpoint: Checkpoint, workload: Workload | None, number: int, seed: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
 from selfspec.model.weights_read import widening
 
-UNCALIBRATED = Cascade(PromptLookup(), LowPrecision(8))
+UNCALIBRATED = Cascade(PromptLookup(), LowPrecision())
 """Default draft where nothing was measured: look-ups before a draft in 8 bits."""
 
 # Lowest acceptance rate of a draft in 8 bits on the checkpoints measured, and the speed-up that counts as clear.
@@ -45,7 +45,7 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
 
     The control ends drafts that do not pay.
     """
-    draft, adapter = LowPrecision(8), find_adapter(model)
+    draft, adapter = LowPrecision(), find_adapter(model)
     try:
         draft.check_model(model, adapter)
     except DraftConfigError:

@@ -53,7 +53,7 @@ class LayerPathDrafter(Drafter):
     @property
     def runs_exact_layers(self) -> bool:
         """True if the layers that a step runs compute the same as in the target."""
-        return self.bits is None
+        return self.format is None or self.format.exact
 
     def early_exit(self, depth: int) -> Exit | None:
         """Return the exit between two of `depth` layers where it leaves the network with nothing skipped, or None."""
@@ -88,7 +88,7 @@ class AroundLayerPath(LayerPathDrafter):
     def __post_init__(self) -> None:
         if not isinstance(self.draft_with, LayerPathDrafter):
             raise DraftConfigError(f"{type(self).__name__} needs a drafter along a path, got {self.draft_with!r}")
-        object.__setattr__(self, "bits", self.draft_with.bits)
+        object.__setattr__(self, "format", self.draft_with.format)
 
     @property
     def chances(self) -> Sequence[float]:

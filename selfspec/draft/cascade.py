@@ -45,9 +45,9 @@ class JoinedDrafter(Drafter):
                 "them, `selfspec bench` compares them; a head that guesses for int8 would gain 4 % where 0.36 of its "
                 "tokens are right (docs/heads.md)"
             )
-        bits = next((source.bits for source in flat if source.bits is not None), None)
+        format = next((source.format for source in flat if source.format is not None), None)
         runs = next((source.runs for source in flat if source.runs != "nothing"), "nothing")
-        for name, value in {"sources": flat, "bits": bits, "runs": runs}.items():
+        for name, value in {"sources": flat, "format": format, "runs": runs}.items():
             object.__setattr__(self, name, value)
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.draft.draft import Budget, Draft, Offer, Verdict
 from selfspec.draft.rows_view import RowsView, lengths_of
+from selfspec.formats.format import Format
 from selfspec.model.early_head import DraftHead
 from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
@@ -233,14 +234,14 @@ class Drafter(ABC):
     Attributes:
         declared: its names, and its text in help and docs: see `selfspec.draft.registry.drafter`.
         runs: the part of a model that a draft step runs.
-        bits: bits of the substitutes that it runs layers with; None: it uses no substitutes.
+        format: format of the substitutes that it runs layers with; None: it uses no substitutes.
         sources: the drafters that it joins, in order; empty: it joins none.
         own_nodes: the most nodes that verification reads for it besides those of a draft.
     """
 
     declared: ClassVar[tuple[Declaration, ...]] = ()
     runs: Literal["nothing", "layers", "model"] = "nothing"
-    bits: int | None = None
+    format: Format | None = None
     sources: tuple[Drafter, ...] = ()
 
     @property
@@ -325,8 +326,8 @@ class Drafter(ABC):
         """Return the drafter that is written `this+behind`; None: a cascade of the two."""
         return None
 
-    def in_bits(self, bits: int) -> Drafter | None:
-        """Return a copy with its own weights in 8 or 4 bits; None: it has no weights that can be rounded."""
+    def in_format(self, format: Format) -> Drafter | None:
+        """Return a copy with its own weights in a format; None: it has no weights that can be packed."""
         return None
 
     @classmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +18,12 @@ from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip, SkipFile, layer_numbers
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.low_bits import has_kernels
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight
-from selfspec.model.compensated_weights import compensated_weights
-from selfspec.model.early_head import plain_head
+from selfspec.formats.format import Format, formats
+from selfspec.formats.packed import Packed
 from selfspec.model.fingerprint import fingerprint
-from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
 from selfspec.model.registry import find_adapter
-from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, write_substitutes
+from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, packed_weights, write_substitutes
 from selfspec.model.substitutes import (
     Substitutes,
     no_substitutes,
@@ -34,21 +33,18 @@ from selfspec.model.substitutes import (
 from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
-_GROUPS = (32, 64, 128, 256)
 # Acceptance rates of siblings by rank that are assumed at first.
 _CHANCES = (0.95, 0.03, 0.01)
 
 
-@drafter(
-    "int8",
-    argument="[:FILE]",
-    help="the same layers in 8 bits; FILE is by `selfspec quantize`; int8+mtp is a head in 8 bits",
-)
-@drafter(
-    "int4",
-    argument="[:FILE]",
-    help="the same in 4 bits; int4+exit:E is the first E of them, int4+skip:layers=2 all but some",
-)
+def _by_formats(kind: type[LowPrecision]) -> type[LowPrecision]:
+    """Declare the names of the formats."""
+    for each in reversed(list(formats().values())):
+        kind = drafter(each.name, argument="[:FILE]", help=each.help)(kind)
+    return kind
+
+
+@_by_formats
 @dataclass(frozen=True, init=False)
 class LowPrecision(LayerPathDrafter):
     """Drafts with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
@@ -59,8 +55,8 @@ class LowPrecision(LayerPathDrafter):
     no exact layer, verification starts from tokens. Keys and values of the draft are overwritten.
 
     Attributes:
-        bits: bits of a weight, 8 or 4.
-        group_size: weights that share a scale, in 4 bits; 8 bits have one scale for each output.
+        format: how the weights are kept. `bits`, 8 or 4, and `group_size`, the weights that share a scale in 4 bits,
+            are another way to name it; 8 bits have one scale for each output.
         layers: numbers of the layers that run with substitutes; None: all.
         exit: the layer before which the draft leaves the network; None: it runs to the end.
         head_too: whether the language-model head is in fewer bits as well.
@@ -68,8 +64,7 @@ class LowPrecision(LayerPathDrafter):
         skip: the skip set of the draft, which then has no exit; None: it skips nothing.
     """
 
-    bits: int
-    group_size: int
+    format: Format
     layers: tuple[int, ...] | None
     exit: int | None
     head_too: bool
@@ -84,10 +79,11 @@ class LowPrecision(LayerPathDrafter):
         exit: int | None = None,
         head: bool = True,
         skip: LayerSkip | SkipFile | None = None,
+        *,
+        format: Format | None = None,
     ) -> None:
         values = {
-            "bits": bits,
-            "group_size": group_size,
+            "format": format or _of_bits(bits, group_size),
             "layers": None if layers is None else layer_numbers("layers", layers),
             "exit": exit,
             "head_too": head,
@@ -104,16 +100,10 @@ class LowPrecision(LayerPathDrafter):
             )
         if self.layers == ():
             raise DraftConfigError("layers lists none; name at least one, or leave it out for all")
-        if type(bits) is not int or bits not in (4, 8):
-            raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
-        if type(group_size) is not int or group_size not in _GROUPS:
-            raise DraftConfigError(f"group_size={group_size!r}: choose one of {', '.join(map(str, _GROUPS))}")
-        if bits == 8 and group_size != _GROUPS[0]:
-            raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
 
     @classmethod
     def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
-        """Draft with substitutes that `save` or `selfspec quantize` wrote; bits, layers and head come from the file.
+        """Draft with substitutes that `save` or `selfspec quantize` wrote; format, layers and head come from the file.
 
         The weights are read when a model is wrapped. The draft leaves the network before layer `exit`, or, if that is
         None, runs to the end.
@@ -121,8 +111,8 @@ class LowPrecision(LayerPathDrafter):
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
         """
-        about = SubstituteFile(checked_path("file", file, DraftConfigError)).about
-        draft = cls(about.bits, about.group_size, about.layers, exit, about.head)
+        saved = SubstituteFile(checked_path("file", file, DraftConfigError))
+        draft = cls(layers=saved.about.layers, exit=exit, head=saved.about.head, format=saved.format)
         object.__setattr__(draft, "saved", str(file))
         return draft
 
@@ -152,67 +142,65 @@ class LowPrecision(LayerPathDrafter):
         """
         place = checked_path("file", file)
         check_module(model)
-        if texts and self.bits == 8:
-            raise DraftConfigError("texts serve 4 bits alone: weights in 8 bits are rounded to nearest; leave them out")
+        if texts and not self.format.compensates:
+            served = " and ".join(f"{each.bits}" for each in formats().values() if each.compensates)
+            raise DraftConfigError(
+                f"texts serve {served} bits alone: weights in {self.format.bits} bits are rounded to nearest; "
+                "leave them out"
+            )
         adapter = adapter or find_adapter(model)
         self.check_model(model, adapter)
         _check_texts(texts, model)
-        precision = Precision(self.bits, self.group_size)
         weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
-        if texts:
-            rounded = compensated_weights(model, weights, precision, texts)
-        else:
-            head = f"{plain_head(model)}.weight"
-            rounded = (
-                (name, (round_head if name == head else round_weight)(weight, precision)) for name, weight in weights
-            )
         about = AboutSubstitutes(
-            4, fingerprint(model), 8 if self.bits == 8 else 4, self.group_size, self.layers, self.head_too
+            4, fingerprint(model), self.format.bits, self.layers, self.head_too, weights=self.format.name
         )
 
-        def counted() -> Iterator[tuple[str, RoundedWeight]]:
-            for done, each in enumerate(rounded, 1):
+        def counted() -> Iterator[tuple[str, Packed]]:
+            for done, each in enumerate(packed_weights(model, weights, self.format, texts), 1):
                 progress(done, len(weights))
                 yield each
 
-        write_substitutes(place, about, counted())
+        write_substitutes(place, about, self.format, counted())
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> LowPrecision:
-        bits = int(name.removeprefix("int"))
+        format = formats()[name]()
         if argument is None:
-            return cls(bits)
+            return cls(format=format)
         found = cls.from_file(argument)
-        if found.bits != bits:
+        if found.format.name != name:
             raise DraftConfigError(
-                f"{argument} holds {found.bits} bits and not {bits}; write int{found.bits}:{argument}"
+                f"{argument} holds {found.format.bits} bits and not {format.bits}; write {found.format.name}:{argument}"
             )
         return found
 
     @property
     def spelling(self) -> str | None:
-        if self.saved is None and self != LowPrecision(self.bits, exit=self.exit, skip=self.skip):
+        kind = type(self.format)
+        usual = formats().get(self.format.name) is kind and self == _usual(kind(), self.exit, self.skip)
+        if self.saved is None and not usual:
             return None
         file = "" if self.saved is None else f":{self.saved}"
-        return f"int{self.bits}{file}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
+        return f"{self.format.name}{file}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
-        if self == LowPrecision(self.bits) and (rounded := behind.in_bits(self.bits)) is not None:
-            return rounded
+        if self == _usual(self.format) and (packed := behind.in_format(self.format)) is not None:
+            return packed
         if self.fewer is not None or not isinstance(behind, EarlyExit | LayerSkip | SkipFile):
             return None
         exit, skip = (behind.layer, None) if isinstance(behind, EarlyExit) else (None, behind)
-        found = LowPrecision(self.bits, self.group_size, self.layers, exit, self.head_too, skip)
+        found = LowPrecision(layers=self.layers, exit=exit, head=self.head_too, skip=skip, format=self.format)
         object.__setattr__(found, "saved", self.saved)
         return found
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
-        return [cls(8), cls(4), *(cls(8, exit=layer) for layer in range(1, depth))]
+        return [*(cls(format=kind()) for kind in formats().values()), *(cls(exit=layer) for layer in range(1, depth))]
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:
-            substitutes.load(SubstituteFile(self.saved), self._precision, model)
+            substitutes.load(SubstituteFile(self.saved), self._copy, model)
 
     @property
     def chances(self) -> Sequence[float]:
@@ -225,8 +213,8 @@ class LowPrecision(LayerPathDrafter):
         return self.skip if self.exit is None else EarlyExit(self.exit)
 
     @property
-    def _precision(self) -> Precision:
-        return Precision(self.bits, self.group_size, self.saved)
+    def _copy(self) -> WeightCopy:
+        return WeightCopy(self.format, self.saved)
 
     def path(self, depth: int) -> LayerPath:
         layers = range(depth) if self.layers is None else self.layers
@@ -238,10 +226,10 @@ class LowPrecision(LayerPathDrafter):
         if not substituted:
             left = "the draft" if self.fewer is None else self.fewer.spelling
             raise DraftConfigError(f"layers={list(layers)}: {left} leaves none of them to run")
-        return path.with_substitutes(self._precision, substituted, head=self.head_too)
+        return path.with_substitutes(self._copy, substituted, head=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if not has_kernels(model.device.type):
+        if not self.format.runs_on(model.device.type):
             raise DraftConfigError(
                 f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
             )
@@ -249,7 +237,6 @@ class LowPrecision(LayerPathDrafter):
             self.skip.check_model(model, adapter)
         layers = adapter.decoder_layers(model)
         path = self.path(len(layers))
-        assert path.precision is not None
         modules = [
             layers[sublayer.layer].get_submodule(name)
             for sublayer in path.substituted
@@ -262,7 +249,7 @@ class LowPrecision(LayerPathDrafter):
                 'draft step would fetch them; load it with selfspec.load(path, memory="6GiB"), which makes copies, or '
                 "draft with PromptLookup()"
             )
-        if any(True for module in modules for _ in substituted_weights(module, path.precision)):
+        if any(True for module in modules for _ in substituted_weights(module, self.format)):
             return
         # Weights of a quantised file may still be computed in floating point.
         if getattr(model.config, "quantization_config", None) is not None:
@@ -270,7 +257,23 @@ class LowPrecision(LayerPathDrafter):
                 f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
                 "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
             )
-        raise no_substitutes(model, path.precision)
+        raise no_substitutes(model, self.format)
+
+
+def _of_bits(bits: object, group_size: object) -> Format:
+    """Return the format of integers in 8 or 4 bits."""
+    if type(bits) is not int or bits not in (4, 8):
+        raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
+    # Other sizes of groups than 4 bits have are refused for 8 bits as well.
+    kinds: Mapping[str, Any] = formats()
+    grouped: Format = kinds["int4"](group_size)
+    if bits == 8 and grouped != type(grouped)():
+        raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
+    return grouped if bits == 4 else cast(Format, kinds["int8"]())
+
+
+def _usual(format: Format, exit: int | None = None, skip: LayerSkip | SkipFile | None = None) -> LowPrecision:
+    return LowPrecision(exit=exit, skip=skip, format=format)
 
 
 def _check_texts(texts: object, model: PreTrainedModel) -> None:

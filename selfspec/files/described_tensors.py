@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -19,6 +20,7 @@ from selfspec.files.json_text import parsed, sealed
 from selfspec.files.writing import whole
 
 _About = TypeVar("_About")
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,31 @@ class DescribedTensors(Generic[_About]):
     """
 
     def __init__(self, file: str | Path, what: str, key: str, kind: type[_About], remedy: str) -> None:
-        self.source = str(file)
-        self.remedy = remedy
-        try:
+        self.source, self.remedy, self._what = str(file), remedy, what
+        with self._reading():
             self._tensors = cast(Any, safe_open(self.source, framework="pt"))
-            said = (self._tensors.metadata() or {}).get(key, "")
-            self.about = parsed(said, kind)
-            self._sha256 = parsed(said, _Written).sha256
+            self._said = (self._tensors.metadata() or {}).get(key, "")
+        self.about = self.described_as(kind)
+        self._sha256 = self.described_as(_Written).sha256
+        self.check_names(self._sha256)
+
+    def described_as(self, kind: type[_Kind]) -> _Kind:
+        """Read fields of the description as a dataclass.
+
+        Raises:
+            DraftConfigError: a field is missing or wrong.
+        """
+        with self._reading():
+            return parsed(self._said, kind)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         # ValueError: the description is missing or wrong.
         except (OSError, SafetensorError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise DraftConfigError(f"{file} cannot be read as {what} ({reason}); {remedy}") from error
-        self.check_names(self._sha256)
+            raise DraftConfigError(f"{self.source} cannot be read as {self._what} ({reason}); {self.remedy}") from error
 
     @property
     def names(self) -> list[str]:

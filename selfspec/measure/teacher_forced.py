@@ -300,7 +300,7 @@ class DraftPath:
     head: DraftHead | None = None
 
     def __post_init__(self) -> None:
-        if self.path.precision is not None:
+        if self.path.copy is not None:
             raise UnsupportedOptionError(
                 "drafts in fewer bits cannot be teacher-forced; leave them out, or measure them with selfspec bench"
             )

@@ -20,11 +20,10 @@ from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.compat import cache_name
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.rounded import Precision
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import with_fewer_experts
 from selfspec.model.features import Features, FeatureTap, Point
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
 
@@ -99,8 +98,8 @@ class GatedModel:
         # The gates refer to the boundary and not to this object, to avoid a reference cycle.
         self._boundary = Boundary()
         layers = _with_lent(adapter.decoder_layers(model), adapter)
-        if path.precision is not None and path.substituted:
-            layers = _in_precision(path.precision, layers, adapter, model, path, substitutes or Substitutes())
+        if path.copy is not None and path.substituted:
+            layers = _substituted(path.copy, layers, adapter, model, path, substitutes or Substitutes())
         if path.lora is not None:
             layers = path.lora.lora.within(layers, ".".join(adapter.path(model)), path.lora.first)
         if path.experts is not None:
@@ -148,8 +147,8 @@ def _with_lent(layers: Sequence[nn.Module], adapter: Adapter) -> Sequence[nn.Mod
     return lent_to
 
 
-def _in_precision(
-    precision: Precision,
+def _substituted(
+    copy: WeightCopy,
     layers: Sequence[nn.Module],
     adapter: Adapter,
     model: nn.Module,
@@ -163,11 +162,11 @@ def _in_precision(
         layer = changed[sublayer.layer]
         for name in adapter.modules_of(layer, sublayer.part):
             module = layer.get_submodule(name)
-            other = substitutes.within(module, f"{prefix}.{sublayer.layer}.{name}", precision)
+            other = substitutes.within(module, f"{prefix}.{sublayer.layer}.{name}", copy)
             if other is not module:
                 changed[sublayer.layer] = layer = view_with_parts(layer, {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
-        raise no_substitutes(model, precision)
+        raise no_substitutes(model, copy.format)
     return changed
 
 

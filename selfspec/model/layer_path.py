@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from selfspec.architecture import Part as Part
 from selfspec.cache.view import WHOLE, CacheView
-from selfspec.kernels.rounded import Precision
+from selfspec.formats.format import Format
 from selfspec.model.row_lora import LoraRows
 
 
@@ -20,6 +20,14 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
+class WeightCopy:
+    """Names a copy of a model's weights: its format, and the file that it is read from; None: it is made in memory."""
+
+    format: Format
+    source: str | None = None
+
+
+@dataclass(frozen=True)
 class LayerPath:
     """Says what a pass runs.
 
@@ -27,8 +35,8 @@ class LayerPath:
         depth: number of layers of the network.
         skipped: sublayers left out; a layer whose two sublayers are both left out passes its input through.
         start: sublayer at which states of an earlier pass enter; nothing before it runs. None: start from tokens.
-        precision: of the substitutes, or of the network's own weights where it has no others; None: every sublayer
-            runs with its own weights, in the dtype of the network.
+        copy: the copy of the weights that substitutes run, or that the network itself is; None: every sublayer runs
+            with its own weights, in the dtype of the network.
         substituted: sublayers whose linear layers run as substitutes.
         head_substituted: whether the language-model head has a substitute, too.
         view: part of the cache that its tokens attend to.
@@ -39,7 +47,7 @@ class LayerPath:
     depth: int
     skipped: frozenset[Sublayer] = frozenset()
     start: Sublayer | None = None
-    precision: Precision | None = None
+    copy: WeightCopy | None = None
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     view: CacheView = WHOLE
@@ -65,9 +73,9 @@ class LayerPath:
         """Return this path, entered at `start` with states that an earlier pass left there."""
         return replace(self, start=start)
 
-    def with_substitutes(self, precision: Precision, substituted: Iterable[Sublayer], head: bool) -> LayerPath:
+    def with_substitutes(self, copy: WeightCopy, substituted: Iterable[Sublayer], head: bool) -> LayerPath:
         """Return this path with substitutes in some sublayers."""
-        return replace(self, precision=precision, substituted=frozenset(substituted), head_substituted=head)
+        return replace(self, copy=copy, substituted=frozenset(substituted), head_substituted=head)
 
     def runs(self, sublayer: Sublayer) -> bool:
         """Return whether the pass computes this sublayer."""

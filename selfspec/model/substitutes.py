@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -16,11 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
+from selfspec.formats.format import Format
+from selfspec.formats.packed import Packed, PackedExperts, PackedLinear
 from selfspec.kernels.large_pages import LargePages
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_head, round_weight
 from selfspec.model.early_head import plain_head
-from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
 from selfspec.model.substitute_file import REWRITE, SubstituteFile
 from selfspec.model.tensor_parallel import LocalPart, local_part
 from selfspec.model.view import copied, view_with
@@ -31,7 +31,7 @@ class SummedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, linear: LowBitsLinear, part: LocalPart) -> None:
+    def __init__(self, linear: PackedLinear, part: LocalPart) -> None:
         super().__init__()
         self.linear, self._group = linear, part.group
         self.register_parameter("bias", None if part.bias is None else nn.Parameter(part.bias.detach(), False))
@@ -48,7 +48,7 @@ class SummedLinear(nn.Module):
         return summed if self.bias is None else summed + self.bias
 
 
-Substitute = LowBitsLinear | LowBitsExperts | SummedLinear
+Substitute = PackedLinear | PackedExperts | SummedLinear
 
 # Number of values compared in a weight, or in each expert's, to detect changes that torch does not count.
 _SAMPLED = 16
@@ -81,13 +81,9 @@ class _Product:
         diagonal = self.weight.diagonal(dim1=-2, dim2=-1)
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
-    def takes(self, precision: Precision) -> bool:
-        """Return whether the weight is in memory, and a kernel takes its size."""
-        if self.weight.is_meta:
-            return False
-        if precision.bits == 4:
-            return self.weight.shape[-1] % precision.group_size == 0
-        return EightBitsLinear.takes(self.weight)
+    def fits(self, format: Format) -> bool:
+        """Return whether the weight is in memory, and a format fits it."""
+        return not self.weight.is_meta and format.fits(self.weight.shape, self.weight.device)
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class Substitutes:
 
     def __init__(self, head: str | None = None) -> None:
         self._head = head
-        self._made: dict[tuple[Precision, str], _Made] = {}
+        self._made: dict[tuple[WeightCopy, str], _Made] = {}
         self._lock = threading.Lock()
         self._pages = LargePages()
 
@@ -151,15 +147,15 @@ class Substitutes:
         return sum(made.substitute.nbytes for made in kept if made.substitute is not None)
 
     @torch.inference_mode(False)
-    def load(self, file: SubstituteFile, precision: Precision, model: nn.Module) -> None:
+    def load(self, file: SubstituteFile, copy: WeightCopy, model: nn.Module) -> None:
         """Load all substitutes of a file. Those not in the file are made when first used.
 
         They belong to the model as it is now; weights that change later get new substitutes.
 
         Raises:
-            DraftConfigError: the file has another precision or base, is damaged, or has weights that the model lacks.
+            DraftConfigError: the file has another format or base, is damaged, or has weights that the model lacks.
         """
-        file.check(precision, model)
+        file.check(copy.format, model)
         unknown = file.weights
         for name, module in model.named_modules():
             products = _products(module)
@@ -167,23 +163,23 @@ class Substitutes:
             if not products or not unknown.issuperset(weights):
                 continue
             unknown.difference_update(weights)
-            if not all(product.takes(precision) for product in products):
+            if not all(product.fits(copy.format) for product in products):
                 continue
             with self._lock:
-                made = self._made.get((precision, name))
+                made = self._made.get((copy, name))
                 if made is None or not made.fits(products):
                     read = [
                         file.weight(weight, product.weight.shape, product.weight.device)
                         for weight, product in zip(weights, products, strict=True)
                     ]
-                    self._keep(module, name, precision, read)
+                    self._keep(module, name, copy, read)
         if unknown:
             raise DraftConfigError(
                 f"{file.source} has substitutes of weights that {type(model).__name__} does not have (first: "
                 f"{min(unknown)}); {REWRITE}"
             )
 
-    def take(self, module: nn.Module, name: str, precision: Precision, weights: Sequence[Tensor]) -> None:
+    def take(self, module: nn.Module, name: str, copy: WeightCopy, weights: Sequence[Tensor]) -> None:
         """Make the substitute of a module whose weights, on the meta device, do not stay in memory.
 
         `weights` are laid out as the module keeps them, in the order of `substitutable_weights`.
@@ -191,25 +187,25 @@ class Substitutes:
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
-            self._keep(module, name, precision, [self._rounded(name, weight, precision) for weight in laid_out])
+            self._keep(module, name, copy, [self._packed(name, weight, copy) for weight in laid_out])
 
-    def within(self, module: nn.Module, name: str, precision: Precision) -> nn.Module:
+    def within(self, module: nn.Module, name: str, copy: WeightCopy) -> nn.Module:
         """Return a view of a part of the model, named `name` there, whose linear layers are substitutes.
 
         Without substitutes it is the part itself.
         """
-        substitute = self._substitute(module, name, precision)
+        substitute = self._substitute(module, name, copy)
         if substitute is not None:
             return substitute
         children = {
-            child_name: self.within(child, f"{name}.{child_name}", precision)
+            child_name: self.within(child, f"{name}.{child_name}", copy)
             for child_name, child in module._modules.items()
             if child is not None
         }
         others = {child: new for child, new in children.items() if new is not module._modules[child]}
         return view_with(module, others) if others else module
 
-    def of_rows(self, head: nn.Module, precision: Precision, rows: Tensor) -> Substitute | None:
+    def of_rows(self, head: nn.Module, copy: WeightCopy, rows: Tensor) -> Substitute | None:
         """Make a substitute of the language-model head with only some of its outputs, `[kept]`.
 
         None: the head has no substitute, or has a bias, whose changes a copy of some rows would miss.
@@ -217,33 +213,31 @@ class Substitutes:
         if self._head is None or any(product.bias is not None for product in _products(head)):
             return None
         name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
-        return self._made_for(
-            head, name, precision, lambda weight: round_head(weight[rows.to(weight.device)], precision)
-        )
+        return self._made_for(head, name, copy, lambda weight: copy.format.pack_head(weight[rows.to(weight.device)]))
 
-    def _substitute(self, module: nn.Module, name: str, precision: Precision) -> Substitute | None:
-        return self._made_for(module, name, precision, lambda weight: self._rounded(name, weight, precision))
+    def _substitute(self, module: nn.Module, name: str, copy: WeightCopy) -> Substitute | None:
+        return self._made_for(module, name, copy, lambda weight: self._packed(name, weight, copy))
 
     def _made_for(
-        self, module: nn.Module, name: str, precision: Precision, rounded: Callable[[Tensor], RoundedWeight]
+        self, module: nn.Module, name: str, copy: WeightCopy, packed: Callable[[Tensor], Packed]
     ) -> Substitute | None:
         """Return the substitute of a name for the weights as they are now; make it if needed."""
         products = _products(module)
         with self._lock:
-            made = self._made.get((precision, name))
+            made = self._made.get((copy, name))
             if made is None or not made.fits(products):
-                if not products or not all(product.takes(precision) for product in products):
+                if not products or not all(product.fits(copy.format) for product in products):
                     return None
-                made = self._keep(module, name, precision, [rounded(product.weight) for product in products])
+                made = self._keep(module, name, copy, [packed(product.weight) for product in products])
         return made.substitute
 
-    def _rounded(self, name: str, weight: Tensor, precision: Precision) -> RoundedWeight:
-        return (round_head if name == self._head else round_weight)(weight, precision)
+    def _packed(self, name: str, weight: Tensor, copy: WeightCopy) -> Packed:
+        return copy.format.pack_head(weight) if name == self._head else copy.format.pack(weight)
 
-    def _keep(self, module: nn.Module, name: str, precision: Precision, rounded: Sequence[RoundedWeight]) -> _Made:
-        """Make the substitute of a module from its rounded weights, and keep it."""
-        products, before = _products(module), self._made.get((precision, name))
-        substitute = _made(module, products, rounded)
+    def _keep(self, module: nn.Module, name: str, copy: WeightCopy, packed: Sequence[Packed]) -> _Made:
+        """Make the substitute of a module from its packed weights, and keep it."""
+        products, before = _products(module), self._made.get((copy, name))
+        substitute = _made(module, products, packed, copy.format)
         if before is not None and before.lies_at(products):
             substitute = _renewed(before.substitute, substitute)
         elif substitute is not None:
@@ -251,7 +245,7 @@ class Substitutes:
                 # A bias is the layer's own.
                 if not place.endswith("bias"):
                     weight.data = self._pages.moved(weight.data)
-        made = self._made[precision, name] = _Made(
+        made = self._made[copy, name] = _Made(
             substitute,
             tuple(product.place for product in products),
             tuple(product.version for product in products),
@@ -260,19 +254,19 @@ class Substitutes:
         return made
 
 
-def substituted_weights(module: nn.Module, precision: Precision) -> Iterator[Tensor]:
+def substituted_weights(module: nn.Module, format: Format) -> Iterator[Tensor]:
     """Yield the weights of a part of a model that have substitutes, as far as is known without making them."""
     products = _products(module)
-    if products and all(product.takes(precision) for product in products):
+    if products and all(product.fits(format) for product in products):
         yield from (product.weight for product in products)
     for child in module.children():
-        yield from substituted_weights(child, precision)
+        yield from substituted_weights(child, format)
 
 
 def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> list[tuple[str, Tensor]]:
     """Return the weights that a path uses in fewer bits, `[..., out, in]`, with the parameters' names."""
-    assert path.precision is not None
-    return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.takes(path.precision)]
+    assert path.copy is not None
+    return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.fits(path.copy.format)]
 
 
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
@@ -280,22 +274,22 @@ def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str,
 
     Weights may be on the meta device. Sizes are those of a weight as it is rounded, `[..., out, in]`.
     """
-    depth = len(adapter.decoder_layers(model))
-    path = LayerPath.full(depth).with_substitutes(Precision(8, 0), sublayers(depth), head=True)
     found: dict[str, dict[str, torch.Size]] = {}
-    for name, product in _of_path(model, adapter, path):
+    for name, product in _of_path(model, adapter, _whole_path(model, adapter)):
         module, _, weight = name.rpartition(".")
         found.setdefault(module, {})[weight] = product.weight.shape
     return found
 
 
-def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, precision: Precision) -> int:
+def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, format: Format) -> int:
     """Count the bytes of the substitutes of all layers and the head. The weights may be on the meta device."""
+    shapes = [product.weight.shape for _, product in _of_path(model, adapter, _whole_path(model, adapter))]
+    return sum(format.nbytes(shape) for shape in shapes if format.fits(shape))
+
+
+def _whole_path(model: PreTrainedModel, adapter: Adapter) -> LayerPath:
     depth = len(adapter.decoder_layers(model))
-    path = LayerPath.full(depth).with_substitutes(precision, sublayers(depth), head=True)
-    shapes = [product.weight.shape for _, product in _of_path(model, adapter, path)]
-    divided = [shape for shape in shapes if precision.bits == 8 or shape[-1] % precision.group_size == 0]
-    return sum(RoundedWeight.empty(shape, precision, torch.device("meta")).nbytes for shape in divided)
+    return replace(LayerPath.full(depth), substituted=frozenset(sublayers(depth)), head_substituted=True)
 
 
 def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, _Product]]:
@@ -314,12 +308,12 @@ def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Itera
             yield from ((f"{name}.{product.name}", product) for product in _products(child))
 
 
-def no_substitutes(model: nn.Module, precision: Precision) -> DraftConfigError:
+def no_substitutes(model: nn.Module, format: Format) -> DraftConfigError:
     """Return the error for a model none of whose layers has substitutes."""
+    usual = ", ".join(f"{each.name}={each.default}" for each in fields(format))
     return DraftConfigError(
-        f"no layer of {type(model).__name__} can run in {precision.bits} bits here: there are kernels for plain linear "
-        f"layers, in 4 bits with inputs that groups of {precision.group_size} "
-        "divide, in 8 with multiples of 16; draft with PromptLookup() or an exit, or in other groups (group_size=32)"
+        f"no layer of {type(model).__name__} can run in {format.bits} bits here: there are kernels for plain linear "
+        f"layers {format.sizes}; draft with PromptLookup() or an exit" + (f", or with {usual}" if usual else "")
     )
 
 
@@ -392,14 +386,16 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
 # Make ordinary tensors in any mode, since they may be written to later.
 @torch.inference_mode(False)
 @torch.no_grad()
-def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[RoundedWeight]) -> Substitute | None:
+def _made(
+    module: nn.Module, products: Sequence[_Product], packed: Sequence[Packed], format: Format
+) -> Substitute | None:
     try:
         part = local_part(module)
         if part is not None and part.split == "in":
-            return SummedLinear(_linear(rounded[0], None, part.weight), part)
+            return SummedLinear(_linear(format, packed[0], None, part.weight), part)
         if len(products) == 1:
-            return _linear(rounded[0], products[0].bias, products[0].weight)
-        up, down = (_by_expert(weight, product) for weight, product in zip(rounded, products, strict=True))
+            return _linear(format, packed[0], products[0].bias, products[0].weight)
+        up, down = (_by_expert(format, weight, product) for weight, product in zip(packed, products, strict=True))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -408,25 +404,24 @@ def _made(module: nn.Module, products: Sequence[_Product], rounded: Sequence[Rou
     # The function between the products may be a method of the module; drop the weights of its copy.
     experts: Any = copied(module)
     experts.__dict__["_parameters"] = {}
-    return LowBitsExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
+    return PackedExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
 
 
-def _by_expert(rounded: RoundedWeight, product: _Product) -> list[LowBitsLinear]:
-    """Make a product in fewer bits for each expert."""
+def _by_expert(format: Format, packed: Packed, product: _Product) -> list[PackedLinear]:
     experts = range(len(product.weight))
     biases = [None if product.bias is None else product.bias[number] for number in experts]
-    return [_linear(rounded[number], biases[number], product.weight) for number in experts]
+    return [_linear(format, packed.of_expert(number), biases[number], product.weight) for number in experts]
 
 
-def _linear(rounded: RoundedWeight, bias: Tensor | None, weight: Tensor) -> LowBitsLinear:
+def _linear(format: Format, packed: Packed, bias: Tensor | None, weight: Tensor) -> PackedLinear:
     """Make one product in fewer bits, and try it.
 
     Raises:
         RuntimeError: no kernel takes it.
     """
-    kind = EightBitsLinear if rounded.zeros is None else FourBitsLinear
-    linear = kind(rounded, bias, weight.dtype)
-    linear(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=rounded.levels.device))
+    linear = format.layer(packed, bias, weight.dtype)
+    device = next(iter(packed.parts.values())).device
+    linear(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=device))
     return linear
 
 

@@ -15,7 +15,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.rounded_copy import copied_bytes
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.top_slots import EVERY
-from selfspec.kernels.rounded import Precision
+from selfspec.formats.format import Format, formats
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import bytes_of_substitutes
@@ -121,11 +121,13 @@ class SubstitutesSummary:
     """Describes the memory of drafting in fewer bits.
 
     Attributes:
+        format: name of the format.
         bits: per weight.
         bytes: of the substitutes of all layers and the head; layers whose sizes no kernel takes may have none.
         share: `bytes` divided by the bytes of all weights.
     """
 
+    format: str
     bits: int
     bytes: int
     share: float
@@ -200,7 +202,6 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
     # Bytes that a step reads, by number of layers: from head and final norm alone to all layers.
     ends = Weights.of(head.parameters()).bytes + final_norm.bytes
     reads = list(accumulate((layer.weights.bytes for layer in layers), initial=ends))
-    fewer = {bits: bytes_of_substitutes(model, adapter, Precision(bits, group_size=32)) for bits in (8, 4)}
     return ModelSummary(
         model=type(model).__name__,
         model_type=config.model_type,
@@ -216,10 +217,15 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         tied=weight_of(head) is weight_of(embedding),
         total=total,
         cache=_cache(config, model.dtype, windows),
-        substitutes=tuple(SubstitutesSummary(bits, taken, taken / total.bytes) for bits, taken in fewer.items()),
+        substitutes=tuple(_substitutes(model, adapter, kind(), total) for kind in formats().values()),
         target_bytes_read=reads[-1],
         exits=tuple(ExitSummary(layer, reads[layer], reads[layer] / reads[-1]) for layer in range(1, len(layers))),
     )
+
+
+def _substitutes(model: PreTrainedModel, adapter: Adapter, format: Format, total: Weights) -> SubstitutesSummary:
+    taken = bytes_of_substitutes(model, adapter, format)
+    return SubstitutesSummary(format.name, format.bits, taken, taken / total.bytes)
 
 
 def without_weights(config: PreTrainedConfig) -> PreTrainedModel:

@@ -16,10 +16,11 @@ from selfspec.draft import Drafter, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
+from selfspec.formats.format import formats
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.weights_read import bytes_read, share_read
-from selfspec.placement.plan import GROUP_SIZE, LONGEST, Plan
+from selfspec.placement.plan import LONGEST, Plan
 from selfspec.placement.weight_stream import WeightStream
 
 # Cost of a further token in a pass that streams, and of the rest of a round, in plain steps.
@@ -30,7 +31,7 @@ class _StandIn(LowPrecision):
     """Low precision whose substitutes were made when the weights were loaded."""
 
     def __repr__(self) -> str:
-        return f"int{self.bits}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
+        return self.format.name + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         if self.skip is not None:
@@ -76,9 +77,11 @@ class Placement:
         if asked.draft is None:
             return asked
         if not self.plan.streamed:
-            bits = bits_of(asked.draft)
-            if bits is not None and bits != self.plan.bits:
-                raise DraftConfigError(f"no memory was set aside for copies in {bits} bits; {_anew(asked.draft)}")
+            name = format_of(asked.draft)
+            if name is not None and name != self.plan.format:
+                raise DraftConfigError(
+                    f"no memory was set aside for copies in {formats()[name].bits} bits; {_anew(asked.draft)}"
+                )
             return asked
         draft = asked.draft.mapped(self._fitted)
         costs = Costs(self._step(draft, model, adapter), verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
@@ -89,8 +92,12 @@ class Placement:
 
     def _stand_in(self, draft: LowPrecision) -> LayerPathDrafter:
         draft.check(self.depth)
-        if bits_of(draft) != self.plan.bits:
-            made = "no rounded copies" if self.plan.bits is None else f"copies in {self.plan.bits} bits"
+        if format_of(draft) != self.plan.format:
+            made = (
+                "no rounded copies"
+                if self.plan.format is None
+                else f"copies in {formats()[self.plan.format].bits} bits"
+            )
             raise DraftConfigError(f"{draft_name(draft)} needs rounded copies; here are {made}; {_anew(draft)}")
         kept = [layer for layer in draft.layers or () if layer < self.plan.resident]
         if kept:
@@ -107,13 +114,14 @@ class Placement:
             # The draft runs no streamed layer.
             return draft.fewer
         layers = range(self.plan.resident, end) if draft.layers is None else draft.layers
-        return _StandIn(draft.bits, draft.group_size, layers, draft.exit, draft.head_too and self.head, draft.skip)
+        head = draft.head_too and self.head
+        return _StandIn(layers=layers, exit=draft.exit, head=head, skip=draft.skip, format=draft.format)
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
         """Predict c."""
         last = draft.last
         bandwidth = self.plan.bandwidth
-        if bits_of(last) is not None and self.plan.draft_step is not None:
+        if format_of(last) is not None and self.plan.draft_step is not None:
             return self.plan.draft_step
         if isinstance(last, LayerPathDrafter):
             path = last.path(self.depth)
@@ -128,30 +136,33 @@ class Placement:
         return cost * in_memory if last.runs == "model" else cost
 
 
-def bits_of(draft: Drafter) -> int | None:
-    """Return the bits of the rounded copies that a draft needs; None if it needs none.
+def format_of(draft: Drafter) -> str | None:
+    """Return the name of the format of the copies that a draft needs; None if it needs none.
 
     Raises:
-        DraftConfigError: it reads the copies from a file, or their group size is not that of a budget.
+        DraftConfigError: it reads the copies from a file, or their settings are not those of a budget.
     """
     rounded: list[LowPrecision] = []
 
     def seen(each: Drafter) -> Drafter:
         if isinstance(each, LowPrecision):
             rounded.append(each)
-        elif each.bits is not None:
-            raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of int8 and int4")
+        elif each.format is not None:
+            names = " and ".join(formats())
+            raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of {names}")
         return each
 
     draft.mapped(seen)
     for each in rounded:
         if each.saved is not None:
             raise DraftConfigError(
-                f"{draft_name(each)}: within a budget copies are made when the model is loaded; write int{each.bits}"
+                f"{draft_name(each)}: within a budget copies are made when the model is loaded; "
+                f"write {each.format.name}"
             )
-        if each.bits == 4 and each.group_size != GROUP_SIZE:
-            raise DraftConfigError(f"group_size={each.group_size}: within a budget groups are of {GROUP_SIZE} weights")
-    return draft.bits
+        usual = type(each.format)()
+        if each.format != usual:
+            raise DraftConfigError(f"{each.format}: within a budget weights are kept in {usual}")
+    return None if draft.format is None else draft.format.name
 
 
 def _anew(draft: Drafter) -> str:

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
-from selfspec.kernels.rounded import Precision
+from selfspec.formats.format import formats
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement
-from selfspec.placement.plan import GROUP_SIZE, Plan
+from selfspec.placement.plan import Plan
 from selfspec.placement.skeleton import names_by_weight, set_weight
 from selfspec.placement.survey import StreamableModule, Survey
 from selfspec.placement.weight_source import FromDisk
@@ -39,7 +40,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
             set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
     _move_what_is_there(made.model, surveyed.source.device)
     substitutes = Substitutes.of(made.model)
-    stream = _stream(surveyed, streamed, plan.bits, substitutes) if streamed else None
+    stream = _stream(surveyed, streamed, plan.format, substitutes) if streamed else None
     depth = len(surveyed.layers) - 1
     head = bool(surveyed.layers[depth]) and plan.resident <= depth
     made.model.__dict__["placement"] = Placement(
@@ -58,9 +59,9 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
 
 def default_draft(plan: Plan) -> Drafter | None:
     """Return the default draft: look-ups, and rounded copies of streamed layers; None if there are no such copies."""
-    if plan.bits is None or not plan.streamed:
+    if plan.format is None or not plan.streamed:
         return None
-    return Cascade(PromptLookup(), LowPrecision(plan.bits, GROUP_SIZE))
+    return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
 
 
 def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
@@ -76,19 +77,19 @@ def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _stream(
-    surveyed: Survey, modules: Sequence[StreamableModule], bits: int | None, substitutes: Substitutes
+    surveyed: Survey, modules: Sequence[StreamableModule], format: str | None, substitutes: Substitutes
 ) -> WeightStream:
     """Make modules take their weights from a stream, and make their substitutes."""
     weights = [weight for module in modules for weight in module.weights.values()]
     sizes = [weight.nbytes // weight.dtype.itemsize * surveyed.dtype.itemsize for weight in weights]
     stream = WeightStream(sizes, surveyed.source.slots(weights, surveyed.dtype, surveyed.files))
     first = 0
-    for each in logging.tqdm(modules, desc="Rounding streamed weights", delay=2, disable=bits is None):
+    for each in logging.tqdm(modules, desc="Rounding streamed weights", delay=2, disable=format is None):
         module = surveyed.skeleton.model.get_submodule(each.name)
         numbers = range(first, first + len(each.weights))
         first += len(each.weights)
-        if bits is not None:
+        if format is not None:
             with stream.lend(numbers) as lent:
-                substitutes.take(module, each.name, Precision(bits, GROUP_SIZE), lent)
+                substitutes.take(module, each.name, WeightCopy(formats()[format]()), lent)
         stream_module(module, list(each.weights), numbers, stream)
     return stream

@@ -1,4 +1,4 @@
-"""Plan for a byte budget which layers stay in memory, which are streamed, and in how many bits these draft."""
+"""Plan for a byte budget which layers stay in memory, which are streamed, and in which format these draft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.formats.format import formats
 from selfspec.placement.byte_size import shown_bytes
 
 SLOTS = 4
@@ -14,10 +15,6 @@ _TOKENS_AT_ONCE, _SCORED = 1024, 32 * 2**20
 """The most tokens of prompts in a pass, of all rows together, and the most numbers in its mask or scores."""
 LONGEST = 32
 """The most tokens drafted each round."""
-GROUP_SIZE = 32
-"""Weights of a substitute in 4 bits that share a scale."""
-# Acceptance of drafts in 8 and 4 bits, by 1 - TV of the trained checkpoints that were measured.
-_ACCEPTANCE = {8: 0.97, 4: 0.9}
 
 
 def tokens_at_once(context: int, scored_heads: int) -> int:
@@ -39,22 +36,22 @@ class Memory:
         kept: weights that always stay: embeddings, norms, and all that cannot be streamed.
         layers: streamable weights of each layer, in order; the head, if it can be streamed, is the last layer.
         largest: the largest of these weights.
-        substitutes: substitutes of each of these layers, by bits.
+        substitutes: substitutes of each of these layers, by format.
         cache: keys and values of the context.
         working: other memory that a pass needs.
         draft: a drafter's own weights, and its keys and values of the context.
-        kept_substitutes: substitutes of weights that always stay, by bits; made only if all layers stay.
+        kept_substitutes: substitutes of weights that always stay, by format; made only if all layers stay.
     """
 
     process: int
     kept: int
     layers: tuple[int, ...]
     largest: int
-    substitutes: dict[int, tuple[int, ...]]
+    substitutes: dict[str, tuple[int, ...]]
     cache: int
     working: int
     draft: int = 0
-    kept_substitutes: dict[int, int] = field(default_factory=dict)
+    kept_substitutes: dict[str, int] = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -77,7 +74,7 @@ class Plan:
     Attributes:
         resident: number of layers that stay, from the first; the head counts as the layer after the last.
         streamed: bytes that a target pass streams.
-        bits: bits of the substitutes that draft for streamed layers; None: there are none.
+        format: name of the format of the substitutes that draft for streamed layers; None: there are none.
         total: bytes of memory that the plan takes.
         bandwidth: the bandwidth that the plan was made for.
         plain: predicted steps of plain decoding a second.
@@ -88,7 +85,7 @@ class Plan:
 
     resident: int
     streamed: int
-    bits: int | None
+    format: str | None
     total: int
     bandwidth: Bandwidth
     plain: float
@@ -98,7 +95,7 @@ class Plan:
 
 
 def plan_memory(
-    memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int], beside: int | None = None
+    memory: Memory, budget: int, bandwidth: Bandwidth, formats: Sequence[str], beside: str | None = None
 ) -> Plan:
     """Return the plan within a budget that promises the most tokens a second.
 
@@ -106,15 +103,15 @@ def plan_memory(
         memory: memory that the model takes.
         budget: the budget in bytes.
         bandwidth: bandwidth of this machine.
-        bits: bits that substitutes may have; empty: nothing drafts.
-        beside: bits of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
+        formats: names of the formats that substitutes may have; empty: nothing drafts.
+        beside: format of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
 
     Raises:
         UnsupportedOptionError: no plan fits; the message says how much is needed.
     """
     if _total(memory, len(memory.layers), beside) <= budget:
         return _predicted(memory, len(memory.layers), beside, bandwidth)
-    choices: list[int | None] = [*bits] or [None]
+    choices: list[str | None] = [*formats] or [None]
     plans = []
     for each in choices:
         resident = _most_resident(memory, each, budget)
@@ -125,21 +122,21 @@ def plan_memory(
     return max(plans, key=lambda plan: plan.drafting or plan.plain)
 
 
-def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> str:
-    bits = min(choices, key=lambda each: _total(memory, 0, each))
-    least = _total(memory, 0, bits)
+def _too_little(memory: Memory, budget: int, choices: Sequence[str | None]) -> str:
+    format = min(choices, key=lambda each: _total(memory, 0, each))
+    least = _total(memory, 0, format)
     parts = {
         "for the process": memory.process,
         "for weights that stay": memory.kept,
         "for weights on their way": SLOTS * memory.largest,
-        "for copies that draft": 0 if bits is None else sum(memory.substitutes[bits]),
+        "for copies that draft": 0 if format is None else sum(memory.substitutes[format]),
         "for keys and values": memory.cache,
         "for the draft's own weights, keys and values": memory.draft,
         "to work with": memory.working,
     }
     told = ", ".join(f"{shown_bytes(size)} {what}" for what, size in parts.items() if size)
     remedies = "raise it, or ask for a shorter context"
-    if bits is not None:
+    if format is not None:
         without = shown_bytes(_total(memory, 0, None))
         remedies = (
             "raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none), which takes "
@@ -152,36 +149,36 @@ def _too_little(memory: Memory, budget: int, choices: Sequence[int | None]) -> s
     )
 
 
-def _most_resident(memory: Memory, bits: int | None, budget: int) -> int | None:
+def _most_resident(memory: Memory, format: str | None, budget: int) -> int | None:
     # Substitutes are not made for a head alone: a layer before it is streamed, too.
-    most = len(memory.layers) - (bits is not None)
-    fitting = [count for count in range(most) if _total(memory, count, bits) <= budget]
+    most = len(memory.layers) - (format is not None)
+    fitting = [count for count in range(most) if _total(memory, count, format) <= budget]
     return max(fitting, default=None)
 
 
-def _total(memory: Memory, resident: int, bits: int | None) -> int:
+def _total(memory: Memory, resident: int, format: str | None) -> int:
     if resident == len(memory.layers):
-        copies = 0 if bits is None else sum(memory.substitutes[bits]) + memory.kept_substitutes.get(bits, 0)
+        copies = 0 if format is None else sum(memory.substitutes[format]) + memory.kept_substitutes.get(format, 0)
         return memory.least + sum(memory.layers) + copies
-    substitutes = 0 if bits is None else sum(memory.substitutes[bits][resident:])
+    substitutes = 0 if format is None else sum(memory.substitutes[format][resident:])
     return memory.least + sum(memory.layers[:resident]) + substitutes + SLOTS * memory.largest
 
 
-def _predicted(memory: Memory, resident: int, bits: int | None, bandwidth: Bandwidth) -> Plan:
+def _predicted(memory: Memory, resident: int, format: str | None, bandwidth: Bandwidth) -> Plan:
     streamed = sum(memory.layers[resident:])
     kept = memory.kept + sum(memory.layers[:resident])
     # Weights are multiplied while the next ones arrive.
     target = kept / bandwidth.memory + max(streamed / bandwidth.stream, streamed / bandwidth.memory)
-    total = _total(memory, resident, bits)
-    if bits is None or not streamed:
-        return Plan(resident, streamed, bits, total, bandwidth, 1 / target)
-    substitutes = sum(memory.substitutes[bits][resident:])
+    total = _total(memory, resident, format)
+    if format is None or not streamed:
+        return Plan(resident, streamed, format, total, bandwidth, 1 / target)
+    substitutes = sum(memory.substitutes[format][resident:])
     # A round of a chain commits (1 - a^(n + 1)) / (1 - a) tokens; verification need not run its first layers again.
-    acceptance = _ACCEPTANCE[bits]
+    acceptance = formats()[format].acceptance
     draft = (kept + substitutes) / bandwidth.memory
     speeds = {
         length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft + target)
         for length in range(1, LONGEST + 1)
     }
     best = max(speeds, key=lambda length: speeds[length])
-    return Plan(resident, streamed, bits, total, bandwidth, 1 / target, speeds[best], draft / target, best)
+    return Plan(resident, streamed, format, total, bandwidth, 1 / target, speeds[best], draft / target, best)

@@ -15,8 +15,9 @@ from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
+from selfspec.formats.format import formats
 from selfspec.placement.byte_size import parse_bytes, shown_bytes
-from selfspec.placement.drafts import bits_of
+from selfspec.placement.drafts import format_of
 from selfspec.placement.plan import Plan, plan_memory
 from selfspec.placement.skeleton import DTYPES
 from selfspec.placement.survey import Survey, survey
@@ -37,7 +38,8 @@ class PlannedCheckpoint:
         """Return the plan and what it is for, ready for JSON."""
         known = self.survey
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
-        return {**where, "memory": asdict(known.memory), **asdict(self.plan)}
+        bits = None if self.plan.format is None else formats()[self.plan.format].bits
+        return {**where, "memory": asdict(known.memory), **asdict(self.plan), "bits": bits}
 
 
 def plan_checkpoint(
@@ -58,8 +60,8 @@ def plan_checkpoint(
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     named = _cache_kind(cache)
-    beside = bits_of(draft) if isinstance(draft, Drafter) else None
-    bits = [8, 4] if draft is True else [] if beside is None else [beside]
+    beside = format_of(draft) if isinstance(draft, Drafter) else None
+    named_formats = list(formats()) if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
     surveyed = survey(path, named_dtype, contexts[0], source)
     bandwidth = surveyed.bandwidth()
@@ -73,7 +75,7 @@ def plan_checkpoint(
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
         keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.row + own.of_token * size))
-        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, bits, beside))
+        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, named_formats, beside))
 
     found = _first_that_fits(planned, list(product(contexts, kinds)))
     there = source.available()

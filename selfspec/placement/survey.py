@@ -13,12 +13,12 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.kernels.rounded import Precision, RoundedWeight
+from selfspec.formats.format import formats
 from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import CacheSummary, describe
-from selfspec.placement.plan import GROUP_SIZE, SLOTS, Bandwidth, Memory, tokens_at_once
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.weight_files import StoredWeight, WeightFiles
 from selfspec.placement.weight_source import FromDisk, WeightSource
@@ -36,11 +36,11 @@ _STATES = 4
 
 @dataclass(frozen=True)
 class StreamableModule:
-    """A module that can be streamed: its weights, by their names in it, and bytes of its substitute, by bits."""
+    """A module that can be streamed: its weights, by their names in it, and bytes of its substitute, by format."""
 
     name: str
     weights: dict[str, StoredWeight]
-    substitutes: dict[int, int]
+    substitutes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,10 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
         stored = {weight: where for weight, where in found.items() if where is not None}
         shared = any(len(tied[id(made.model.get_parameter(f"{name}.{weight}"))]) > 1 for weight in shapes)
         # Weights without substitutes stay: every draft step runs them.
-        if shared or len(stored) < len(shapes) or any(shape[-1] % GROUP_SIZE for shape in shapes.values()):
+        if shared or len(stored) < len(shapes) or not _fits(shapes.values()):
             continue
         number = int(name.removeprefix(f"{prefix}.").split(".")[0]) if name.startswith(f"{prefix}.") else depth
-        layers[number].append(
-            StreamableModule(name, stored, {bits: _rounded(shapes.values(), bits) for bits in (8, 4)})
-        )
+        layers[number].append(StreamableModule(name, stored, _packed_bytes(shapes.values())))
     *before, head = layers
     wide, others = _largest([head]), _largest(before)
     if SLOTS * (wide - others) > wide:
@@ -156,29 +154,31 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
     return tuple(map(tuple, layers))
 
 
-def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[int, int]:
-    """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by bits.
+def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[str, int]:
+    """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by format.
 
-    The largest counts twice, for its move to large pages, and in 4 bits once more, for its layout for kernels.
+    The largest counts once more for each copy of it while it is laid out and moved to large pages.
     """
     streamable = {module.name for layer in layers for module in layer}
     kept = [
-        shapes.values()
+        _packed_bytes(shapes.values())
         for name, shapes in substitutable_weights(made.model, adapter).items()
-        if name not in streamable and all(shape[-1] % GROUP_SIZE == 0 for shape in shapes.values())
+        if name not in streamable and _fits(shapes.values())
     ]
-    sizes = {bits: [_rounded(shapes, bits) for shapes in kept] for bits in (8, 4)}
-    further = {8: 1, 4: 2}
-    return {bits: sum(each) + further[bits] * max(each, default=0) for bits, each in sizes.items()}
+    sizes = {name: [each[name] for each in kept] for name in formats()}
+    return {name: sum(each) + formats()[name].laying_out * max(each, default=0) for name, each in sizes.items()}
 
 
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
     return max((weight.nbytes for layer in layers for module in layer for weight in module.weights.values()), default=0)
 
 
-def _rounded(shapes: Iterable[torch.Size], bits: int) -> int:
-    precision, nowhere = Precision(bits, GROUP_SIZE), torch.device("meta")
-    return sum(RoundedWeight.empty(shape, precision, nowhere).nbytes for shape in shapes)
+def _fits(shapes: Iterable[torch.Size]) -> bool:
+    return all(kind().fits(shape) for shape in shapes for kind in formats().values())
+
+
+def _packed_bytes(shapes: Iterable[torch.Size]) -> dict[str, int]:
+    return {name: sum(kind().nbytes(shape) for shape in shapes) for name, kind in formats().items()}
 
 
 def _memory(
@@ -207,7 +207,7 @@ def _memory(
     masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
     scores = at_once * context * scored_heads * _OF_SCORE
     passes = states + masks + scores + 2 * max(copied, default=0) + cache.copied
-    moving = max((module.substitutes[8] for layer in layers for module in layer), default=0)
+    moving = max((max(module.substitutes.values()) for layer in layers for module in layer), default=0)
     # While weights are made, there are no keys and values, and no passes.
     loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
     return Memory(
@@ -216,7 +216,7 @@ def _memory(
         layers=tuple(sizes),
         largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
         substitutes={
-            bits: tuple(sum(module.substitutes[bits] for module in layer) for layer in layers) for bits in (8, 4)
+            name: tuple(sum(module.substitutes[name] for module in layer) for layer in layers) for name in formats()
         },
         cache=cache.slots,
         working=_SLACK + max(passes, loading, moving),

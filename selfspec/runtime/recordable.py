@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.kernels.low_bits import LowBitsLinear
+from selfspec.formats.packed import PackedLinear
 from selfspec.model.overrides import GLOBAL_HOOKS, has_hooks
 from selfspec.model.view import copied, has_other_forward, is_streamed
 
@@ -40,7 +40,7 @@ def why_not(model: nn.Module) -> str | None:
     known = {
         id(weight)
         for module in model.modules()
-        if is_streamed(module) or isinstance(module, LowBitsLinear)
+        if is_streamed(module) or isinstance(module, PackedLinear)
         for weight in module.parameters()
     }
     for name, weight in model.named_parameters():

@@ -268,12 +268,12 @@ class ModelRunner:
         gated = GatedModel(model, self._adapter, path, self.substitutes)
         name, rows = plain_head(self._stock_model) if path.head_substituted else None, None
         # Heads of other kinds run exactly.
-        if path.precision is not None and name is not None:
+        if path.copy is not None and name is not None:
             whole = model.get_submodule(name)
             if head is None or head.tokens is None:
-                set_head(gated.module, name, self.substitutes.within(whole, name, path.precision))
+                set_head(gated.module, name, self.substitutes.within(whole, name, path.copy))
             else:
-                rows = self.substitutes.of_rows(whole, path.precision, head.tokens)
+                rows = self.substitutes.of_rows(whole, path.copy, head.tokens)
         if head is not None:
             end = path.exit_point
             layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]

@@ -88,7 +88,9 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
     """Say what a checkpoint can do on this machine. The model is on the meta device; a profile may need its weights."""
     device, encodes = find_device("auto"), has_encoder(model)
     memory = source_for(device).available()
-    copies = next(each.bytes for each in summary.substitutes if each.bits == 8)
+    default = UNCALIBRATED.format
+    assert default is not None
+    copies = next(each.bytes for each in summary.substitutes if each.format == default.name)
     needed = summary.total.bytes + copies + _CONTEXT * summary.cache.bytes_per_token
     fits = memory is None or needed <= _OF_MEMORY * memory
     budget = None if memory is None or fits else f"{int(_OF_MEMORY * memory / 2**20)}MiB"

@@ -43,7 +43,7 @@ def test_json(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     assert found.pop("seconds") > 0
     assert "selfspec" in found.pop("versions")
     assert 0.2 < found.pop("share") < 0.3
-    assert found == {"schema_version": 1, "file": str(file), "bytes": file.stat().st_size, "bits": 8}
+    assert found == {"schema_version": 1, "file": str(file), "bytes": file.stat().st_size, "bits": 8, "format": "int8"}
 
 
 def test_bad_input_is_refused_before_weights_are_read(invoke: Invoke, folder: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_it_is_written_before_other_drafts() -> None:
     assert (found.most, found.bits) == (1, 8)
     path = found.path(4)
     assert path.experts == 1
-    assert path.precision is not None
+    assert path.copy is not None
     assert path.resume_point is None
 
 

@@ -20,11 +20,12 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.auto import uncalibrated_draft
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.formats.int4 import Int4, Int4Linear
+from selfspec.formats.int8 import Int8, Int8Linear
+from selfspec.formats.packed import PackedExperts, PackedLinear
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsExperts, LowBitsLinear
-from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.measure.teacher_forced import DraftPath
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import Runtime
@@ -32,7 +33,7 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
-EIGHT, FOUR = Precision(8, 32), Precision(4, 32)
+EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
 DRAFTS = [
     selfspec.drafts.LowPrecision(),
     selfspec.drafts.LowPrecision(4),
@@ -190,12 +191,12 @@ def test_other_architectures_keep_their_text(architecture: str) -> None:
     assert torch.equal(spec.generate(prompt, max_new_tokens=16, do_sample=False).sequences, wanted)
 
 
-def eight(weight: Tensor, bias: Tensor | None) -> EightBitsLinear:
-    return EightBitsLinear(round_weight(weight, EIGHT), bias, weight.dtype)
+def eight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    return Int8Linear(Int8().pack(weight), bias, weight.dtype)
 
 
-def four(weight: Tensor, bias: Tensor | None) -> FourBitsLinear:
-    return FourBitsLinear(round_weight(weight, FOUR), bias, weight.dtype)
+def four(weight: Tensor, bias: Tensor | None) -> Int4Linear:
+    return Int4Linear(Int4().pack(weight), bias, weight.dtype)
 
 
 @pytest.mark.parametrize("make", [eight, four])
@@ -207,8 +208,8 @@ def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
     states = torch.randn(2, 3, 256)
     error = (low(states) - layer(states)).abs().mean() / layer(states).abs().mean()
     assert low(states).shape == (2, 3, 96)
-    assert 0 < error < (0.02 if isinstance(low, EightBitsLinear) else 0.15)
-    assert low.nbytes < layer.weight.nbytes * (0.27 if isinstance(low, EightBitsLinear) else 0.19)
+    assert 0 < error < (0.02 if isinstance(low, Int8Linear) else 0.15)
+    assert low.nbytes < layer.weight.nbytes * (0.27 if isinstance(low, Int8Linear) else 0.19)
 
 
 @pytest.mark.parametrize("make", [eight, four])
@@ -244,16 +245,16 @@ def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrained
     torch.testing.assert_close(third(torch.zeros(1, 64)), torch.ones(1, 96))
 
 
-@pytest.mark.parametrize("precision", [EIGHT, FOUR])
-def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(precision: Precision) -> None:
+@pytest.mark.parametrize("copied", [EIGHT, FOUR])
+def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(copied: WeightCopy) -> None:
     torch.manual_seed(0)
     sizes = torch.randn(64).exp()
     layer, states = nn.Linear(64, 96, bias=False), torch.randn(3, 64) / sizes
     layer.weight.data *= sizes
     substitutes = Substitutes(head="head")
-    up, head = (substitutes.within(layer, name, precision) for name in ("up", "head"))
-    assert isinstance(up, LowBitsLinear)
-    assert isinstance(head, LowBitsLinear)
+    up, head = (substitutes.within(layer, name, copied) for name in ("up", "head"))
+    assert isinstance(up, PackedLinear)
+    assert isinstance(head, PackedLinear)
     torch.testing.assert_close(up.factors, layer.weight.norm(dim=0) / layer.weight.norm(dim=0).mean())
     assert (head.factors == 1).all()
     wanted = layer(states)
@@ -275,14 +276,14 @@ def uncounted(layer: nn.Linear) -> None:
 @pytest.mark.parametrize(
     "make", [nn.Linear, lambda inputs, outputs: Conv1D(outputs, inputs)], ids=["linear", "columns"]
 )
-@pytest.mark.parametrize("precision", [EIGHT, FOUR])
-def test_a_substitute_follows_a_weight_that_changes_where_it_is(precision: Precision, make: Any, change: Any) -> None:
+@pytest.mark.parametrize("copied", [EIGHT, FOUR])
+def test_a_substitute_follows_a_weight_that_changes_where_it_is(copied: WeightCopy, make: Any, change: Any) -> None:
     substitutes, layer = Substitutes(), make(64, 96)
-    first = substitutes.within(layer, "up", precision)
+    first = substitutes.within(layer, "up", copied)
     states, bias = torch.randn(3, 64), layer.bias.detach().clone()
     before = first(states) - bias
     change(layer)
-    assert substitutes.within(layer, "up", precision) is first
+    assert substitutes.within(layer, "up", copied) is first
     torch.testing.assert_close(first(states) - bias, 2 * before)
     assert torch.equal(layer.bias, bias)
 
@@ -308,7 +309,7 @@ def test_recorded_drafts_follow_weights_that_change_where_they_are(name: str, ch
     spec = selfspec.wrap(stock, name, draft_length=3, runtime=runtime)
     spec.programs = GraphCache(spec.runtime, ticking())
     spec.generate(prompts, max_new_tokens=32, do_sample=False)
-    drafting = [kind for kind in spec.programs.proved if kind.path.precision is not None]
+    drafting = [kind for kind in spec.programs.proved if kind.path.copy is not None]
     assert drafting
     for layer in stock.modules():
         if type(layer) is nn.Linear:
@@ -338,20 +339,20 @@ def test_a_model_made_in_inference_mode_drafts() -> None:
     assert torch.equal(spec.generate(prompts, max_new_tokens=12, do_sample=False).sequences, wanted)
 
 
-@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+@pytest.mark.parametrize("copied", [EIGHT, FOUR])
 @torch.no_grad()
-def test_weights_laid_out_by_columns_have_a_substitute(precision: Precision) -> None:
+def test_weights_laid_out_by_columns_have_a_substitute(copied: WeightCopy) -> None:
     layer = Conv1D(64, 96)
-    substitute = Substitutes().within(layer, "columns", precision)
-    assert isinstance(substitute, EightBitsLinear | FourBitsLinear)
+    substitute = Substitutes().within(layer, "columns", copied)
+    assert isinstance(substitute, Int8Linear | Int4Linear)
     states = torch.randn(3, 96)
     torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.05)
 
 
-@pytest.mark.parametrize("precision", [EIGHT, FOUR])
-def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision) -> None:
+@pytest.mark.parametrize("copied", [EIGHT, FOUR])
+def test_modules_that_look_at_a_weight_see_the_rounded_one(copied: WeightCopy) -> None:
     layer = nn.Linear(64, 96)
-    substitute = Substitutes().within(layer, "read", precision)
+    substitute = Substitutes().within(layer, "read", copied)
     weight = substitute.weight
     assert isinstance(weight, torch.Tensor)
     assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
@@ -364,7 +365,7 @@ def test_modules_that_look_at_a_weight_see_the_rounded_one(precision: Precision)
 def test_a_module_that_asks_for_a_dtype_has_no_weight_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's MLP compares the dtype of its states with that of a weight at every call."""
     substitute = Substitutes().within(nn.Linear(64, 96), "asked", EIGHT)
-    monkeypatch.setattr(type(substitute), "dequantised", lambda _: pytest.fail("the weight was made"))
+    monkeypatch.setattr(type(substitute), "join", lambda _: pytest.fail("the weight was made"))
     weight = substitute.weight
     assert isinstance(weight, torch.Tensor)
     assert weight.dtype == torch.float32
@@ -373,21 +374,21 @@ def test_a_module_that_asks_for_a_dtype_has_no_weight_made_for_it(monkeypatch: p
 EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}
 
 
-@pytest.mark.parametrize("precision", [EIGHT, FOUR])
+@pytest.mark.parametrize("copied", [EIGHT, FOUR])
 @pytest.mark.parametrize("model_type", EXPERTS)
 @torch.no_grad()
-def test_experts_give_what_they_gave(model_type: str, precision: Precision) -> None:
+def test_experts_give_what_they_gave(model_type: str, copied: WeightCopy) -> None:
     """Gated ones, ones with biases whose weights lie by columns, ones without a gate."""
     stock = shrunken(model_type, torch.float32, intermediate_size=64, moe_intermediate_size=64)
     experts = next(module for name, module in stock.named_modules() if name.endswith(EXPERTS[model_type]))
     for weight in experts.parameters():
         nn.init.normal_(weight, std=0.2)
-    substitute = Substitutes().within(experts, "experts", precision)
-    assert isinstance(substitute, LowBitsExperts)
+    substitute = Substitutes().within(experts, "experts", copied)
+    assert isinstance(substitute, PackedExperts)
     shares = torch.rand(7, 4).softmax(-1)
     given = torch.randn(7, 32), shares.topk(2).indices, shares.topk(2).values
     wanted, found = experts(*given), substitute(*given)
-    assert 0 < (found - wanted).norm() / wanted.norm() < (0.03 if precision is EIGHT else 0.25)
+    assert 0 < (found - wanted).norm() / wanted.norm() < (0.03 if copied is EIGHT else 0.25)
     assert substitute.nbytes < 0.3 * sum(weight.nbytes for weight in experts.parameters())
     # Nothing holds the weights themselves.
     assert not {id(weight) for weight in substitute.parameters()} & {id(weight) for weight in experts.parameters()}
@@ -443,7 +444,7 @@ def test_verification_resumes_where_substitutes_begin() -> None:
     assert selfspec.drafts.LowPrecision().path(5).resume_point is None
     assert selfspec.drafts.LowPrecision(exit=3).path(5).exit_point == Sublayer(3, Part.ATTENTION)
     assert path.runs(Sublayer(3, Part.MLP))
-    assert LayerPath.full(5).precision is None
+    assert LayerPath.full(5).copy is None
 
 
 def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:

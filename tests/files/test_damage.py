@@ -33,8 +33,9 @@ from selfspec.errors import (
     TrainingError,
 )
 from selfspec.files.writing import write_sealed
-from selfspec.kernels.rounded import Precision
+from selfspec.formats.format import formats
 from selfspec.model.fingerprint import fingerprint
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import Vocabulary
@@ -75,10 +76,10 @@ def _substitutes(bits: int) -> Kind:
 
     def read(file: Path) -> object:
         substitutes = Substitutes()
-        substitutes.load(SubstituteFile(file), Precision(bits, 32), _model())
+        substitutes.load(SubstituteFile(file), WeightCopy(formats()[f"int{bits}"]()), _model())
         draft = selfspec.drafts.LowPrecision.from_file(file)
         made = [each.substitute for each in substitutes._made.values() if each.substitute is not None]
-        return [draft.bits, draft.group_size, draft.layers, draft.head_too], _values(
+        return [draft.format, draft.layers, draft.head_too], _values(
             {f"{number}.{name}": part for number, each in enumerate(made) for name, part in each.named_parameters()}
         )
 

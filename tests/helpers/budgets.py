@@ -13,10 +13,10 @@ def tight_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every budget be one that all layers but one are streamed within."""
 
     def tight(
-        memory: Memory, budget: int, bandwidth: Bandwidth, bits: Sequence[int], beside: int | None = None
+        memory: Memory, budget: int, bandwidth: Bandwidth, formats: Sequence[str], beside: str | None = None
     ) -> Plan:
-        rounded = sum(memory.substitutes[8][1:])
+        rounded = sum(memory.substitutes["int8"][1:])
         enough = memory.least + memory.layers[0] + rounded + SLOTS * memory.largest
-        return plan_memory(memory, enough, bandwidth, bits, beside)
+        return plan_memory(memory, enough, bandwidth, formats, beside)
 
     monkeypatch.setattr("selfspec.placement.planned.plan_memory", tight)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.rounded import Precision, RoundedWeight, round_weight
+from selfspec.formats.format import formats
+from selfspec.formats.packed import Packed
 
 SIZES = [(64, 128), (70, 96), (5, 576), (33, 2080)]
 ROWS = [1, 3, 16, 17]
 OFF_BY = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def values(rounded: RoundedWeight) -> Tensor:
+def values(rounded: Packed) -> Tensor:
     """What a rounded weight says, `[out, in]`."""
-    if rounded.zeros is None:
-        return rounded.levels.double() * rounded.scales.double()[:, None]
-    levels = torch.stack([rounded.levels >> 4, rounded.levels & 15], -1).flatten(1).double()
-    group = rounded.inputs // rounded.scales.shape[1]
-    scales, zeros = (part.double().repeat_interleave(group, 1) for part in (rounded.scales, rounded.zeros))
+    if "zeros" not in rounded.parts:
+        return rounded["levels"].double() * rounded["scales"].double()[:, None]
+    levels = torch.stack([rounded["levels"] >> 4, rounded["levels"] & 15], -1).flatten(1).double()
+    group = rounded.shape[1] // rounded["scales"].shape[1]
+    scales, zeros = (part.double().repeat_interleave(group, 1) for part in (rounded["scales"], rounded["zeros"]))
     return (levels - 8) * scales + zeros
 
 
@@ -27,10 +28,12 @@ def check(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32
     from selfspec.kernels.triton_products import low_bits_product
 
     for outputs, inputs in SIZES:
-        rounded = round_weight((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device), Precision(bits, group))
+        kind = formats()[f"int{bits}"]
+        format = kind() if bits == 8 else kind(group)
+        rounded = format.pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
         states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]
-        found = low_bits_product(states, rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
-        expected = (states.double() * rounded.factors.double()) @ values(rounded).T
+        found = low_bits_product(states, *map(rounded.parts.get, ("factors", "levels", "scales", "zeros")))
+        expected = (states.double() * rounded["factors"].double()) @ values(rounded).T
         assert found.dtype == dtype
         off = (found.double() - expected).norm() / expected.norm()
         assert off < OFF_BY[dtype], f"{bits} bits, {rows} rows, {outputs} x {inputs}, {dtype}: off by {off:.2g}"

@@ -14,9 +14,10 @@ import selfspec
 from helpers import own_kernels, tiny
 from helpers.rounding import restored
 from selfspec.errors import UnsupportedOptionError
+from selfspec.formats.int4 import Int4, Int4Linear
+from selfspec.formats.int8 import Int8, Int8Linear
+from selfspec.formats.packed import PackedLinear
 from selfspec.kernels import native
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, LowBitsLinear
-from selfspec.kernels.rounded import Precision, round_weight
 from selfspec.runtime.few_rows import for_few_rows
 
 # Each tile, halves of tiles, and halves of these.
@@ -72,15 +73,14 @@ def of_eight_bits(rows: int, inputs: int, group: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "group", "outputs", "inputs"),
     # Some processors round the inputs of weights in 8 bits in groups of 64.
-    [(EightBitsLinear, 64, *sizes) for sizes in ((1, 1), (24, 50), (7, 64), (33, 172), (24, 704))]
-    + [(FourBitsLinear, native.GROUP_SIZE, *sizes) for sizes in ((1, 32), (7, 96), (24, 128), (33, 704))],
+    [(Int8Linear, 64, *sizes) for sizes in ((1, 1), (24, 50), (7, 64), (33, 172), (24, 704))]
+    + [(Int4Linear, native.GROUP_SIZE, *sizes) for sizes in ((1, 32), (7, 96), (24, 128), (33, 704))],
 )
 def test_products_are_what_their_levels_stand_for(
-    kind: type[LowBitsLinear], group: int, outputs: int, inputs: int
+    kind: type[PackedLinear], group: int, outputs: int, inputs: int
 ) -> None:
     factors = 2.0 ** (torch.arange(inputs) % 5 - 2)
-    precision = Precision(8 if kind is EightBitsLinear else 4, 32)
-    rounded = round_weight(drawn(outputs, inputs).float() + 0.5, precision, factors)
+    rounded = (Int8() if kind is Int8Linear else Int4()).pack(drawn(outputs, inputs).float() + 0.5, factors)
     linear = kind(rounded, None, torch.float32)
     weight = restored(rounded).double()
     for rows in (*ROWS, native.MOST_ROWS + 3):
@@ -95,13 +95,13 @@ def test_products_are_what_their_levels_stand_for(
 
 @pytest.mark.kernels
 def test_four_bits_take_a_sixth_of_float32() -> None:
-    rounded = round_weight(drawn(330, 704).float(), Precision(4, 32))
-    assert FourBitsLinear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 330 * 704
+    rounded = Int4().pack(drawn(330, 704).float())
+    assert Int4Linear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 330 * 704
 
 
 @pytest.mark.kernels
 def test_a_product_in_eight_bits_of_what_is_not_finite_is_not_either() -> None:
-    linear = EightBitsLinear(round_weight(drawn(5, 100).float(), Precision(8, 32)), None, torch.float32)
+    linear = Int8Linear(Int8().pack(drawn(5, 100).float()), None, torch.float32)
     for odd in (float("inf"), float("nan")):
         states = drawn(3, 100).float()
         states[1, 70] = odd
@@ -116,7 +116,7 @@ def test_products_in_eight_bits_need_scales() -> None:
 
 @pytest.mark.kernels
 def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
-    linear = FourBitsLinear(round_weight(drawn(301, 1056).float(), Precision(4, 32)), None, torch.float32)
+    linear = Int4Linear(Int4().pack(drawn(301, 1056).float()), None, torch.float32)
     states = drawn(ROWS[-1], 1056).float()
     alone = torch.cat([linear(row[None]) for row in states])
     before = torch.get_num_threads()
@@ -134,13 +134,13 @@ def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
 def test_values_that_are_not_finite_stay_in_their_row_in_four_bits(value: float) -> None:
     states = torch.ones(3, 160)
     states[1, 133] = value
-    linear = FourBitsLinear(round_weight(torch.ones(5, 160), Precision(4, 32)), None, torch.float32)
+    linear = Int4Linear(Int4().pack(torch.ones(5, 160)), None, torch.float32)
     assert linear(states).isfinite().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.kernels
 def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
-    linear = FourBitsLinear(round_weight(drawn(5, 64).float(), Precision(4, 32)), None, torch.float32)
+    linear = Int4Linear(Int4().pack(drawn(5, 64).float()), None, torch.float32)
     assert linear(torch.full((1, 64), 1e-44)).abs().max() < 1e-37
 
 

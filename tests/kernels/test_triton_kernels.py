@@ -20,7 +20,7 @@ from torch import Tensor
 
 from helpers import tiny, triton_attention, triton_judge, triton_slots, triton_steps
 from selfspec import kernels
-from selfspec.kernels.rounded import Precision, round_weight
+from selfspec.formats.format import formats
 from selfspec.runtime.grouped_queries import for_grouped_queries
 
 triton = pytest.importorskip("triton")
@@ -157,9 +157,13 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
         queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
     for bits, rows in product((8, 4), (1, 3)):
-        rounded = round_weight(torch.zeros(64, 128), Precision(bits, 32))
+        rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 128))
         low_bits_product(
-            torch.zeros(rows, 128, dtype=dtype), rounded.factors, rounded.levels, rounded.scales, rounded.zeros
+            torch.zeros(rows, 128, dtype=dtype),
+            rounded["factors"],
+            rounded["levels"],
+            rounded["scales"],
+            rounded.parts.get("zeros"),
         )
     if dtype != torch.float64:
         rms_norm(torch.zeros(2, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-5)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from helpers.triton_products import OFF_BY, ROWS, check
-from selfspec.kernels import low_bits
-from selfspec.kernels.low_bits import EightBitsLinear, FourBitsLinear, Kernels
-from selfspec.kernels.rounded import Precision, round_weight
+from selfspec.formats import int4, int8, rounding
+from selfspec.formats.int4 import Int4, Int4Linear
+from selfspec.formats.int8 import Int8, Int8Linear
+from selfspec.formats.rounding import Kernels
 
 pytest.importorskip("triton")
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -30,17 +31,18 @@ def test_groups_of_other_sizes(group: int, cuda: str) -> None:
     from helpers.triton_products import values
     from selfspec.kernels.triton_products import low_bits_product
 
-    rounded = round_weight(torch.randn(24, 640).to(cuda), Precision(4, group))
+    rounded = Int4(group).pack(torch.randn(24, 640).to(cuda))
     states = torch.randn(2, 640, device=cuda)
-    found = low_bits_product(states, rounded.factors, rounded.levels, rounded.scales, rounded.zeros)
-    expected = (states.double() * rounded.factors.double()) @ values(rounded).T
+    found = low_bits_product(states, rounded["factors"], rounded["levels"], rounded["scales"], rounded["zeros"])
+    expected = (states.double() * rounded["factors"].double()) @ values(rounded).T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
 
 
 def test_sizes_that_atens_kernel_for_four_bits_does_not_take_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_bits, "kernels_of", lambda _: Kernels.TRITON)
-    large, small = (round_weight(torch.randn(16, inputs), Precision(4, 32)) for inputs in (256, 576))
-    assert FourBitsLinear(small, None, torch.float32)._kernels is Kernels.TRITON
-    assert FourBitsLinear(large, None, torch.float32)._kernels is Kernels.ATEN
-    odd = round_weight(torch.randn(16, 40), Precision(8, 32))
-    assert EightBitsLinear(odd, None, torch.float32)._kernels is Kernels.TRITON
+    for module in (int4, int8, rounding):
+        monkeypatch.setattr(module, "kernels_of", lambda _: Kernels.TRITON)
+    large, small = (Int4().pack(torch.randn(16, inputs)) for inputs in (256, 576))
+    assert Int4Linear(small, None, torch.float32).kernels is Kernels.TRITON
+    assert Int4Linear(large, None, torch.float32).kernels is Kernels.ATEN
+    odd = Int8().pack(torch.randn(16, 40))
+    assert Int8Linear(odd, None, torch.float32).kernels is Kernels.TRITON

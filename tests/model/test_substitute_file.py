@@ -17,9 +17,8 @@ from helpers import tiny
 from helpers.described import Change, rewrite
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, StorageError
-from selfspec.kernels import rounded
-from selfspec.kernels.rounded import Precision
-from selfspec.model import substitutes
+from selfspec.formats.format import formats
+from selfspec.formats.rounding import Rounded
 
 
 def _model(**options: Any) -> PreTrainedModel:
@@ -41,8 +40,8 @@ def file(tmp_path: Path, model: PreTrainedModel) -> Path:
 def _values(spec: selfspec.SelfSpeculative) -> dict[str, Tensor]:
     """Everything that the substitutes of a wrapper hold."""
     return {
-        f"{precision.bits}.{name}.{part}": values
-        for (precision, name), made in spec.substitutes._made.items()
+        f"{copied.format}.{name}.{part}": values
+        for (copied, name), made in spec.substitutes._made.items()
         if made.substitute is not None
         for part, values in made.substitute.named_parameters()
     }
@@ -70,14 +69,9 @@ def test_they_are_those_that_are_made_in_memory(
     made = selfspec.wrap(model, draft, draft_length=3)
     wanted = _generated(made, rows=2)
     # None is made any more.
-    monkeypatch.setattr(substitutes, "round_weight", None)
+    monkeypatch.setattr(Rounded, "pack", None)
     saved = selfspec.drafts.LowPrecision.from_file(file)
-    assert (saved.bits, saved.group_size, saved.layers, saved.head_too) == (
-        draft.bits,
-        draft.group_size,
-        draft.layers,
-        draft.head_too,
-    )
+    assert (saved.format, saved.layers, saved.head_too) == (draft.format, draft.layers, draft.head_too)
     read = selfspec.wrap(model, saved, draft_length=3)
     found = _generated(read, rows=2)
     assert torch.equal(found.sequences, wanted.sequences)
@@ -114,7 +108,7 @@ def test_other_architectures_have_them(architecture: str, tmp_path: Path, monkey
     model = tiny.BUILDERS[architecture]()
     wanted = model.generate(tiny.prompt(9), max_new_tokens=20, do_sample=False)
     selfspec.drafts.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
-    monkeypatch.setattr(substitutes, "round_weight", None)
+    monkeypatch.setattr(Rounded, "pack", None)
     spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
     assert torch.equal(_generated(spec).sequences, wanted)
 
@@ -134,7 +128,7 @@ def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, mo
     size = spec.substitutes.nbytes
     other = spec.drafting(f"int4:{file}", 3)
     assert other.substitutes is spec.substitutes
-    monkeypatch.setattr(substitutes, "round_weight", None)
+    monkeypatch.setattr(Rounded, "pack", None)
     file.unlink()
     assert _generated(spec).stats.drafted
     assert _generated(other).stats.substitute_bytes == size
@@ -166,7 +160,7 @@ def test_another_base_is_refused(file: Path) -> None:
 def test_a_file_that_was_replaced_is_refused(file: Path, model: PreTrainedModel) -> None:
     draft = selfspec.drafts.LowPrecision.from_file(file)
     selfspec.drafts.LowPrecision(4, group_size=64).save(file, model)
-    with pytest.raises(DraftConfigError, match="4 bits in groups of 64 by now, and not 4 in groups of 32"):
+    with pytest.raises(DraftConfigError, match=r"holds int4 \(group_size=64\) by now, and not int4 \(group_size=32\)"):
         selfspec.wrap(model, draft)
 
 
@@ -259,4 +253,4 @@ def test_they_take_their_share_of_the_weights(bits: int, most: float, tmp_path: 
     assert _generated(spec).stats.substitute_bytes <= most * weights
     # Names and shapes of so small a model are a tenth of its file.
     assert (tmp_path / "made").stat().st_size <= (most + 0.05) * weights
-    assert rounded.round_weight(torch.ones(512, 512), Precision(bits, 32)).nbytes <= most * 4 * 512 * 512
+    assert formats()[f"int{bits}"]().nbytes((512, 512)) <= most * 4 * 512 * 512

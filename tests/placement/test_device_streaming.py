@@ -38,7 +38,7 @@ def streamed(
 ) -> selfspec.SelfSpeculative:
     model.save_pretrained(folder)
     drafting, step = (None, None) if bits is None else (4.0, 0.05)
-    plan = Plan(1, 1, bits, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
+    plan = Plan(1, 1, None if bits is None else f"int{bits}", 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
     placed = place(survey(str(folder), dtype, 128, FromHost(copies)), plan)
     return selfspec.wrap(placed, default_draft(plan), runtime=selfspec.runtime.Eager())
 

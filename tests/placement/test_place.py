@@ -69,7 +69,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 def plan(resident: int, bits: int | None) -> Plan:
     drafting, step = (None, None) if bits is None else (4.0, 0.05)
-    return Plan(resident, resident < 5, bits, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
+    format = None if bits is None else f"int{bits}"
+    return Plan(resident, resident < 5, format, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
 
 
 def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> PreTrainedModel:
@@ -358,7 +359,10 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
     [
         ("int8", r"here are copies in 4 bits.*draft='int8'"),
         ("lookup+int8", "--draft int8"),
-        (selfspec.drafts.LowPrecision(4, group_size=64), "groups are of 32"),
+        (
+            selfspec.drafts.LowPrecision(4, group_size=64),
+            r"group_size=64\): within a budget .* int4 \(group_size=32\)",
+        ),
         (selfspec.drafts.LowPrecision(4, layers=[0, 2]), r"\[0\] stay in memory"),
         (selfspec.drafts.LowPrecision(4, layers=[9]), "out of range"),
         ("exit:4", "choose 1..3"),

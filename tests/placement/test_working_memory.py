@@ -108,5 +108,5 @@ def test_copies_of_a_head_that_stays_are_set_aside_where_they_are_made(tmp_path:
     memory = survey(str(tmp_path), None, 64, FromDisk()).memory
     spec = selfspec.load(tmp_path, "64GiB", device="cpu", context=64, draft=f"int{bits}")
     spec.generate(tiny.prompt(5), max_new_tokens=4, draft_length=2, do_sample=False)
-    aside = sum(memory.substitutes[bits]) + memory.kept_substitutes[bits]
+    aside = sum(memory.substitutes[f"int{bits}"]) + memory.kept_substitutes[f"int{bits}"]
     assert 20_000 * 32 * bits // 8 < spec.substitutes.nbytes <= aside

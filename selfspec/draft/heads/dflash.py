@@ -120,7 +120,7 @@ class DFlash(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "a draft head", self.weight_bits)
+        check_for_head(model, "a draft head", self.weight_format)
         known, hidden = weight_of(model.get_input_embeddings()).shape
         own, read = self._shapes["fc.weight"]
         wanted = len(self._config.points) * hidden
@@ -141,11 +141,11 @@ class DFlash(FromFolder, HeadDrafter):
         without = ("embed_tokens.weight", "t2d", "d2t")
         read = {name: shape for name, shape in self._shapes.items() if name not in without}
         # One pass drafts all tokens of a block.
-        return share_of(bytes_read(read, model, self.weight_bits), model, adapter) / (self._config.size - 1)
+        return share_of(bytes_read(read, model, self.weight_format), model, adapter) / (self._config.size - 1)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")}
-        size = bytes_kept(kept, model, self.weight_bits)
+        size = bytes_kept(kept, model, self.weight_format)
         token = cache_summary(self._layers_config(), model.dtype).bytes_per_token
         return OwnBytes(size, token, token * self._config.size)
 

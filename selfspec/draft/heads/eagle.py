@@ -132,7 +132,7 @@ class Eagle(FromFolder, HeadDrafter):
             raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "a draft head", self.weight_bits)
+        check_for_head(model, "a draft head", self.weight_format)
         hidden = weight_of(model.get_input_embeddings()).shape[-1]
         count = len(self.points(len(adapter.decoder_layers(model))))
         own, read = self._shapes["fc.weight"]
@@ -159,12 +159,12 @@ class Eagle(FromFolder, HeadDrafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         read = {name: shape for name, shape in self._shapes.items() if name not in ("embed_tokens.weight", "t2d")}
-        return share_of(bytes_read(read, model, self.weight_bits), model, adapter)
+        return share_of(bytes_read(read, model, self.weight_format), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         # Embeddings are kept if they differ from the model's; the shapes do not tell, so they count.
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")}
-        size = bytes_kept(kept, model, self.weight_bits)
+        size = bytes_kept(kept, model, self.weight_format)
         return OwnBytes(size, cache_summary(self._layers_config(), model.dtype).bytes_per_token)
 
     def _layers_config(self) -> PreTrainedConfig:

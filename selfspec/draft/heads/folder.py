@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from selfspec.draft.drafter import Drafter, name_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
+from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
 from selfspec.values import checked_path
 
@@ -38,11 +39,11 @@ class FromFolder(Drafter):
 
     Attributes:
         source: the folder.
-        weight_bits: bits of its linear layers, 8 or 4; None: they have the dtype of the model.
+        weight_format: format of its linear layers; None: they have the dtype of the model.
     """
 
     source: str
-    weight_bits: int | None = None
+    weight_format: Format | None = None
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Self:
@@ -52,10 +53,10 @@ class FromFolder(Drafter):
 
     @property
     def spelling(self) -> str:
-        return f"{bits_spelled(self.weight_bits)}{name_of(type(self))}:{self.source}"
+        return f"{format_spelled(self.weight_format)}{name_of(type(self))}:{self.source}"
 
-    def in_bits(self, bits: int) -> Drafter | None:
-        return replace(self, weight_bits=bits)
+    def in_format(self, format: Format) -> Drafter | None:
+        return replace(self, weight_format=format)
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ class HeadFolder:
             raise HeadError(f"{file} is truncated or corrupt ({error}); copy or download it again") from error
 
 
-def bits_spelled(bits: int | None) -> str:
-    """Return the prefix of a head's spelling for weights in this many bits."""
-    return "" if bits is None else f"int{bits}+"
+def format_spelled(format: Format | None) -> str:
+    """Return the prefix of a head's spelling for weights in a format."""
+    return "" if format is None else f"{format.name}+"
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:

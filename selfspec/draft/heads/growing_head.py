@@ -20,6 +20,7 @@ from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import GrowingProposer, Read, grow
 from selfspec.errors import UnsupportedOptionError
+from selfspec.formats.format import Format
 from selfspec.model.early_head import plain_head
 from selfspec.model.features import Features, Point
 from selfspec.model.substitutes import Substitutes
@@ -34,7 +35,7 @@ class HeadDrafter(Drafter):
     """Drafts with a head that was trained on states of one target, for that target alone."""
 
     runs = "model"
-    weight_bits: int | None = None
+    weight_format: Format | None = None
     """Bits of its linear layers; None: they have the dtype of the target."""
     passes: ClassVar[type[PairState]] = PairState
     """Class of its passes, which read the committed text."""
@@ -65,12 +66,12 @@ class HeadDrafter(Drafter):
         return [self.head(model)]
 
     def made(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make these heads in `weight_bits` bits. Raises as `head` does."""
+        """Make these heads in `weight_format`. Raises as `head` does."""
         heads = self.heads(model)
-        if self.weight_bits is None:
+        if self.weight_format is None:
             return heads
         substitutes = Substitutes(f"layers.{plain_head(heads[0].layers)}")
-        return [head.rounded(self.weight_bits, substitutes) for head in heads]
+        return [head.packed(self.weight_format, substitutes) for head in heads]
 
     def features(self, depth: int) -> tuple[Point, ...]:
         return tuple(dict.fromkeys(self.points(depth)))

@@ -13,13 +13,11 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
-from selfspec.kernels.low_bits import has_kernels
-from selfspec.kernels.rounded import Precision, RoundedWeight
+from selfspec.formats.format import Format
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.model.vocabulary import weight_of
-
-_GROUP_SIZE = 32
 
 
 class Fusion(nn.Module):
@@ -57,7 +55,7 @@ class Head:
         tokens: ids that it can draft, in the order of its logits; None: all.
         masked: the input of its layers in the place of an unknown token, `[input]`; None: it reads no such tokens.
         passes_on: the states that the module behind it reads, if there is one: those that it made, or that it read.
-        precision: precision of its rounded linear layers; None: they have the dtype of the target.
+        copy: the copy of its weights that its linear layers run; None: they have the dtype of the target.
     """
 
     fusion: Fusion
@@ -68,23 +66,23 @@ class Head:
     tokens: Tensor | None
     masked: Tensor | None = None
     passes_on: Literal["made", "read"] = "made"
-    precision: Precision | None = None
+    copy: WeightCopy | None = None
 
-    def rounded(self, bits: int, substitutes: Substitutes) -> Head:
-        """Return a copy with linear layers in fewer bits, without the head's own full-precision ones.
+    def packed(self, format: Format, substitutes: Substitutes) -> Head:
+        """Return a copy with linear layers in a format, without the head's own full-precision ones.
 
         Args:
-            bits: bits of a weight, 8 or 4.
+            format: format of the weights.
             substitutes: hold a copy of the target's language-model head for all heads that read it.
         """
-        precision = precision_of(bits)
+        copy = WeightCopy(format)
         fusion, layers = (
-            substitutes.within(module, name, precision)
+            substitutes.within(module, name, copy)
             for name, module in (("fusion", self.fusion), ("layers", self.layers))
         )
         assert isinstance(fusion, Fusion)
         assert isinstance(layers, PreTrainedModel)
-        return replace(self, fusion=fusion, layers=layers, precision=precision)
+        return replace(self, fusion=fusion, layers=layers, copy=copy)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Return the head's logits, `[rows, tokens, ids it can draft]`, as `[rows, tokens, vocabulary]` of the target.
@@ -98,28 +96,23 @@ class Head:
         return spread.index_copy_(-1, known, logits)
 
 
-def precision_of(bits: int) -> Precision:
-    """Return the precision of a head's weights in 8 or 4 bits."""
-    return Precision(bits, _GROUP_SIZE)
-
-
-def check_for_head(model: PreTrainedModel, what: str, bits: int | None) -> None:
+def check_for_head(model: PreTrainedModel, what: str, format: Format | None) -> None:
     """Refuse a model that no head can draft for.
 
     Args:
         model: the target.
         what: the head, for messages.
-        bits: bits of its weights; None: they have the model's dtype.
+        format: format of its weights; None: they have the model's dtype.
 
     Raises:
         UnsupportedModelError: the model is spread over several processes.
-        DraftConfigError: its device has no kernels for so few bits.
+        DraftConfigError: its device has no kernels for the format.
     """
     check_on_one_process(model, what)
-    if bits is not None and not has_kernels(model.device.type):
+    if format is not None and not format.runs_on(model.device.type):
         raise DraftConfigError(
-            f"there are no kernels for {what} in {bits} bits on {model.device.type}; leave int{bits}+ out, or use "
-            "cpu or cuda"
+            f"there are no kernels for {what} in {format.bits} bits on {model.device.type}; leave {format.name}+ out, "
+            "or use cpu or cuda"
         )
 
 
@@ -131,30 +124,30 @@ def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
     return sum(size for key, size in own.items() if key not in its)
 
 
-def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, bits: int | None) -> int:
-    """Count bytes of weights; those of linear layers may be rounded to fewer bits.
+def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, format: Format | None) -> int:
+    """Count bytes of weights; those of linear layers may be packed.
 
     Args:
-        shapes: shapes of the weights by name; embeddings are not rounded.
-        itemsize: bytes of a number that is not rounded.
-        bits: bits of a rounded weight; None: no weight is rounded.
+        shapes: shapes of the weights by name; embeddings are not packed.
+        itemsize: bytes of a number that is not packed.
+        format: format of packed weights; None: no weight is packed.
     """
-    return sum(_bytes_of(name, shape, itemsize, bits) for name, shape in shapes.items())
+    return sum(_bytes_of(name, shape, itemsize, format) for name, shape in shapes.items())
 
 
-def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
+def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
     """Count bytes that a step reads: the weights, as in `weight_bytes`, and the model's head if they have no head."""
     output = weight_of(model.get_output_embeddings()).shape
-    return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, bits)
+    return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, format)
 
 
-def bytes_kept(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, bits: int | None) -> int:
-    """Count bytes to keep: the weights, as in `weight_bytes`, and in fewer bits also a copy of the model's head."""
-    return weight_bytes(shapes, model.dtype.itemsize, None) if bits is None else bytes_read(shapes, model, bits)
+def bytes_kept(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
+    """Count bytes to keep: the weights, as in `weight_bytes`, and in a format also a copy of the model's head."""
+    return weight_bytes(shapes, model.dtype.itemsize, None) if format is None else bytes_read(shapes, model, format)
 
 
-def _bytes_of(name: str, shape: Sequence[int], itemsize: int, bits: int | None) -> int:
+def _bytes_of(name: str, shape: Sequence[int], itemsize: int, format: Format | None) -> int:
     is_linear = len(shape) == 2 and not name.endswith("embed_tokens.weight")
-    if bits is None or not is_linear or (bits == 4 and shape[-1] % _GROUP_SIZE):
+    if format is None or not is_linear or not format.fits(shape):
         return torch.Size(shape).numel() * itemsize
-    return RoundedWeight.empty(shape, precision_of(bits), torch.device("meta")).nbytes
+    return format.nbytes(shape)

@@ -68,7 +68,7 @@ class Hydra(FromFolder, HeadDrafter):
         return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "Hydra heads", self.weight_bits)
+        check_for_head(model, "Hydra heads", self.weight_format)
         hidden, vocabulary = model.config.get_text_config(decoder=True).hidden_size, vocabulary_size(model)
         norm, head = self._shapes[f"{_PREFIX}norm.weight"], self._shapes["hydra_lm_head.0.1.weight"]
         if norm != (hidden,) or head != (vocabulary, hidden):
@@ -82,7 +82,7 @@ class Hydra(FromFolder, HeadDrafter):
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         read = {name: shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"}
-        size = weight_bytes(read, model.dtype.itemsize, self.weight_bits)
+        size = weight_bytes(read, model.dtype.itemsize, self.weight_format)
         return OwnBytes(size, cache_summary(_layer_config(model), model.dtype).bytes_per_token)
 
     @torch.no_grad()

@@ -16,11 +16,12 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
-from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
+from selfspec.draft.heads.head import check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.runtime import with_kernels
@@ -58,7 +59,7 @@ class Medusa(FromFolder):
         return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "Medusa heads", self.weight_bits)
+        check_for_head(model, "Medusa heads", self.weight_format)
         vocabulary = vocabulary_size(model)
         hidden = weight_of(model.get_output_embeddings()).shape[1]
         for name, shape in self._shapes.items():
@@ -73,7 +74,7 @@ class Medusa(FromFolder):
         return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, self.weight_bits))
+        return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, self.weight_format))
 
     def begin(self, rows: RowsView) -> MedusaProposer:
         return MedusaProposer(rows.size, remembered(rows, self, self._heads))
@@ -82,8 +83,8 @@ class Medusa(FromFolder):
         read = HeadFolder(Path(self.source).expanduser()).tensors()
         weights = {_name(name): weight.to(model.device, model.dtype) for name, weight in read.items()}
         layers = linear_layers(weights)
-        if self.weight_bits is not None:
-            layers = Substitutes().within(layers, "heads", precision_of(self.weight_bits))
+        if self.weight_format is not None:
+            layers = Substitutes().within(layers, "heads", WeightCopy(self.weight_format))
         return MedusaHeads(layers, [_blocks(weights, number) for number in range(_count(weights))])
 
 

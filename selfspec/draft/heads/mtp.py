@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
-from selfspec.draft.heads.folder import SCALE, HeadFolder, bits_spelled, check_layout, dequantised, fill
+from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequantised, fill, format_spelled
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, own_bytes, weight_bytes
 from selfspec.draft.heads.in_order import ModulesInOrder, ModuleState
@@ -23,6 +23,7 @@ from selfspec.draft.heads.own_layers import one_layer_config, text_alone
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import CheckpointError, HeadError
+from selfspec.formats.format import Format
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
 from selfspec.model.registry import find_adapter, mtp_layout
@@ -164,11 +165,11 @@ class MultiTokenPrediction(HeadDrafter):
 
     Attributes:
         source: the folder with the checkpoint; None: where the model was loaded from.
-        weight_bits: bits of its linear layers, 8 or 4; None: they have the dtype of the model.
+        weight_format: format of its linear layers; None: they have the dtype of the model.
     """
 
     source: str | None = None
-    weight_bits: int | None = None
+    weight_format: Format | None = None
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
@@ -185,7 +186,7 @@ class MultiTokenPrediction(HeadDrafter):
         return (_layout(model).reads,)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "a module for multi-token prediction", self.weight_bits)
+        check_for_head(model, "a module for multi-token prediction", self.weight_format)
         for module in self._modules(model):
             module.check(_layout(model), model.config.get_text_config(decoder=True).hidden_size)
 
@@ -199,24 +200,24 @@ class MultiTokenPrediction(HeadDrafter):
         # `transformers` saves the model without its modules.
         return replace(self, source=str(self._folder(model).path.resolve()))
 
-    def in_bits(self, bits: int) -> Drafter:
-        return replace(self, weight_bits=bits)
+    def in_format(self, format: Format) -> Drafter:
+        return replace(self, weight_format=format)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         modules = self._modules(model)
         own = [_layer_config(model, _layout(model), module.number) for module in modules]
         token = sum(cache_summary(each, model.dtype).bytes_per_token for each in own)
         # In fewer bits, a copy of the model's head is kept.
-        copied = 0 if self.weight_bits is None else self._head_bytes(model)
+        copied = 0 if self.weight_format is None else self._head_bytes(model)
         return OwnBytes(self._bytes(modules, model) + copied, token)
 
     def _bytes(self, modules: Sequence[_Module], model: PreTrainedModel) -> int:
-        return sum(weight_bytes(each.kept, model.dtype.itemsize, self.weight_bits) for each in modules)
+        return sum(weight_bytes(each.kept, model.dtype.itemsize, self.weight_format) for each in modules)
 
     def _head_bytes(self, model: PreTrainedModel) -> int:
         """Count bytes of the model's head as the modules read it; 0 if they have heads of their own."""
         shapes = {} if _layout(model).head is not None else {"head": weight_of(model.get_output_embeddings()).shape}
-        return weight_bytes(shapes, model.dtype.itemsize, self.weight_bits)
+        return weight_bytes(shapes, model.dtype.itemsize, self.weight_format)
 
     def state(self, rows: RowsView) -> PairState:
         first, *others = heads = remembered(rows, self, self.made)
@@ -283,7 +284,7 @@ class MultiTokenPrediction(HeadDrafter):
 
     @property
     def spelling(self) -> str:
-        return bits_spelled(self.weight_bits) + ("mtp" if self.source is None else f"mtp:{self.source}")
+        return format_spelled(self.weight_format) + ("mtp" if self.source is None else f"mtp:{self.source}")
 
 
 @dataclass(frozen=True)

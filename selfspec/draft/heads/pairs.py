@@ -79,7 +79,7 @@ class PairState:
         self._points = points
         self._vocabulary = vocabulary
         self._weight_bytes = weight_bytes
-        self._path = LayerPath(runner.depth, precision=head.precision)
+        self._path = LayerPath(runner.depth, copy=head.copy)
         self._rows = list(rows)
         self._waiting: list[_Waiting | None] = [None] * len(rows)
         self._tree = Tree.chain(0)

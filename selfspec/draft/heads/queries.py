@@ -24,6 +24,7 @@ from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
+from selfspec.formats.format import Format
 from selfspec.model.features import Point
 from selfspec.model.vocabulary import vocabulary_size, weight_of
 
@@ -51,7 +52,7 @@ class QueriesAssistant(FromFolder):
         object.__setattr__(self, "_shapes", shapes)
         object.__setattr__(self, "_layer_types", frozenset(map(str, types)))
 
-    def in_bits(self, bits: int) -> Drafter | None:
+    def in_format(self, format: Format) -> Drafter | None:
         return None
 
     def features(self, depth: int) -> tuple[Point, ...]:

@@ -24,11 +24,12 @@ from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, remembered, share_of
-from selfspec.draft.heads.head import check_for_head, precision_of, weight_bytes
+from selfspec.draft.heads.head import check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.features import Features
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.row_lora import Lora, LoraRows
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.vocabulary import vocabulary_size, weight_of
@@ -81,7 +82,7 @@ class Uno(FromFolder):
             raise HeadError(f"{self.source} holds no LoRA of linear layers alone: see {min(odd)}, and docs/heads.md")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "a LoRA of mask rows", self.weight_bits)
+        check_for_head(model, "a LoRA of mask rows", self.weight_format)
         adapter.check_trees(model)
         prefix = ".".join(adapter.path(model)) + "."
         own = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
@@ -120,7 +121,7 @@ class Uno(FromFolder):
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         size = model.dtype.itemsize
         guesses = self._depth * vocabulary_size(model) * size
-        return OwnBytes(weight_bytes(self._shapes, size, self.weight_bits), row=guesses)
+        return OwnBytes(weight_bytes(self._shapes, size, self.weight_format), row=guesses)
 
     def begin(self, rows: RowsView) -> UnoProposer:
         return UnoProposer(rows.size, remembered(rows, self, self._lora), self._depth, self._ids(rows.runner.model))
@@ -134,8 +135,8 @@ class Uno(FromFolder):
             scaled = weight if name.endswith(_DOWN) else weight * (alpha / rank)
             weights[f"{place.replace('.', '/')}.weight"] = scaled.to(model.device, model.dtype)
         layers = linear_layers(weights)
-        if self.weight_bits is not None:
-            layers = Substitutes().within(layers, "lora", precision_of(self.weight_bits))
+        if self.weight_format is not None:
+            layers = Substitutes().within(layers, "lora", WeightCopy(self.weight_format))
         named = {name.replace("/", "."): layer for name, layer in with_kernels(layers).named_children()}
         down, up = (
             {name.removesuffix(side): layer for name, layer in named.items() if name.endswith(side)}

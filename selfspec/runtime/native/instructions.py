@@ -62,7 +62,7 @@ MEMORY, FIRST_TENSOR = 0, 10
 """Places of a call's memory and of its first tensor in the table of addresses."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
-"""Numbers of dtypes in `program.cpp`; a weight in bytes has 4 bits."""
+"""Numbers of dtypes in `program.cpp`; formats of weights number their own."""
 
 FLOAT_COLUMNS = 5
 """The number there of a float32 weight that lies as `[in, out]`."""

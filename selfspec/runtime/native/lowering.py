@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from selfspec.formats.format import formats
 from selfspec.kernels import native
 from selfspec.runtime.native import patterns
 from selfspec.runtime.native.instructions import (
@@ -172,7 +174,6 @@ class _Lowering:
             aten.addmm.default: self._product_of_columns,
             aten.mm.default: self._product_of_columns,
             torch.ops.selfspec.few_rows.default: self._product,
-            torch.ops.selfspec.few_rows_in_four_bits.default: self._product_in_four_bits,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
             torch.ops.selfspec.through_copy.default: self._through_copy,
@@ -180,6 +181,9 @@ class _Lowering:
             patterns.rotate: self._rotate,
             patterns.gated: self._gated,
         }
+        for name, number in [each for kind in formats().values() for each in kind.program_products.items()]:
+            overloads: Any = getattr(torch.ops.selfspec, name)
+            self._handlers[overloads.default] = partial(self._packed_product, number)
 
     def run(self) -> Lowered:
         nodes = list(self._noted.graph.nodes)
@@ -375,9 +379,10 @@ class _Lowering:
         assert weight is not None
         return self._multiplied(states, weight, _rows_of(weight), *others)
 
-    def _product_in_four_bits(self, node: Any) -> Value:
+    def _packed_product(self, number: int, node: Any) -> Value:
+        """Lower a product with a format's weight, which `program.cpp` knows by a number."""
         states, weight, *factors = map(self._value, node.args)
-        return self._multiplied(states, weight, _rows_of(weight), None, None, *factors)
+        return self._multiplied(states, weight, replace(_rows_of(weight), dtype=number), None, None, *factors)
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)

@@ -19,6 +19,7 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, ReducedVoc
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds
 from selfspec.errors import DraftConfigError, HeadError
+from selfspec.formats.format import formats
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import plain_head
@@ -57,11 +58,11 @@ class Candidate:
 def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0) -> dict[str, Drafter]:
     """Return the drafts to consider by name: those given, else what drafters declare.
 
-    Drafts that need no training are always tried: 8 and 4 bits, and heads of the checkpoint. Over texts of many tokens,
-    `context`, drafts that read less of the cache are tried behind these. A DraftConfigError says which draft cannot be.
+    Drafts that need no training are always tried: formats of fewer bits, and heads of the checkpoint. Over texts of many
+    tokens, `context`, drafts that read less of the cache are tried behind these. A DraftConfigError says which draft cannot be.
     """
     declared = [each for each in _declared(depth) if each.runs != "nothing"]
-    rounded = [LowPrecision(8), LowPrecision(4)]
+    rounded = [LowPrecision(format=kind()) for kind in formats().values()]
     behind = [each for kind in _kinds() for each in kind.variants_behind(rounded[0], context)]
     untrained = [*rounded, *behind, *(each for each in declared if each.runs == "model")]
     spelled = {getattr(each, "spelling", None) for each in drafters or ()}

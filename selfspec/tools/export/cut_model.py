@@ -184,7 +184,7 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
     depth = len(adapter.decoder_layers(model))
     path = drafter.path(depth)
     drafter.check_model(model, adapter)
-    if path.precision is not None:
+    if path.copy is not None:
         raise DraftConfigError(
             f"{name} runs layers in fewer bits, which a checkpoint of these weights does not hold; export the layers "
             "(exit:E, skip:layers=...) and let the engine quantize them"

@@ -149,7 +149,7 @@ def test_a_head_in_fewer_bits_drafts_about_the_same(tmp_path: Path, kind: str, n
     whole_head: Any = parse_draft(draft)
     low: Any = parse_draft(f"{name}+{draft}")
     assert low.spelling == f"{name}+{draft}"
-    assert low.weight_bits == int(name[3:])
+    assert low.weight_format.name == name
     ids, mask = padded(PROMPTS)
     asked: dict[str, Any] = {**OPTIONS, "attention_mask": mask, "max_new_tokens": 12}
     for control in (3, selfspec.FixedLength(3, nodes=6)):
@@ -171,7 +171,7 @@ def test_a_head_in_fewer_bits_drafts_about_the_same(tmp_path: Path, kind: str, n
 
 def test_fewer_bits_are_refused_where_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = published_heads.with_head("eagle3", tmp_path)
-    monkeypatch.setattr("selfspec.draft.heads.head.has_kernels", lambda kind: kind == "cuda")
+    monkeypatch.setattr("selfspec.formats.rounding.has_kernels", lambda kind: kind == "cuda")
     with pytest.raises(DraftConfigError, match=r"no kernels for a draft head in 8 bits on cpu; leave int8\+ out"):
         selfspec.wrap(model, f"int8+{draft}")
 

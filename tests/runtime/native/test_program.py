@@ -309,7 +309,7 @@ def test_columns_of_unlike_size_keep_their_program(draft: str) -> None:
     spec = wrapped(model, Native(after=0), DRAFTS[draft])
     spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     assert not spec.programs.refusals
-    assert {kind.path.precision is not None for kind in spec.programs.proved} == {True, False}
+    assert {kind.path.copy is not None for kind in spec.programs.proved} == {True, False}
 
 
 def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,5 +323,5 @@ def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatc
     spec = wrapped(built("llama"), Native(after=0), selfspec.drafts.LowPrecision())
     spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     # The target's own passes are not let off.
-    assert {kind.path.precision is not None for kind in spec.programs.proved} == {True}
-    assert {kind.path.precision is not None for kind in spec.programs.refusals} == {False}
+    assert {kind.path.copy is not None for kind in spec.programs.proved} == {True}
+    assert {kind.path.copy is not None for kind in spec.programs.refusals} == {False}

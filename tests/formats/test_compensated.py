@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from helpers.rounding import restored
-from selfspec.kernels.rounded import Precision, RoundedWeight, column_sizes, round_weight
-from selfspec.model import compensated_weights as compensated
-from selfspec.model.compensated_weights import round_compensated
+from selfspec.formats import int4
+from selfspec.formats.int4 import Int4
+from selfspec.formats.packed import Packed
+from selfspec.formats.rounding import column_sizes
 
-FOUR = Precision(4, 32)
+FOUR = Int4()
 
 
 def _drawn(outputs: int = 48, inputs: int = 128, directions: int = 24) -> tuple[Tensor, Tensor]:
@@ -22,32 +23,32 @@ def _drawn(outputs: int = 48, inputs: int = 128, directions: int = 24) -> tuple[
     return torch.randn(outputs, inputs, generator=generator), states
 
 
-def _error(rounded: RoundedWeight, weight: Tensor, states: Tensor) -> float:
+def _error(rounded: Packed, weight: Tensor, states: Tensor) -> float:
     return float((states @ (restored(rounded) - weight).t()).norm() / (states @ weight.t()).norm())
 
 
-def _same(one: RoundedWeight, other: RoundedWeight) -> bool:
+def _same(one: Packed, other: Packed) -> bool:
     return all(torch.equal(values, other.parts[name]) for name, values in one.parts.items())
 
 
-@pytest.mark.parametrize("precision", [FOUR, Precision(4, 64)])
-def test_outputs_are_nearer_to_the_layers(precision: Precision) -> None:
+@pytest.mark.parametrize("format", [FOUR, Int4(64)])
+def test_outputs_are_nearer_to_the_layers(format: Int4) -> None:
     weight, states = _drawn()
-    error = _error(round_compensated(weight, states.t() @ states, precision), weight, states)
-    assert error < 0.6 * _error(round_weight(weight, precision), weight, states)
+    error = _error(format.pack_for(weight, states.t() @ states), weight, states)
+    assert error < 0.6 * _error(format.pack(weight), weight, states)
 
 
 def test_inputs_without_correlation_have_nothing_to_compensate() -> None:
     weight, _ = _drawn()
-    found = round_compensated(weight, 3 * torch.eye(128), FOUR)
-    assert _same(found, round_weight(weight, FOUR, column_sizes(weight).sqrt()))
+    found = FOUR.pack_for(weight, 3 * torch.eye(128))
+    assert _same(found, FOUR.pack(weight, column_sizes(weight).sqrt()))
 
 
 def test_columns_of_a_size_and_inputs_of_another_meet_in_the_middle() -> None:
     weight, states = _drawn()
     weight[:, 5], states[:, 9] = 4 * weight[:, 5], 9 * states[:, 9]
     found, before = (
-        round_compensated(each, states.t() @ states, FOUR).factors for each in (weight, weight / column_sizes(weight))
+        FOUR.pack_for(each, states.t() @ states)["factors"] for each in (weight, weight / column_sizes(weight))
     )
     torch.testing.assert_close(found[5] / before[5], 2 * (found[6] / before[6]), rtol=0.2, atol=0)
     torch.testing.assert_close(before[9], before[10] / 3, rtol=0.2, atol=0)
@@ -56,38 +57,38 @@ def test_columns_of_a_size_and_inputs_of_another_meet_in_the_middle() -> None:
 def test_the_first_input_is_rounded_as_it_is_and_the_next_takes_up_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = _drawn(inputs=32)
     alike = torch.ones(32)
-    monkeypatch.setattr(compensated, "_factors", lambda *_: alike)
-    plain = restored(round_weight(weight, FOUR, alike))
+    monkeypatch.setattr(int4, "_factors", lambda *_: alike)
+    plain = restored(FOUR.pack(weight, alike))
     moments = torch.eye(32)
     moments[0, 1] = moments[1, 0] = 0.9
-    found = restored(round_compensated(weight, moments, FOUR))
+    found = restored(FOUR.pack_for(weight, moments))
     assert torch.equal(found[:, [0, *range(2, 32)]], plain[:, [0, *range(2, 32)]])
     # The second weight that makes up for the first, by the damped moments.
-    wanted = weight[:, 1] + (weight[:, 0] - plain[:, 0]) * 0.9 / (1 + compensated._DAMPING)
-    half_a_level = round_weight(weight, FOUR, alike).scales[:, 0].float() / 2
+    wanted = weight[:, 1] + (weight[:, 0] - plain[:, 0]) * 0.9 / (1 + int4._DAMPING)
+    half_a_level = FOUR.pack(weight, alike)["scales"][:, 0].float() / 2
     assert ((found[:, 1] - wanted).abs() <= half_a_level * 1.001).all()
 
 
 @pytest.mark.parametrize("moments", [torch.zeros(128, 128), torch.full((128, 128), torch.nan)])
 def test_without_inputs_scales_are_fitted(moments: Tensor) -> None:
     weight, _ = _drawn()
-    assert _same(round_compensated(weight, moments, FOUR), round_weight(weight, FOUR))
+    assert _same(FOUR.pack_for(weight, moments), FOUR.pack(weight))
 
 
 def test_inputs_that_are_always_zero_and_few_texts_are_no_matter() -> None:
     weight, states = _drawn()
     states = states[:5].clone()
     states[:, 7] = 0
-    assert restored(round_compensated(weight, states.t() @ states, FOUR)).isfinite().all()
+    assert restored(FOUR.pack_for(weight, states.t() @ states)).isfinite().all()
 
 
 def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, states = (each.double().float() for each in _drawn())
     moments = states.t() @ states
-    whole = restored(round_compensated(weight, moments, FOUR))
-    monkeypatch.setattr(compensated, "_AT_ONCE", 7 * 128)
+    whole = restored(FOUR.pack_for(weight, moments))
+    monkeypatch.setattr(int4, "_AT_ONCE", 7 * 128)
     # Products of other sizes may round in another way, which the next levels may follow.
-    assert _error(round_compensated(weight, moments, FOUR), whole, states) < 0.02
+    assert _error(FOUR.pack_for(weight, moments), whole, states) < 0.02
 
 
 @pytest.mark.parametrize("outputs", [48, 1])
@@ -95,7 +96,7 @@ def test_the_weight_stays_as_it_is_however_it_lies(outputs: int) -> None:
     weight, states = _drawn(outputs)
     moments = states.t() @ states
     by_columns = weight.t().contiguous().t()
-    before, wanted = weight.clone(), round_compensated(weight.clone(), moments, FOUR)
+    before, wanted = weight.clone(), FOUR.pack_for(weight.clone(), moments)
     for each in (weight, by_columns):
-        assert _same(round_compensated(each, moments, FOUR), wanted)
+        assert _same(FOUR.pack_for(each, moments), wanted)
         assert torch.equal(each, before)

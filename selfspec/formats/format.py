@@ -1,0 +1,122 @@
+"""The protocol of formats, and formats by name: those of this package, and those that other packages declare.
+
+A format is one file: a frozen dataclass, whose fields are its settings, and the layer that multiplies by what it packs.
+Drafts, files, plans of memory, native programs and summaries ask it, and know none by name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import DraftConfigError
+from selfspec.formats.packed import Packed, PackedLinear
+
+GROUP = "selfspec.formats"
+"""The group of entry points in which other packages name their formats: `name = module:Class`."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A way to keep weights of linear layers and experts. Every format drafts; it is written as a draft by its name.
+
+    Attributes:
+        name: the name, such as `int8`.
+        help: one line that says what a draft in this format is.
+        bits: bits of a weight, without scales.
+        acceptance: acceptance of a draft in this format, by 1 - TV of trained checkpoints, for plans of memory.
+        parts: names of the tensors that a packed weight is kept in.
+        layer: the linear layer that multiplies by a packed weight, made as `layer(packed, bias, dtype)`.
+        exact: whether the weight, made dense again, has the bits that it had.
+        compensates: whether `pack_for` gives less error than `pack`.
+        laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
+        program_products: operators, `selfspec::name(states, weight, factors)`, whose products native programs run, with
+            the number by which `program.cpp` knows the weight.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    bits: ClassVar[int]
+    acceptance: ClassVar[float]
+    parts: ClassVar[tuple[str, ...]]
+    layer: ClassVar[type[PackedLinear]]
+    exact: ClassVar[bool] = False
+    compensates: ClassVar[bool] = False
+    laying_out: ClassVar[int] = 1
+    program_products: ClassVar[Mapping[str, int]] = {}
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+        return f"{self.name} ({settings})" if settings else self.name
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        """Make a packed weight without values, for a weight of `shape`, `[..., out, in]`.
+
+        Raises:
+            RuntimeError: the format does not fit this shape.
+        """
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> Packed:
+        """Pack a weight, `[..., out, in]`, of any floating dtype, on its device.
+
+        Raises:
+            RuntimeError: the format does not fit its shape.
+        """
+
+    def pack_head(self, weight: Tensor) -> Packed:
+        """Pack a head over a vocabulary, `[out, in]`, whose large columns read inputs of any size."""
+        return self.pack(weight)
+
+    def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
+        """Pack a weight, `[out, in]`, with little error on inputs `x` with `moments = x^T x`, `[in, in]` in float32."""
+        return self.pack(weight)
+
+    def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
+        """Return whether the format fits a weight of `shape`, `[..., out, in]`, on a device; None: on some device."""
+        return True
+
+    def runs_on(self, kind: str) -> bool:
+        """Return whether its layers run on a kind of device, such as "cuda"."""
+        return kind != "meta"
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of layers that it fits, for messages: `linear layers` and this."""
+        return "of any size"
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Count the bytes of a packed weight of `shape`."""
+        return self.empty(shape, torch.device("meta")).nbytes
+
+
+@cache
+def formats() -> Mapping[str, type[Format]]:
+    """Return every format by name, the most faithful first.
+
+    Raises:
+        DraftConfigError: a package declares a name that is taken, or names something that is no format.
+    """
+    found: dict[str, type[Format]] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.formats."):
+        for kind in vars(import_module(module.name)).values():
+            if isinstance(kind, type) and issubclass(kind, Format) and "name" in vars(kind):
+                found[kind.name] = kind
+    for point in entry_points(group=GROUP):
+        loaded: Any = point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Format)):
+            raise DraftConfigError(f"{point.value} is no format; derive its class from selfspec.formats.format.Format")
+        if found.setdefault(loaded.name, loaded) is not loaded:
+            raise DraftConfigError(f"{point.value} declares the format {loaded.name!r}, and there is one already")
+    return dict(sorted(found.items(), key=lambda each: -each[1].acceptance))

@@ -1,0 +1,242 @@
+"""Weights in 4 bits, with a scale and a zero for each group of inputs, fitted to the levels.
+
+Errors may be compensated on the inputs of a layer (GPTQ; Frantar et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import DraftConfigError
+from selfspec.formats.packed import Packed, fixed
+from selfspec.formats.rounding import (
+    Kernels,
+    Rounded,
+    RoundedLinear,
+    as_kept,
+    by_aten,
+    by_triton,
+    column_sizes,
+    evened,
+    few_at_a_time,
+    kernels_of,
+    rows_of,
+)
+from selfspec.kernels import native
+
+_GROUPS = (32, 64, 128, 256)
+# ATen's kernel on a CUDA device takes multiples of these.
+_ATEN_INPUTS, _ATEN_OUTPUTS = 128, 8
+# A multiple of the rows in any block of ATen's kernels.
+_ROWS_AT_ONCE = 1024
+# Times that scales and zeros are fitted to their levels: this lowers the squared error by an eighth.
+_FITS = 3
+
+
+class Int4Linear(RoundedLinear):
+    """A linear layer in 4 bits. Arguments as in `PackedLinear`."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed, bias, dtype)
+        levels, scales, zeros = (packed[part] for part in ("levels", "scales", "zeros"))
+        self.group_size = self.in_features // scales.shape[1]
+        self.kernels = self._fastest(levels.device)
+        if self.kernels is Kernels.TRITON:
+            self.levels, self.scales, self.zeros = map(fixed, (levels, scales, zeros))
+        elif self.kernels is Kernels.NATIVE:
+            # Only some rows at a time: copies of a whole head would take more memory than its substitute.
+            parts = zip(*(part.split(_ROWS_AT_ONCE) for part in (levels, scales, zeros)), strict=True)
+            self.levels = fixed(torch.cat([native.in_blocks(*part) for part in parts]))
+        else:
+            self.levels = fixed(_for_aten(levels))
+            self.scales_and_zeros = fixed(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous())
+
+    def _fastest(self, device: torch.device) -> Kernels:
+        kernels = kernels_of(device)
+        aten_takes = self.in_features % _ATEN_INPUTS == 0 == self.out_features % _ATEN_OUTPUTS
+        # ATen's kernels are a little faster than those in Triton, but they do not take every size.
+        if (kernels is Kernels.NATIVE and self.group_size != native.GROUP_SIZE) or (
+            kernels is Kernels.TRITON and aten_takes
+        ):
+            return Kernels.ATEN
+        return kernels
+
+    def product(self, states: Tensor) -> Tensor:
+        if self.kernels is Kernels.NATIVE:
+            held = (self.levels, self.factors)
+            return few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
+        if self.kernels is Kernels.TRITON:
+            return by_triton(states, self.factors, self.levels, self.scales, self.zeros)
+        on_cpu = states.device.type == "cpu"
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
+        packed = (self.levels, self.group_size, self.scales_and_zeros)
+        return by_aten(lambda rows: kernel(rows, *packed), self.scaled(states))
+
+
+def _for_aten(pairs: Tensor) -> Tensor:
+    """Return levels, two in a byte, in the layout of the device's kernel."""
+    if pairs.device.type != "cpu":
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        return packed
+    # Only some rows at a time, whose layout does not depend on other rows: the kernel takes levels of 32 bits.
+    some = pairs.split(_ROWS_AT_ONCE)
+    levels = (torch.stack([rows >> 4, rows & 15], -1).flatten(1).to(torch.int32) for rows in some)
+    return torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows, 1) for rows in levels])
+
+
+@dataclass(frozen=True)
+class Int4(Rounded):
+    """4 bits, 0 to 15, two in a byte of `levels`, `[..., out, in / 2]`, the first in the higher bits.
+
+    `scales` are `[..., out, groups]`, and `zeros`, in bfloat16 as well, are the values of level 8.
+
+    Attributes:
+        group_size: weights that share a scale and a zero: 32, 64, 128 or 256.
+    """
+
+    name = "int4"
+    help = "the same in 4 bits; int4+exit:E is the first E of them, int4+skip:layers=2 all but some"
+    bits = 4
+    acceptance = 0.9
+    parts = ("levels", "scales", "factors", "zeros")
+    layer: ClassVar[type[Int4Linear]] = Int4Linear
+    compensates = True
+    laying_out = 2
+    program_products: ClassVar[dict[str, int]] = {"few_rows_in_four_bits": 3}
+
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        if type(self.group_size) is not int or self.group_size not in _GROUPS:
+            raise DraftConfigError(f"group_size={self.group_size!r}: choose one of {', '.join(map(str, _GROUPS))}")
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        *outputs, inputs = shape
+        if not self.fits(shape):
+            raise RuntimeError(f"{inputs} inputs: groups of {self.group_size} do not divide them")
+        groups = torch.empty(*outputs, inputs // self.group_size, dtype=torch.bfloat16, device=device)
+        parts = {
+            "levels": torch.empty(*outputs, inputs // 2, dtype=torch.uint8, device=device),
+            "scales": groups,
+            "factors": torch.empty(*outputs[:-1], inputs, dtype=torch.float32, device=device),
+            "zeros": torch.empty_like(groups),
+        }
+        return Packed(torch.Size(shape), parts)
+
+    def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
+        return shape[-1] % self.group_size == 0
+
+    @property
+    def sizes(self) -> str:
+        return f"with inputs that groups of {self.group_size} divide"
+
+    def fill(self, packed: Packed, rows: Tensor) -> None:
+        grid = _fitted(rows, self.group_size)
+        packed["levels"].copy_(_in_pairs(grid.levels))
+        packed["scales"].copy_(grid.scales)
+        packed["zeros"].copy_(grid.zeros)
+
+    @torch.no_grad()
+    def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
+        """Pack a weight, input by input: later inputs compensate the errors of earlier ones.
+
+        If there are no inputs, or some are not finite, only scales are fitted.
+        """
+        mean = moments.diagonal().mean()
+        if not (mean > 0 and mean.isfinite()):
+            return self.pack(weight)
+        packed = self.empty(weight.shape, weight.device)
+        packed["factors"].copy_(_factors(weight, moments))
+        moments = moments * packed["factors"] * packed["factors"][:, None]
+        effects = _effects(moments, _DAMPING * moments.diagonal().mean())
+        step = max(1, _AT_ONCE // weight.shape[1])
+        for first in range(0, weight.shape[0], step):
+            some = slice(first, first + step)
+            # A copy, however the weight is laid out.
+            left = evened(weight[some], packed["factors"]).t().contiguous()
+            _fill_compensated(rows_of(packed, some), left, effects, self.group_size)
+        return packed
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Levels, `[out, in]`, with scales and zeros, `[out, groups]`."""
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def _fitted(weight: Tensor, group_size: int) -> _Grid:
+    """Round a float32 weight, `[out, in]`, with scales and zeros fitted to the levels."""
+    groups = weight.unflatten(1, (-1, group_size))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales = as_kept((high - low) / 15)
+    zeros = (low + 8 * scales.float()).to(torch.bfloat16)
+    levels = _nearest(groups, scales, zeros)
+    for _ in range(_FITS):
+        # Fit a line of weights by levels with the least squared error; if all levels are equal, use the mean.
+        mean = levels.mean(-1, keepdim=True)
+        apart = levels - mean
+        spread = apart.square().sum(-1, keepdim=True)
+        slope = (apart * groups).sum(-1, keepdim=True) / spread
+        scales = torch.where(spread > 0, as_kept(slope), scales)
+        zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
+        levels = _nearest(groups, scales, zeros)
+    return _Grid(levels.flatten(1), scales[..., 0], zeros[..., 0])
+
+
+def _nearest(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return the nearest levels for weights, in float32; scales and zeros are broadcast."""
+    levels: Tensor = ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
+    return levels
+
+
+def _in_pairs(levels: Tensor) -> Tensor:
+    """Pack levels, `[out, in]`, two in a byte."""
+    pairs: Tensor = levels.to(torch.uint8).unflatten(1, (-1, 2))
+    packed: Tensor = pairs[..., 0] << 4 | pairs[..., 1]
+    return packed
+
+
+# Share of the mean second moment. No moment exceeds their sum, so it bounds the condition: float32 is enough.
+_DAMPING = 0.05
+# Number of values that are rounded at once, since they are copied to float32.
+_AT_ONCE = 1 << 24
+# Share of the mean input: smaller inputs get the factors of this one.
+_LEAST_INPUT = 1e-3
+
+
+def _factors(weight: Tensor, moments: Tensor) -> Tensor:
+    """Return the factors, `[in]`, that even out the sizes of inputs and columns."""
+    inputs = moments.diagonal().sqrt()
+    return (column_sizes(weight) / (inputs / inputs.mean()).clamp(min=_LEAST_INPUT)).sqrt()
+
+
+def _effects(moments: Tensor, damping: Tensor) -> Tensor:
+    """Return the upper triangular U with U^T U the inverse of the damped moments; row i: effects on later inputs."""
+    damped = moments + damping * torch.eye(len(moments), device=moments.device)
+    root = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    effects: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root), device=root.device), upper=True)
+    return effects
+
+
+def _fill_compensated(packed: Packed, left: Tensor, effects: Tensor, group_size: int) -> None:
+    """Round some outputs; `left`, `[in, out]`, is overwritten by the values left to round after each input."""
+    for group in range(packed["scales"].shape[1]):
+        first, end = group * group_size, (group + 1) * group_size
+        fitted = _fitted(left[first:end].t(), group_size)
+        scales, zeros = fitted.scales[:, 0].float(), fitted.zeros[:, 0].float()
+        levels, errors = torch.empty_like(left[first:end]), torch.empty_like(left[first:end])
+        for place, number in enumerate(range(first, end)):
+            levels[place] = _nearest(left[number], scales, zeros)
+            errors[place] = (left[number] - (levels[place] - 8) * scales - zeros) / effects[number, number]
+            left[number + 1 : end].addr_(effects[number, number + 1 : end], errors[place], alpha=-1)
+        left[end:].addmm_(effects[first:end, end:].t(), errors, alpha=-1)
+        packed["levels"][:, first // 2 : end // 2] = _in_pairs(levels.t())
+        packed["scales"][:, group], packed["zeros"][:, group] = fitted.scales[:, 0], fitted.zeros[:, 0]

@@ -1,0 +1,153 @@
+"""Packed weights, and the linear layers and experts that multiply by them.
+
+The layers take plain tensors, so passes with them can be recorded. A draft with them keeps outputs exact: q is the
+distribution that the draft computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight in a format, the same on every machine and not laid out for a kernel.
+
+    Attributes:
+        shape: of the weight, `[..., out, in]`.
+        parts: the tensors that it is kept in, by name; those of experts are stacked.
+    """
+
+    shape: torch.Size
+    parts: Mapping[str, Tensor]
+
+    def __getitem__(self, part: str) -> Tensor:
+        return self.parts[part]
+
+    def of_expert(self, number: int) -> Packed:
+        """Return a view of the weight of one expert."""
+        return Packed(self.shape[1:], {name: part[number] for name, part in self.parts.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+class PackedLinear(nn.Module, ABC):
+    """A linear layer over a packed weight. Subclasses keep the parts as parameters, laid out for a device's kernel.
+
+    Args:
+        packed: the layer's weight, `[out, in]`.
+        bias: bias of the layer, `[out]`; None: it has none. It is not copied.
+        dtype: dtype of the layer.
+
+    Attributes:
+        bias: the same bias.
+        in_features, out_features: sizes of the layer, for modules that read them.
+
+    Raises:
+        RuntimeError: no kernel takes this size.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        (self.out_features, self.in_features), self.dtype = packed.shape, dtype
+        self.register_parameter("bias", None if bias is None else fixed(bias.detach()))
+
+    @abstractmethod
+    def product(self, states: Tensor) -> Tensor:
+        """Multiply states, `[..., in]` to `[..., out]`, in the kernel's dtype."""
+
+    def join(self) -> Tensor:
+        """Compute the dense weight, `[out, in]`, in the dtype of the layer."""
+        device = next(self.parameters()).device
+        return self.product(torch.eye(self.in_features, dtype=self.dtype, device=device)).t().to(self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, `[out, in]`, for modules that read it.
+
+        Its values are computed each time they are read; its dtype and shape need no values.
+        """
+        return _MadeWhenRead(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer without the bias, which it shares with the original layer."""
+        return sum(weight.nbytes for name, weight in self.named_parameters() if name != "bias")
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Apply the layer, `[..., in]` to `[..., out]`."""
+        product = self.product(states)
+        if product.dtype != states.dtype:
+            product = product.to(states.dtype)
+        return product if self.bias is None else product + self.bias
+
+
+class _MadeWhenRead(Tensor):
+    """The weight of a packed layer, whose values exist only while an operation reads them."""
+
+    layer: PackedLinear
+
+    @staticmethod
+    def __new__(cls, layer: PackedLinear) -> _MadeWhenRead:
+        shape, device = (layer.out_features, layer.in_features), next(layer.parameters()).device
+        made: _MadeWhenRead = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def read(value: Any) -> Any:
+            return value.layer.join() if isinstance(value, _MadeWhenRead) else value
+
+        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+
+class PackedExperts(nn.Module):
+    """Experts of a mixture over packed weights, with two products each. A pass reads only the experts of its tokens."""
+
+    def __init__(
+        self, up: Iterable[PackedLinear], activation: Callable[[Tensor], Tensor], down: Iterable[PackedLinear]
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
+        self._activation = activation
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the experts without biases."""
+        return sum(linear.nbytes for linear in (*self.up, *self.down) if isinstance(linear, PackedLinear))
+
+    def forward(self, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Sum the outputs of each token's experts.
+
+        Args:
+            states: `[tokens, hidden]`.
+            chosen: numbers of each token's experts, `[tokens, experts of a token]`.
+            shares: weights of these experts in the sum, same shape.
+
+        Returns:
+            `[tokens, hidden]`.
+        """
+        total = torch.zeros_like(states)
+        for number in chosen.unique().tolist():
+            tokens, places = torch.where(chosen == number)
+            given = self.down[number](self._activation(self.up[number](states[tokens])))
+            total.index_add_(0, tokens, (given * shares[tokens, places, None]).to(total.dtype))
+        return total
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """Return a parameter that is not trained: recordings treat it as they treat the weights of stock modules."""
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,178 @@
+"""Rounding to integers with scales, for products by the kernels of a device: what 8 and 4 bits have in common.
+
+On a CPU selfspec's kernels run if they were built, on a CUDA device those in Triton if it is installed, and otherwise
+ATen's weight-only kernels, which take bfloat16 inputs.
+
+Columns of different sizes lower the acceptance rate in few bits. So each column is first divided by a factor, and its
+input multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from selfspec.formats.format import Format
+from selfspec.formats.packed import Packed, PackedLinear, fixed
+from selfspec.kernels import native
+from selfspec.kernels.trial import runs_triton
+
+# Weights that are rounded at once: copies of a whole head would take more memory than all substitutes.
+_AT_ONCE = 1 << 17
+_SMALLEST = torch.finfo(torch.float32).tiny
+# Inputs and outputs of the weight that a device is tested with: every kernel takes it.
+_PROBED = 128
+
+
+@dataclass(frozen=True)
+class Rounded(Format):
+    """A format of integer levels, for inputs that are first multiplied by `factors`.
+
+    A packed weight has the parts `levels` and `scales`, in bfloat16, as ATen's kernels take them, and `factors` of the
+    inputs, `[..., in]`, float32, by which columns are divided. Columns of zeros have 0: few bits may hold no zero, and
+    inputs that nothing reads may be large.
+    """
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor, factors: Tensor | None = None) -> Packed:
+        """Pack a weight, `[..., out, in]`; `factors`, `[..., in]`, are those of its inputs.
+
+        None: the sizes of its columns, which is right where inputs are smaller in proportion as their columns are
+        larger, as layers learn them.
+        """
+        packed = self.empty(weight.shape, weight.device)
+        packed["factors"].copy_(column_sizes(weight.detach()) if factors is None else factors)
+        self._fill_all(packed, weight.detach())
+        return packed
+
+    def pack_head(self, weight: Tensor) -> Packed:
+        return self.pack(weight, torch.ones(weight.shape[-1], device=weight.device))
+
+    def runs_on(self, kind: str) -> bool:
+        return has_kernels(kind)
+
+    @abstractmethod
+    def fill(self, packed: Packed, rows: Tensor) -> None:
+        """Round `[out, in]`, float32, whose columns were divided by their factors."""
+
+    def _fill_all(self, packed: Packed, weight: Tensor) -> None:
+        if weight.ndim > 2:
+            for number, part in enumerate(weight):
+                self._fill_all(packed.of_expert(number), part)
+            return
+        for some in _pieces(weight):
+            self.fill(rows_of(packed, some), evened(weight[some], packed["factors"]))
+
+
+def rows_of(packed: Packed, some: slice) -> Packed:
+    """Return a view of some rows of a rounded weight, `[out, in]`."""
+    parts = {name: part if name == "factors" else part[some] for name, part in packed.parts.items()}
+    return Packed(torch.Size((len(parts["levels"]), packed.shape[1])), parts)
+
+
+def _pieces(weight: Tensor) -> Iterator[slice]:
+    step = max(1, _AT_ONCE // weight.shape[1])
+    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
+
+
+def column_sizes(weight: Tensor) -> Tensor:
+    """Return the root mean square of each column of a weight, `[..., out, in]`, divided by their mean: `[..., in]`."""
+    if weight.ndim > 2:
+        return torch.stack([column_sizes(part) for part in weight])
+    # In float64, so that the result does not depend on how the sum is split.
+    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for some in _pieces(weight):
+        squares += weight[some].double().square().sum(0)
+    sizes = squares.sqrt()
+    return (sizes / sizes.mean().clamp(min=_SMALLEST)).float()
+
+
+def evened(weight: Tensor, factors: Tensor) -> Tensor:
+    """Divide the columns of a weight, `[out, in]`, by their factors, in float32."""
+    return weight.float() / factors.clamp(min=_SMALLEST)
+
+
+def as_kept(scales: Tensor) -> Tensor:
+    """Round scales first, so that weights are rounded with the scales that the kernels use."""
+    return scales.clamp(min=_SMALLEST).to(torch.bfloat16)
+
+
+class Kernels(Enum):
+    """The library whose products run."""
+
+    ATEN = auto()
+    NATIVE = auto()
+    TRITON = auto()
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Return the fastest kernels for weights on a device."""
+    if device.type == "cpu" and native.load_kernels():
+        return Kernels.NATIVE
+    return Kernels.TRITON if runs_triton(device) else Kernels.ATEN
+
+
+@cache
+def has_kernels(kind: str) -> bool:
+    """Return whether rounded layers run on a kind of device, such as "cuda", as a small product shows."""
+    if kind in ("cpu", "cuda", "meta"):
+        return kind != "meta"
+    try:
+        row = torch.zeros(1, _PROBED, dtype=torch.bfloat16, device=kind)
+        levels, scales = torch.zeros(_PROBED, _PROBED, device=kind), row.new_ones(_PROBED)
+        torch.ops.aten._weight_int8pack_mm(row, levels.to(torch.int8), scales)
+        torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2].to(torch.uint8).contiguous(), 8)
+    # A missing operation is a NotImplementedError, which is a RuntimeError.
+    except RuntimeError:
+        return False
+    return True
+
+
+class RoundedLinear(PackedLinear):
+    """A linear layer over a rounded weight, by the kernels of its device."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed, bias, dtype)
+        self.factors = fixed(packed["factors"])
+        self.kernels = kernels_of(packed["levels"].device)
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """Return the inputs, `[..., in]`, multiplied by the factors, in their dtype."""
+        return (states * self.factors).to(states.dtype)
+
+
+def by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Multiply states, `[..., in]` to `[..., out]`, in Triton."""
+    # Triton is not installed everywhere.
+    from selfspec.kernels.triton_products import low_bits_product
+
+    return _in_rows(lambda rows: low_bits_product(rows, factors, levels, scales, zeros), states)
+
+
+def by_aten(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Call one of ATen's kernels, which take and return `[rows, in]` and `[rows, out]`, in bfloat16."""
+    return _in_rows(lambda rows: product(rows.to(torch.bfloat16)), states)
+
+
+def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    # Plain numbers, which no program records.
+    shape = [int(size) for size in states.shape]
+    found = product(states.reshape(math.prod(shape[:-1]), shape[-1]))
+    return found.view(*shape[:-1], int(found.shape[-1]))
+
+
+def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Call one of the extension's kernels, which take few rows."""
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
+    if rows <= native.MOST_ROWS:
+        return product(states)
+    parts = states.reshape(rows, shape[-1]).split(native.MOST_ROWS)
+    return torch.cat([product(some) for some in parts]).view(*shape[:-1], -1)
