@@ -58,8 +58,9 @@ class Candidate:
 def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0) -> dict[str, Drafter]:
     """Return the drafts to consider by name: those given, else what drafters declare.
 
-    Drafts that need no training are always tried: formats of fewer bits, and heads of the checkpoint. Over texts of many
-    tokens, `context`, drafts that read less of the cache are tried behind these. A DraftConfigError says which draft cannot be.
+    Drafts that need no training are always tried: formats of fewer bits, and heads of the checkpoint. Over texts of
+    many tokens, `context`, drafts that read less of the cache are tried behind these. A DraftConfigError says which
+    draft cannot be.
     """
     declared = [each for each in _declared(depth) if each.runs != "nothing"]
     rounded = [LowPrecision(format=kind()) for kind in formats().values()]
