@@ -7,10 +7,8 @@ It copies that one file elsewhere, so the file holds all it needs.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-
-from pydantic import ConfigDict
 
 from selfspec.accept import Rule, rule_name, rules
 from selfspec.control import Control, CostAware, FixedLength
@@ -18,7 +16,7 @@ from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.files.json_text import parsed, sealed
+from selfspec.files.json_text import parse_json, parsed, sealed
 from selfspec.files.writing import whole
 from selfspec.version import __version__
 
@@ -43,8 +41,6 @@ class Recipe:
         draft_length: tokens drafted each round; None: as many as pay.
         accept: name of the rule; None: the default rule.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     draft: str
     draft_length: int | None
@@ -86,6 +82,9 @@ class Recipe:
         """Read a recipe from its JSON."""
         try:
             written = parsed(text, _Written)
+            unknown = sorted(parse_json(text).keys() - {field.name for field in fields(_Written)})
+            if unknown:
+                raise ValueError(f"{unknown[0]}: no field of a recipe")
         except ValueError as error:
             raise DraftConfigError(
                 f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "

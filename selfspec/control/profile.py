@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from platformdirs import user_cache_path
-from pydantic import FiniteFloat, PositiveInt
-from pydantic_core import from_json
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -23,8 +20,9 @@ from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.control.setting import Setting
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, ProfileError
-from selfspec.files.json_text import read_json
+from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_json
 from selfspec.files.writing import write_sealed
+from selfspec.kernels.native import cache_folder
 from selfspec.values import checked_path
 
 _WHAT_DIFFERS = {
@@ -102,7 +100,7 @@ class Profile(DraftPolicy):
         checked_path("file", file, ProfileError)
         remedy = f"write it with selfspec calibrate MODEL --to {file}"
         content = read_json(file, _Content, ProfileError, remedy)
-        raw = from_json(Path(file).read_bytes())
+        raw = parse_json(Path(file).read_text(encoding="utf-8"))
         for name, chosen in (("greedy", content.greedy), ("sampled", content.sampled)):
             try:
                 drafts = parse_draft(chosen.draft) is not None
@@ -176,7 +174,7 @@ VARIABLE = "SELFSPEC_PROFILES"
 def folder() -> Path:
     """Return the folder of profiles: `SELFSPEC_PROFILES` if set, else one in the user's cache."""
     named = os.environ.get(VARIABLE)
-    return Path(named) if named else user_cache_path("selfspec") / "profiles"
+    return Path(named) if named else cache_folder() / "profiles"
 
 
 def default_file(setting: Setting) -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError, ExitHeadError
-from selfspec.files.json_text import read_json
+from selfspec.files.json_text import PositiveInt, read_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.fingerprint import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer

@@ -11,12 +11,12 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 from torch.library import impl, register_fake
 
@@ -168,9 +168,20 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     return (scores.softmax(-1) @ values).transpose(1, 2).contiguous()
 
 
+def cache_folder() -> Path:
+    """Return the folder in the user's cache where kernels and profiles are kept."""
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "selfspec" / "selfspec" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "selfspec"
+    named = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(named) if named else Path.home() / ".cache") / "selfspec"
+
+
 def _library() -> Path:
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(named) if named else user_cache_path("selfspec") / "kernels"
+    folder = Path(named) if named else cache_folder() / "kernels"
     return folder / _name() / f"{_name()}.so"
 
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from selfspec.errors import BenchError
-from selfspec.files.json_text import first_error
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
 from selfspec.tools.lab.record import Record, Setup, TextQuality, differing, qualities
 from selfspec.tools.lab.runs import Asked, Run, told_apart
+from selfspec.tools.lab.study import first_error
 
 KIND = "cell"
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.architecture import Adapter
 from selfspec.errors import StudyError
-from selfspec.files.json_text import first_error
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
 from selfspec.measure.prompts import check_context, read_workloads
@@ -218,3 +217,10 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
         check_context(model, found, study.max_new_tokens)
         prompts[each] = [prompt.long().to(model.device) for prompt in found]
     return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)
+
+
+def first_error(wrong: ValidationError) -> str:
+    """Say in one line which field is the first wrong one, and why."""
+    first = wrong.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return ": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.described_tensors import DescribedTensors, write_described
-from selfspec.files.json_text import first_error
 from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import Message
 from selfspec.measure.stock import end_tokens
 from selfspec.model.checkpoint import load_tokenizer, read_config
 from selfspec.model.summary import describe_config
+from selfspec.tools.lab.study import first_error
 from selfspec.tools.train.recipe import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
