@@ -69,6 +69,18 @@ def test_a_verdict_is_at_most_eight_frames_below_generate(stacks: list[list[Code
     assert len(deepest) <= 8, [code.co_qualname for code in deepest]
 
 
+def test_a_pass_is_at_most_nine_frames_below_generate(llama: PreTrainedModel) -> None:
+    frames: list[int] = []
+
+    def noted(*_: object) -> None:
+        frames.append(len([code for code in outwards(sys._getframe()) if code.co_filename.startswith(FOLDERS)]))
+
+    llama.get_decoder().register_forward_pre_hook(noted)
+    selfspec.wrap(llama, "exit:2", draft_length=3).generate(tiny.prompt(9), max_new_tokens=9, do_sample=False)
+    # Below `generate`, and without the call of the view.
+    assert max(frames) - 1 <= 9
+
+
 def test_a_round_enters_few_files_before_its_verdict(stacks: list[list[CodeType]]) -> None:
     in_rounds = [stack for stack in stacks if run_round.__code__ in stack]
     starts = [index for index, stack in enumerate(in_rounds) if stack[-1] is run_round.__code__]

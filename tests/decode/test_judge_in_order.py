@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import EOS, VOCAB, drawn, enumerated, small
-from selfspec.draft import Budget, Drafter
-
-ROWS, BATCHES = 512, 3
-PROMPT = (1, 2, 3, 1)
+from selfspec.draft import Budget
 
 
 class Alternating(LogitsProcessor):
@@ -31,18 +25,6 @@ class Alternating(LogitsProcessor):
         return scores + favoured(self.calls, scores.shape[-1])
 
 
-class Undoable(Alternating):
-    """The same, and it can go back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.undone = 0
-
-    def rollback(self, calls: int) -> None:
-        self.undone += calls
-        self.calls -= calls
-
-
 def favoured(call: int, vocab: int) -> Tensor:
     scores = torch.zeros(vocab)
     scores[call % vocab] = 2.5
@@ -50,42 +32,14 @@ def favoured(call: int, vocab: int) -> Tensor:
     return scores
 
 
-def chances(prefix: tuple[int, ...], logits: Tensor) -> list[float]:
-    found: list[float] = (logits.float() + favoured(len(prefix) + 1, VOCAB)).softmax(-1).tolist()
-    return found
+class Dead(Alternating):
+    """Leaves no token to choose where a draft goes on, and one in plain decoding; it can go back."""
 
+    undone = 0
 
-@pytest.mark.statistical
-@pytest.mark.parametrize("processor", [Alternating, Undoable])
-def test_samples_follow_the_exact_joint(processor: type[Alternating]) -> None:
-    found: dict[str, float] = {}
-    settings: tuple[tuple[Drafter | None, str], ...] = (
-        (None, "token"),
-        (selfspec.drafts.EarlyExit(1), "block"),
-        (selfspec.drafts.LayerSkip(attention=[1]), "token"),
-        (selfspec.drafts.EarlyExit(2), "coupled"),
-        (selfspec.drafts.LowPrecision(4), "block"),
-    )
-    for number, (draft, rule) in enumerate(settings):
-        model = small(seed=number)
-        spec = selfspec.wrap(model, draft, draft_length=1 + number % 4, accept=rule)
-        seen = drawn(
-            spec,
-            [PROMPT],
-            rows=ROWS,
-            batches=BATCHES,
-            seed=100 * number,
-            fresh=lambda: {"logits_processor": [processor()]},
-            do_sample=True,
-            top_k=0,
-            eos_token_id=EOS,
-        )
-        found[f"{draft} {rule}"] = p_value(seen.texts[PROMPT], enumerated(model, PROMPT, chances, EOS))
-    assert holm_rejects(found, 0.01) == []
-
-
-class Dead(Undoable):
-    """Leaves no token to choose where a draft goes on, and one in plain decoding."""
+    def rollback(self, calls: int) -> None:
+        self.undone += calls
+        self.calls -= calls
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
@@ -99,12 +53,12 @@ class Dead(Undoable):
 def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(llama: PreTrainedModel) -> None:
     def loud(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
         """Draft with scores that the processor refuses."""
-        passes = batch.runner.logits
+        passes = batch.runner.run
         try:
-            batch.runner.logits = lambda *args, **kwargs: _louder(passes(*args, **kwargs))
+            batch.runner.run = lambda request: _louder(passes(request))
             return propose(batch, budget)
         finally:
-            batch.runner.logits = passes
+            batch.runner.run = passes
 
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
     wanted = llama.generate(tiny.prompt(5), logits_processor=[Dead()], **options)
@@ -138,40 +92,6 @@ def test_a_prefix_function_says_itself_that_it_has_no_memory(llama: PreTrainedMo
     allowed.stateless = True  # type: ignore[attr-defined]
     spec.generate(tiny.prompt(5), max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=allowed)
     assert len(calls) > 12
-
-
-class Witness(StoppingCriteria):
-    """Notes what it is shown, and ends a row where its own memory of it says so."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[list[int]]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.seen.append(input_ids.tolist())
-        return (input_ids[:, -1] + len(self.seen)) % 9 == 0
-
-
-@pytest.mark.parametrize(
-    "draft", [selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(mlp=[3]), selfspec.drafts.PromptLookup(1, 3)]
-)
-@pytest.mark.parametrize("processor", [None, Alternating, Undoable])
-def test_criteria_are_shown_what_plain_decoding_shows_them(
-    llama: PreTrainedModel, draft: Drafter, processor: type[Alternating] | None
-) -> None:
-    mask = torch.ones(3, 9, dtype=torch.long)
-    mask[0, :4] = 0
-    ids = tiny.prompt(9, 3) * mask
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    stock, own = Witness(), Witness()
-    made = [[] if processor is None else [processor()] for _ in range(2)]
-    wanted = llama.generate(ids, stopping_criteria=[stock], logits_processor=made[0], eos_token_id=[9, 33], **options)
-    spec = selfspec.wrap(llama, draft, draft_length=4)
-    out = spec.generate(ids, stopping_criteria=[own], logits_processor=made[1], eos_token_id=[9, 33], **options)
-    assert torch.equal(out.sequences, wanted)
-    assert own.seen == stock.seen
-    assert len(set(out.lengths)) > 1
-    assert out.stats.drafted > 0
-    assert out.stats.accepted > 0 or isinstance(draft, selfspec.drafts.PromptLookup)
 
 
 def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> None:

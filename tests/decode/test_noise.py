@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import selfspec
 from helpers import tiny, tiny_joint
 from helpers.goodness import holm_rejects, p_value
 from helpers.joints import Warp, p_values
-from helpers.tiers import in_turns
 from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race, race_noise
 
 CPU = torch.device("cpu")
@@ -249,41 +247,6 @@ def test_alike_distributions_choose_alike_as_often_as_is_known(vocab: int, seed:
     assert (1 - variation) / (1 + variation) - 0.04 <= rate <= 1 - variation + 0.04
 
 
-DRAFTS = {
-    "exit": (selfspec.drafts.EarlyExit(1), torch.float64),
-    "sublayers": (selfspec.drafts.LayerSkip(attention=[2], mlp=[0]), torch.float32),
-    "int4": (selfspec.drafts.LowPrecision(4, layers=[2, 3]), torch.float32),
-}
-
-
-@pytest.mark.parametrize(("architecture", "drafting"), in_turns(sorted(tiny.BUILDERS), DRAFTS))
-def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
-    architecture: str, drafting: tuple[selfspec.drafts.Drafter, torch.dtype]
-) -> None:
-    draft, dtype = drafting
-    model = tiny.BUILDERS[architecture](dtype=dtype)
-    prompts = torch.nn.functional.pad(tiny.prompt(3), (4, 0)), tiny.prompt(7, seed=1)
-    mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
-    options: dict[str, Any] = {
-        "attention_mask": mask,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "top_k": None,
-        "max_new_tokens": 24,
-        "eos_token_id": 5,
-        "pad_token_id": 0,
-        "accept": "coupled",
-    }
-    plain = selfspec.wrap(model)
-    spec = selfspec.wrap(model, draft, draft_length=3)
-    for seed in range(3):
-        expected = plain.generate(torch.cat(prompts), seed=seed, **options).sequences
-        assert torch.equal(spec.generate(torch.cat(prompts), seed=seed, **options).sequences, expected)
-    other = plain.generate(torch.cat(prompts), seed=99, **options).sequences
-    assert other.shape != expected.shape or not torch.equal(other, expected)
-
-
 def test_the_acceptance_rate_is_reported_with_the_optimal_one(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), accept="coupled", draft_length=4)
     stats = spec.generate(
@@ -291,12 +254,6 @@ def test_the_acceptance_rate_is_reported_with_the_optimal_one(llama: PreTrainedM
     ).stats
     assert 0 < stats.acceptance_rate < stats.optimal_acceptance_rate < 1
     assert stats.to_dict()["optimal_acceptance_rate"] == stats.optimal_acceptance_rate
-
-
-def test_greedy_decoding_is_left_as_it_is(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), accept="coupled", draft_length=4)
-    expected = llama.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20)
-    assert torch.equal(spec.generate(tiny.prompt(4), do_sample=False, max_new_tokens=20).sequences, expected)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -12,7 +12,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, generation
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 import selfspec
@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, drawn, enumerated, small
-from selfspec.decode.processors import PrefixProcessing, Warping, read_processing
+from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.draft import Budget, Drafter
 
@@ -285,3 +285,47 @@ def test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefix
     step = processing.scores(logits[:, :1], Prefixes(text, drafted))[..., 0]
     assert step.tolist() == [[609], [410]]
     assert (logits == 0).all()
+
+
+# Suppressed tokens.
+
+SUPPRESSED = [3, 0, 17]
+ALWAYS = generation.SuppressTokensLogitsProcessor(SUPPRESSED)
+AT_FOUR = generation.SuppressTokensAtBeginLogitsProcessor(SUPPRESSED, 4)
+
+
+@pytest.mark.parametrize("stock", [ALWAYS, AT_FOUR], ids=["always", "at the begin"])
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_scores_of_suppression_are_those_of_transformers(stock: Any, length: int) -> None:
+    ours = without_search(stock)
+    assert ours is not stock
+    ids = torch.zeros(2, length, dtype=torch.long)
+    for size in (20, 31, 20):
+        scores = torch.randn(2, size)
+        scores[0, 1] = torch.nan
+        assert torch.equal(ours(ids, scores).nan_to_num(), stock(ids, scores).nan_to_num())
+
+
+def test_the_vocabulary_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Tensor] = []
+    search = torch.isin
+
+    def counted(among: Tensor, tokens: Tensor) -> Tensor:
+        searches.append(tokens)
+        return search(among, tokens)
+
+    monkeypatch.setattr(torch, "isin", counted)
+    processing = read_processing(LogitsProcessorList([ALWAYS]), frozenset(), 9)
+    assert isinstance(processing, Warping)
+    for _ in range(3):
+        processing.processors[0](torch.zeros(1, 4), torch.randn(1, 20))
+    assert len(searches) == 1
+    assert isinstance(read_processing(LogitsProcessorList([ALWAYS, AT_FOUR]), frozenset(), 9), PrefixProcessing)
+
+
+def test_processors_that_do_not_suppress_stay_what_they_are() -> None:
+    class Own(generation.SuppressTokensLogitsProcessor):
+        pass
+
+    others: list[LogitsProcessor] = [Own(SUPPRESSED), generation.MinLengthLogitsProcessor(3, 2)]
+    assert all(without_search(each) is each for each in others)

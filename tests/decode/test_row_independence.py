@@ -76,43 +76,10 @@ def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Any], width: int = WI
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), out.lengths, strict=True)]
 
 
-INDEPENDENT = [(name, rule) for name in DRAFTS for rule in ("token", "block")] + [
-    (name, "coupled") for name in ("plain", "exit", "look-up", "cascade", "union")
-]
-
-
 def fresh(spec: selfspec.SelfSpeculative, batch: dict[str, Any], **options: Any) -> list[list[int]]:
     """What a new wrapper gives, a short text: drafts may depend on what one knew before the call."""
     spec.forget()
     return texts(spec, batch, **{"max_new_tokens": 14, "eos_token_id": [*ENDS, 8, 41], **options})
-
-
-@pytest.mark.parametrize(("draft", "rule"), INDEPENDENT)
-def test_a_row_is_the_same_alone_and_in_batches_of_any_size(llama: PreTrainedModel, draft: str, rule: str) -> None:
-    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
-    whole = fresh(spec, prompts(), seed=0)
-    assert len(set(map(len, whole))) > 1
-    for size in (1, 3):
-        assert fresh(spec, chosen(prompts(), list(range(size))), seed=0) == whole[:size]
-    # All rows reach the end, some of them rounds before the others.
-    options: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 11}
-    for seed in range(2):
-        whole = fresh(spec, prompts(), seed=seed, **options)
-        assert fresh(spec, chosen(prompts(), [0, 1]), seed=seed, **options) == whole[:2]
-    # Without the padding that longer rows beside it need.
-    bare = {name: values[:1, PADDING[1] :] for name, values in chosen(prompts(), [1]).items()}
-    both = chosen(prompts(), [1, 0])
-    both["input_ids"] = both["input_ids"].where(both["attention_mask"] > 0, 5)
-    assert fresh(spec, bare, width=WIDTH - PADDING[1], seed=0, **options) == fresh(spec, both, seed=0, **options)[:1]
-
-
-@pytest.mark.parametrize(("draft", "rule"), INDEPENDENT)
-def test_a_row_is_the_same_beside_any_others(llama: PreTrainedModel, draft: str, rule: str) -> None:
-    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
-    first, mixed = prompts(), prompts(seed=1)
-    for name, values in mixed.items():
-        values[1::2] = first[name][1::2]
-    assert fresh(spec, mixed, seed=1)[1::2] == fresh(spec, first, seed=1)[1::2]
 
 
 @pytest.mark.parametrize("draft", ["suffixes", "recycling", "union", "cascade of three"])

@@ -99,17 +99,6 @@ def test_samples_follow_the_exact_joint(rule: str) -> None:
     assert holm_rejects(found, 0.01) == []
 
 
-def test_coupled_samples_do_not_depend_on_the_tree() -> None:
-    model, ids = small(), torch.tensor([PROMPTS[0]] * 16)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "top_k": None, "accept": "coupled", "seed": 3}
-    plain = selfspec.wrap(model, None).generate(ids, eos_token_id=None, **options)
-    for tree in SHAPES:
-        drafter = Random(tree, torch.full((VOCAB,), 1 / VOCAB))
-        output = selfspec.wrap(model, drafter, draft_length=len(tree)).generate(ids, eos_token_id=None, **options)
-        assert torch.equal(output.sequences, plain.sequences)
-        assert output.stats.accepted > 0
-
-
 def test_processors_with_memory_refuse_a_tree_by_name() -> None:
     spec = selfspec.wrap(small(), Random(FORK, torch.full((VOCAB,), 1 / VOCAB)), draft_length=len(FORK))
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": True, "seed": 0}

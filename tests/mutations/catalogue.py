@@ -44,7 +44,7 @@ _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
 _CRITERIA = "test_a_criterion_sees_each_token_once_and_ends_the_text_there"
 _ENDED = "test_greedy_rows_are_what_they_are_alone"
 _DRAWN = "test_rounds_of_a_network_draw_from_its_joint"
-_ALONE = "test_a_row_is_the_same_alone_and_in_batches_of_any_size"
+_ALONE = "test_every_draft.py::test_a_row_alone_is_its_row_in_a_batch"
 _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
 _NOISE = "test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
@@ -283,7 +283,7 @@ CATALOGUE = (
         "SelfSpeculative._follow_vocabulary", "found == self._vocabulary", "True", ("test_vocabulary_changes.py",)),
     Mutation("an engine keeps what it learnt of a vocabulary that the model no longer has", "RowDecoder.begin",
         "self._check()", "pass", ("test_an_engine_that_rests_follows_the_model",)),
-    Mutation("positions after a prompt with its own count on from the number of tokens", "prepared_request",
+    Mutation("positions after a prompt with its own count on from the number of tokens", "_request",
         "None if reading is None else offsets", "None",
         ("test_holes_in_masks_and_positions_of_ones_own_are_read_as_the_model_reads_them",)),
     Mutation("narrow heads: drafts out of a text hold ids that the head cannot write", "_writable",
@@ -318,7 +318,7 @@ CATALOGUE = (
         (_EXACT_LENGTH, "test_generate.py", "test_request.py")),
     Mutation("generation stops a token short of max_new_tokens", "Stopping.ends", "self.max_new_tokens",
         "self.max_new_tokens - 1", (_EXACT_LENGTH,)),
-    Mutation("text that holds the pad id is taken for padding", "prepared_request", "mask.sum(1)",
+    Mutation("text that holds the pad id is taken for padding", "_request", "mask.sum(1)",
         "(input_ids != (0 if pad is None else int(pad.flatten()[0]))).sum(1)", ("test_generate.py", "-k", "pad_id")),
     Mutation("a stopping criterion inside an accepted run is not heard", "Stopping._by_criteria", "verdicts[row]",
         "verdicts[row] and length == starts[row] + len(runs[row])", (_CRITERIA,)),
@@ -410,7 +410,7 @@ CATALOGUE = (
         "('encoder_outputs', 'attention_mask', 'inputs_embeds')", "('encoder_outputs', 'attention_mask')",
         ("test_embeddings_are_what_the_encoder_reads",)),
     Mutation("tokens suppressed at the begin are suppressed everywhere", "SuppressionAt.__call__",
-        "input_ids.shape[-1] == self.place", "True", ("test_suppression.py",)),
+        "input_ids.shape[-1] == self.place", "True", ("test_processors.py", "-k", "suppress")),
     Mutation("a chain chooses tokens that are suppressed", "_Program._steps", "0 <= each < draws.vocabulary", "False",
         ("test_chain.py", "-k", "suppressed")),
     Mutation("a chain forgets tokens that are suppressed at its first place", "choice_of", "each.place < length",
@@ -586,20 +586,21 @@ CATALOGUE = (
     # Processors and criteria with memory.
     Mutation("processors with memory are asked for whole blocks", "is_stateless",
         "type(processor) in _STATELESS or getattr(processor, 'stateless', False) is True", "True",
-        ("test_judge_in_order.py",)),
+        ("test_remembering.py", "-k", "calls_and_text and both")),
     Mutation("what a draft told a processor is not rolled back", "RollbackProcessing.roll_back",
-        "calls and _can_roll_back(processor)", "False", ("test_judge_in_order.py",)),
+        "calls and _can_roll_back(processor)", "False",
+        ("test_remembering.py", "-k", "rolled_back")),
     Mutation("a criterion with memory is shown rows filled up with padding", "Group.needs_lockstep",
         "self.sampling.in_order or self.stopping.needs_lockstep", "self.sampling.in_order",
-        ("test_judge_in_order.py", "-k", "criteria")),
+        ("test_remembering.py", "-k", "calls_and_text and criterion")),
     Mutation("a place is judged in order though a draft token spoiled it", "judge_in_order", "draft.length and broken",
         "False", ("test_judge_in_order.py", "-k", "spoils")),
     Mutation("a row that rejects does not end the round for the others", "judge_in_order",
         "all(row.ended or row.accepted > place for row in rows.values())",
         "any(row.ended or row.accepted > place for row in rows.values())",
-        ("test_judge_in_order.py", "-k", "criteria or memory")),
+        ("test_remembering.py", "-k", "calls_and_text and both")),
     Mutation("recovered tokens of a draft judged in order are drawn from p", "accept",
-        "rule.recovery_probs(seen.draft, seen.p, place)", "seen.p[:, 0]", ("test_judge_in_order.py", "-k", "joint")),
+        "rule.recovery_probs(seen.draft, seen.p, place)", "seen.p[:, 0]", ("test_remembering.py", "-k", "joint")),
     # Prompts that are no tokens, and caches of states.
     Mutation("padding between a prefix and the text counts towards windows", "check_model_inputs",
         "smallest_window(config) is not None", "False", ("test_padding_that_would_count_as_text_is_refused",)),
@@ -628,7 +629,7 @@ CATALOGUE = (
         ("test_what_would_not_be_called_is_refused_by_name",)),
     Mutation("a forward that takes any argument is taken to name all", "forward_parameters", "not hands_on or _1",
         "True", (_AROUND, "-k", "args")),
-    Mutation("padding counts where a forward names no positions", "prepared_request", "not bool(mask.all())", "False",
+    Mutation("padding counts where a forward names no positions", "_request", "not bool(mask.all())", "False",
         ("test_padding_before_a_forward_that_names_no_positions",)),
     Mutation("what an instance prepares for a prompt is thought to hold for its further tokens", "first_inputs",
         "not embedded and _1", "False",
