@@ -106,11 +106,21 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: the block is a tree, and this model reads chains alone.
         """
-        if request.behind is None:
-            return self._result(request)
+        if request.behind is not None:
+            return self._run_with_nodes_behind(request)
+        with self._reading(request):
+            output = self._run_in_block(request)
+        assert output.logits is not None
+        # Only a head of plain weights can be exchanged for one that draws on some of them.
+        head = request.head
+        logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
+        return PassResult(logits, output.states, output.features)
+
+    def _run_with_nodes_behind(self, request: PassRequest) -> PassResult:
+        assert request.behind is not None
         assert request.tree is not None
         self._cache.open(request.behind.tree(request.tree))
-        result = request.behind.run(replace(request, tree=None, behind=None), request.tree, self._result)
+        result = request.behind.run(replace(request, tree=None, behind=None), request.tree, self.run)
         # Nodes behind the draft are not needed any more.
         self._cache.open(request.tree)
         return result
@@ -201,15 +211,6 @@ class ModelRunner:
     def forget(self, path: LayerPath) -> None:
         """Drop what was made for passes along a path; it is made again where they come again."""
         self._gated = {runs: view for runs, view in self._gated.items() if runs.path != path}
-
-    def _result(self, request: PassRequest) -> PassResult:
-        with self._reading(request):
-            output = self._run_in_block(request)
-        assert output.logits is not None
-        # Only a head of plain weights can be exchanged for one that draws on some of them.
-        head = request.head
-        logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
-        return PassResult(logits, output.states, output.features)
 
     @contextmanager
     def _reading(self, request: PassRequest) -> Iterator[None]:
