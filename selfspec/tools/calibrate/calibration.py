@@ -57,14 +57,7 @@ _TEXTS = 16
 
 @dataclass(frozen=True)
 class _Kind:
-    """Findings for one kind of decoding.
-
-    Attributes:
-        acceptance: of each draft on the model's own text at this temperature, ready for JSON.
-        predictions: speed-ups by the formula, the highest first.
-        confirmed: measured candidates, fastest first.
-        in_batches: the fastest in batches of more rows, by their number; none after one that lost.
-    """
+    """Findings for one kind of decoding; `in_batches` has the fastest in batches of more rows, by their number."""
 
     temperature: float
     acceptance: dict[str, Any]

@@ -33,12 +33,9 @@ _MOST_MEASURED = 6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft worth confirming.
+    """A draft worth confirming: chains, or trees of at most `nodes` tokens.
 
-    Attributes:
-        draft: proposes tokens.
-        nodes: the most tokens of its trees, siblings included; None: it drafts chains.
-        step: its own account of what its draft steps cost, in plain steps, where they run no path of the model.
+    `step` is its own account of what its draft steps cost, in plain steps, where they run no path of the model.
     """
 
     draft: Drafter

@@ -29,17 +29,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One timed generation.
-
-    Attributes:
-        prompt: its number; in batches that of the batch.
-        turn: its number.
-        new_tokens: of all rows.
-        row_rounds: rounds, each row's by itself.
-        judged: draft tokens that were judged.
-        accepted: of these.
-        seconds: without prefill.
-    """
+    """One timed generation: its prompt, or batch, its turn, its counts, and its seconds without prefill."""
 
     prompt: int
     turn: int
@@ -52,15 +42,10 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate in real generations.
+    """A candidate in real generations, timed in so many turns.
 
-    Attributes:
-        speedup: over plain decoding in turns with it: decoding without prefill, tokens a second over all prompts, with
-            a bootstrap interval over prompts.
-        acceptance_rate: share of judged draft tokens that were accepted; None without any.
-        mean_accepted_length: tokens committed per target pass of a row.
-        turns: times it went through all prompts, timed.
-        calls: counts and seconds of each generation.
+    `speedup` is over plain decoding in turns with it, without prefill, in tokens a second over all prompts, with a
+    bootstrap interval over prompts; `mean_accepted_length` counts tokens per target pass of a row.
     """
 
     name: str

@@ -150,10 +150,7 @@ def folded(adapter: ExitAdapter, layer: nn.Module) -> dict[str, Tensor]:
 class DraftLayers:
     """A draft that is whole layers of its model, between the model's own embeddings, norm and head.
 
-    Attributes:
-        layers: numbers of the layers that run, ascending.
-        exit_adapter: between the last of them and the norm; None: nothing.
-        reduced: whether the draft reads few rows of the head. Engines want all rows, so a checkpoint has them all.
+    `reduced` says that the draft reads few rows of the head. Engines want all rows, so a checkpoint has them all.
     """
 
     layers: tuple[int, ...]

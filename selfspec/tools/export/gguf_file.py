@@ -26,7 +26,6 @@ class Architecture:
     """An architecture's name and layout of weights in llama.cpp.
 
     Attributes:
-        name: in GGUF.
         in_pairs: whether units of a head that are rotated together lie side by side, not half a head apart.
         rope_factors: whether it reads a table of rotary factors.
     """
@@ -58,12 +57,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse a model that is not written as GGUF.
-
-    Raises:
-        UnsupportedOptionError: the package `gguf` is not installed.
-        UnsupportedModelError: it is of another architecture, or its positions are of a kind that is not written.
-    """
+    """Refuse a model that is not written, for its architecture, its positions, or as the package `gguf` is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -224,7 +218,6 @@ class _Pairs:
         merges: two tokens apart by a space, the first to be merged first.
         of_pieces: whether it is of sentencepiece's kind, and not of bytes.
         split: llama.cpp's name of how text is split before.
-        space_before: whether a space comes before the text.
         special: whether a token that was added is special, by its number.
     """
 

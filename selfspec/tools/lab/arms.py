@@ -34,15 +34,10 @@ from selfspec.tools.lab.drafts import Given, content
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of conditions. All arms are measured in it, in turns.
+    """One combination of conditions, in which all arms are measured in turns; temperature 0 decodes greedily.
 
-    Attributes:
-        temperature: 0 decodes greedily.
-        batch: rows of a call.
-        context: tokens of every prompt. Nothing then ends a text sooner, so that all arms do the same work. None:
-            prompts are whole, and texts end where the model ends them.
-        max_new_tokens: the most tokens of a text.
-        chat: whether prompts are written by the chat template.
+    Prompts have `context` tokens, and nothing then ends a text sooner, so that all arms do the same work. Without it
+    prompts are whole, by the chat template if `chat`, and texts end where the model ends them.
     """
 
     workload: str
@@ -122,12 +117,7 @@ def prompt_writer(checkpoint: Checkpoint, chat: bool, answer: int) -> PromptWrit
 def with_prompts(
     cells: Sequence[Cell], workloads: Mapping[str, Workload], number: int, checkpoint: Checkpoint
 ) -> dict[Cell, list[Prompts]]:
-    """Return cells with the prompts of each call; `number` of each workload.
-
-    Raises:
-        PromptError: a prompt and its text exceed the model's context, or there is no chat template, where one is asked
-            for.
-    """
+    """Return cells with the prompts of each call; `number` of each workload. They must fit the model's context."""
     model, made = checkpoint.model, dict[Cell, list[Prompts]]()
     writers = {
         key: prompt_writer(checkpoint, *key)
@@ -179,8 +169,6 @@ class ArmSpec:
         draft: of selfspec's drafting arms, by name; of `model.generate`, its assistant or its early exit.
         length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
-        accept: acceptance rule, by name; None: selfspec's default.
-        lossless: whether its texts are distributed as the model's own.
         content: digest of the draft and the rule, beyond their names; the arm finds it out.
     """
 

@@ -25,13 +25,7 @@ KIND = "cell"
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """All arms of a cell, in the order of the report, measured in turns.
-
-    Attributes:
-        environment: with which it was measured.
-        load: cores that were free meanwhile; this process's own count as free.
-        asked: the prompts of each call, written down; empty where there was no tokenizer.
-    """
+    """All arms of a cell, in the order of the report, measured in turns; `asked` are the prompts as text."""
 
     cell: Cell
     settings: Setup
@@ -208,11 +202,6 @@ class PredictedSpeedup:
 
     That is the formula of Leviathan et al. (2023) for the rounds as they were: its (1 - alpha^(gamma+1)) / (1 - alpha)
     is the mean accepted length where alpha and gamma never change, and here it is what was measured.
-
-    Attributes:
-        predicted: speed-up against plain decoding by the passes' costs, with their intervals.
-        measured: decoding speed against selfspec's plain decoding.
-        efficiency: measured by predicted.
     """
 
     predicted: Estimate
@@ -227,17 +216,10 @@ class Figures:
     Ratios are taken repeat by repeat, because what slows the machine slows both arms of a repeat.
 
     Attributes:
-        decoding_tokens_per_second: after the first tokens, so without prefill.
-        whole_call_tokens_per_second: prefill included.
         first_token_seconds: until the first tokens of a call are there; of each repeat the mean over calls.
         decoding_against: decoding speed against that of `model_generate` and of selfspec `plain`.
         decoding_without_cycles: against `model.generate` in the calls whose texts hardly repeat themselves.
-        whole_call_against: speed of whole calls against that of `model.generate`.
-        mean_accepted_length: tokens committed per target pass of a row, with an interval over calls; of
-            `model.generate` by calls of the model.
-        acceptance_rate: share of the judged draft tokens that were accepted.
-        acceptance_by_depth: the same at each depth of the draft, None where none was judged.
-        cycle_share: share of all tokens inside repeating cycles.
+        mean_accepted_length: tokens committed per target pass of a row, with an interval over calls.
         round_in_plain_steps: cost of a round in the run; None for arms that do not draft.
         prediction: None where the passes were not timed or the arm does not draft.
     """

@@ -36,7 +36,6 @@ class PassCosts:
     """The costs of one draft, as `measure_costs` times them; the unit is a round of plain decoding.
 
     Attributes:
-        step_seconds: seconds of a round of plain decoding.
         draft: c, a draft step, head included; None for look-ups, which take none.
         verify: V(m) after draft steps by m, the tokens to verify: of a pass that resumes where the draft left, if it
             can.
@@ -125,12 +124,9 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Memory of one call, in bytes, by torch's count, or by the system's resident set without Python and its libraries.
+    """Memory of one call, in bytes: of the loaded weights, and at the peak, the weights included.
 
-    Attributes:
-        weights: of the loaded model.
-        peak: the most at any time of the call, the weights included.
-        counted_by: "torch" or "system".
+    It is counted by "torch", or by the "system": the resident set without Python and its libraries.
     """
 
     weights: int

@@ -58,21 +58,14 @@ class Record:
 
     Attributes:
         absence: why it did not run; None where it did.
-        agreement: of greedy texts with those of `model.generate`.
-        first_seconds: until its first tokens were there.
-        tokens: new tokens of each call, of all rows.
-        first_tokens: new tokens at `first_seconds`.
+        first_seconds: until its first tokens were there, `first_tokens`.
         passes: target passes of each call, prefill not counted.
         cycle_share: share of each call's tokens in passages that repeat themselves.
-        texts: new tokens of each row of each call.
-        said: these texts, written down; empty where there was no tokenizer.
-        judged: of selfspec's arms, draft tokens that were judged in each call, by depth.
-        accepted: as `judged`.
-        counts: of selfspec's arms.
-        rounds: of selfspec's arms, the number of each shape.
+        judged: draft tokens that were judged in each call, by depth; `accepted` likewise.
         memory: at the peak, in a separate process.
         costs: of the parts of its rounds, timed apart from the run.
         nats: negative log-likelihood of each text under the model at temperature 1, by row; empty where not scored.
+        said: the texts, written down; empty where there was no tokenizer.
     """
 
     arm: ArmSpec
@@ -148,10 +141,8 @@ _LEVEL = 0.05
 class TextQuality:
     """The texts of an arm beside those of plain decoding on the same prompts.
 
-    Attributes:
-        perplexity: of all texts under the model, with a 95 % interval by a bootstrap over prompts.
-        against_plain: its ratio to plain decoding's, prompt by prompt; None of plain decoding itself.
-        p_value: the chance of a ratio as far from 1 if neither were better, by a permutation test of signs.
+    `perplexity` has an interval by a bootstrap over prompts; `against_plain` is its ratio to plain decoding's, prompt
+    by prompt; `p_value` is that of a permutation test of signs.
     """
 
     perplexity: Estimate

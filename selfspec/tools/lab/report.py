@@ -163,14 +163,7 @@ _MARKERS = ("o", "s", "^", "d", "v", "p", "*", "X", "h")
 
 @dataclass(frozen=True)
 class Mark:
-    """Colour and marker of a draft or line, the same in every picture.
-
-    Attributes:
-        colour: as `#RRGGBB`.
-        marker: of matplotlib.
-        dashes: of a line, which tell apart lines of the same colour.
-        filled: whether markers are; those of cascades are not.
-    """
+    """Colour, as `#RRGGBB`, and marker of a draft or line, the same in every picture; of cascades it is not filled."""
 
     colour: str
     marker: str
@@ -239,10 +232,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture.
+    """A picture; `name` is that of its files.
 
     Attributes:
-        name: of its files.
         height: of a panel, in inches.
         across: panels side by side, at most.
         note: text below all panels.

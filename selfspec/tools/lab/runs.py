@@ -29,12 +29,9 @@ _KEPT = "what was measured before is kept: make room and repeat the command to g
 
 @dataclass(frozen=True)
 class Asked:
-    """A question to the lab.
+    """A question of some kind to the lab; the result depends on `under`.
 
-    Attributes:
-        kind: of finding.
-        under: everything that the result depends on.
-        place: names of its model, text and so on in reports; they do not change the result.
+    `place` has names of its model, text and so on in reports; they do not change the result.
     """
 
     kind: str
@@ -50,14 +47,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """A question and its result.
-
-    Attributes:
-        found: the findings; empty after an error.
-        error: what went wrong; None if nothing did.
-        environment: with which it was made.
-        load: cores that were free meanwhile, this process's own among them; None: not watched.
-    """
+    """A question and its result: findings, or an error; `load` are the cores that were free, None if not watched."""
 
     asked: Asked
     found: Mapping[str, Any]
@@ -177,9 +167,8 @@ _UNSAID = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 class Origin:
     """Identifies what was measured; a part of every key of the lab.
 
-    Attributes:
-        base: fingerprint of the weights as they are, shortened.
-        setting: digest of these and all else: dtype, configuration, end tokens, device, threads, versions, kernels.
+    `base` is the fingerprint of the weights, shortened; `setting` a digest of these and all else: dtype, configuration,
+    end tokens, device, threads, versions, kernels.
     """
 
     base: str

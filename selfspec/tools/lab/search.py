@@ -66,17 +66,8 @@ def search(
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
     Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
-
-    Args:
-        studied: the model and its prompts.
-        study: texts, draft lengths, reach and pricing.
-        space: sets that may be chosen.
-        evaluations: the most skip sets to evaluate.
-        runs: where the search is kept; None: nowhere.
-        progress: called with what is done, and all that is to be done.
-
-    Returns:
-        All sets evaluated, in order: their rows of a study's table at their best draft lengths.
+    Returns all sets evaluated, at most `evaluations`, in order: their rows of a study's table at their best draft
+    lengths.
     """
     study, kept = replace(study, confirm=0), runs or Runs(None)
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))

@@ -30,14 +30,11 @@ _TIMED: frozenset[Part] = frozenset({"speed", "memory", "costs"})
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Measures one model in each cell.
+    """Measures one model in each cell; the arms begin with `model.generate`.
 
     Attributes:
-        name: of the model in reports.
         place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
-        specs: the arms, `model.generate` first.
-        repeats: how often each arm is timed.
-        warm_up: how often it decodes all prompts before.
+        warm_up: how often each arm decodes all prompts before it is timed.
         parts: to measure. Of `memory`, which takes a separate process for each arm, one cell for each batch size and
             prompt length.
         given: drafters and rules that are objects, which no other process has.

@@ -125,13 +125,7 @@ def declared_in(file: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class StudiedModel:
-    """A model and its prompts by workload.
-
-    Attributes:
-        prompts: token ids by workload, `[1, prompt]` each, on the model's device.
-        tokenizer: for reports; None: they show token ids.
-        given: drafters and rules that are objects.
-    """
+    """A model and its prompts by workload, `[1, prompt]` each; without a tokenizer reports show token ids."""
 
     name: str
     model: PreTrainedModel

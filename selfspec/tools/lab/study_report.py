@@ -37,12 +37,10 @@ from selfspec.tools.lab.table import Row, estimate_in, pareto_front
 
 @dataclass(frozen=True)
 class TextFindings:
-    """Findings for one model on one text at one temperature.
+    """Findings for one model on one text at one temperature; `tokens` are the texts as shown, token by token.
 
-    Attributes:
-        tokens: the texts as shown, token by token.
-        right: by draft that was judged by teacher forcing, for each text a digit for each token: 1 where the draft
-            would have been right.
+    `right` has, by draft that was judged by teacher forcing, for each text a digit for each token: 1 where it was
+    right.
     """
 
     title: str

@@ -34,13 +34,7 @@ _BY_SUBLAYERS = (EarlyExit, LayerSkip, SkipFile)
 
 @dataclass(frozen=True)
 class SublayerPrices:
-    """Prices of a draft step, in steps of plain decoding.
-
-    Attributes:
-        fixed: of a step that runs no layer: head, embedding and the rest.
-        attention: added by the attention of each layer.
-        mlp: added by the MLP of each layer.
-    """
+    """Prices of a draft step, in steps of plain decoding: fixed, and what the sublayers of each layer add."""
 
     fixed: float
     attention: Sequence[float]
@@ -56,12 +50,9 @@ class Prices:
     """Terms of the speed-up formula for any draft path. The unit is one step of plain decoding.
 
     Attributes:
-        sublayers: prices of a draft step.
-        low: the same by the lower ends of what was timed.
-        high: by the upper ends.
+        sublayers: prices of a draft step; `low` and `high` the same by the ends of the intervals.
         target: V and o of a draft that is verified from tokens on.
-        known: costs of paths that were timed for themselves, by name.
-        known_draft: c of these, with its interval.
+        known: costs of paths that were timed for themselves, by name; `known_draft` their c, with its interval.
         step_seconds: one step of plain decoding; None where nothing was measured.
     """
 

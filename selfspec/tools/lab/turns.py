@@ -28,12 +28,9 @@ _Item = TypeVar("_Item")
 
 @dataclass
 class ArmRun:
-    """Calls of an arm in a cell.
+    """Calls of an arm in a cell: for each repeat, one for each batch of prompts.
 
-    Attributes:
-        absence: why it did not run; None where it did.
-        calls: for each repeat, one for each batch of prompts.
-        agreement: of its greedy texts with those of `model.generate`; None for sampled ones.
+    `absence` says why it did not run; `agreement` compares its greedy texts with those of `model.generate`.
     """
 
     arm: Arm
@@ -121,12 +118,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """One prompt, decoded by every arm in every cell.
-
-    Attributes:
-        prompt: its number.
-        calls: of each cell, one for each arm.
-    """
+    """One prompt, by its number, decoded by every arm in every cell."""
 
     prompt: int
     calls: Mapping[Cell, Sequence[Call]]
@@ -214,14 +206,10 @@ _BLOCK = 10
 
 @dataclass(frozen=True)
 class TextAgreement:
-    """Agreement of an arm's greedy texts with those of `model.generate`.
+    """Agreement of an arm's greedy texts with those of `model.generate`: distinct pairs, and equal ones.
 
-    Attributes:
-        texts: distinct pairs of texts that were compared.
-        equal: pairs that are equal, token for token.
-        widest_gap: where texts part, the widest gap between the logits of the two tokens; None where none part, or in
-            float32 and float64, where no gap is an excuse.
-        near_tie: the widest gap that rounding explains, measured on the texts that part; None as above.
+    `widest_gap` is the widest gap between the logits of two tokens where texts part, and `near_tie` the widest that
+    rounding explains; None where none part, or in float32 and float64, where no gap is an excuse.
     """
 
     texts: int

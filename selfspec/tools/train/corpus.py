@@ -46,12 +46,7 @@ class _About:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens in blocks of one length, or one batch of these.
-
-    Attributes:
-        ids: `[blocks, length]`.
-        learnt: True for tokens that are learnt, `[blocks, length]`; in conversations these are the answers.
-    """
+    """Tokens in blocks of one length, `[blocks, length]`, and those that are learnt, in conversations the answers."""
 
     ids: Tensor
     learnt: Tensor

@@ -26,12 +26,9 @@ _UNLEARNT = -100
 
 
 class LayerSkipLesson(Lesson):
-    """Continues a causal LM on text by the LayerSkip recipe (Elhoushi et al., 2024).
+    """Continues a causal LM on text by the LayerSkip recipe (Elhoushi et al., 2024); its weights change.
 
-    Args:
-        base: the stock model, whose weights change, and its tokenizer.
-        recipe: for the exits; None: plain training on the text, to compare with.
-        held_out: text to measure on.
+    Without a recipe it is plain training on the text, to compare with.
     """
 
     def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:

@@ -30,15 +30,10 @@ class Check(StrEnum):
 
 @dataclass(frozen=True)
 class Divergence:
-    """One place where tokens are not equal.
+    """One place where tokens are not equal; None stands for a text that had ended, or no rule.
 
-    Attributes:
-        rule: the acceptance rule; None where nothing was accepted or rejected.
-        expected: the model's own token; None where its text had ended.
-        found: the token in its place; None where the text had ended.
-        gap: distance of the two from a tie, in logits; None where one is missing. In greedy decoding the difference of
-            their logits. In coupled sampling what one of the logits would have to rise by for the noise to choose the
-            other.
+    `gap` is the distance of the two from a tie, in logits: greedily the difference of their logits, in coupled sampling
+    what one of them would have to rise by for the noise to choose the other.
     """
 
     check: Check

@@ -27,14 +27,10 @@ _SAFETY = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """One test of goodness of fit.
+    """One test of goodness of fit after a prefix; `cells` are outcomes counted by themselves, all others one more.
 
-    Attributes:
-        prefix: token ids before the sampled ones.
-        cells: outcomes counted by themselves; all others are one more.
-        degrees: of freedom; 0 where there is but one cell and so nothing to test.
-        noncentrality: what rounding alone may add to the statistic's mean.
-        p_value: probability of a fit this bad or worse.
+    `degrees` of freedom are 0 where there is but one cell and so nothing to test; `noncentrality` is what rounding
+    alone may add to the statistic's mean.
     """
 
     draft: str
@@ -123,14 +119,10 @@ Outcome = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A prefix and the model's distribution after it.
+    """A prefix and the model's probabilities after it: of likely outcomes, by themselves, and of all others.
 
-    Attributes:
-        cells: outcomes likely enough to be counted by themselves, and the model's probability of each: `NEW_TOKENS`
-            tokens, or fewer that end the text.
-        rest: probability of all other outcomes.
-        discrepancy: chi-square divergence, for one draw, between the model's probabilities by one-token passes, which
-            `cells` are, and by one pass over all tokens: what rounding changes.
+    An outcome has `NEW_TOKENS` tokens, or fewer that end the text. `discrepancy` is the chi-square divergence, for one
+    draw, between the probabilities by one-token passes, which `cells` are, and by one pass: what rounding changes.
     """
 
     prefix: tuple[int, ...]

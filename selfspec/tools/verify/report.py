@@ -28,17 +28,15 @@ class Exactness(StrEnum):
 
 @dataclass
 class DraftReport:
-    """Findings for one draft.
+    """Findings for one draft; `none` is plain decoding.
 
     Attributes:
-        name: of the draft; `none` is plain decoding.
         forced: the texts of `model.generate` read through selfspec's passes.
         logits_off: the largest difference of any logit there from the stock model's one-token passes.
         free_running: greedy texts against `model.generate`'s, by acceptance rule.
         beside_plain: the same texts against plain decoding's in selfspec's loop; None for plain decoding itself.
-        off_plain: the largest difference of any logit from those that plain decoding reads of the same text; 0: all
-            have the same bits.
-        stats: of these generations together.
+        off_plain: the largest difference of any logit from plain decoding's of the same text; 0: all have the same
+            bits.
         coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
     """
 

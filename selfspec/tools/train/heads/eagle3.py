@@ -32,13 +32,9 @@ _ALIKE = (
 
 
 class Eagle3Module(UnrolledModule):
-    """An EAGLE-3 head.
+    """An EAGLE-3 head: `fusion` joins the target's states, the head of `layers` gives logits of the ids it drafts.
 
-    Args:
-        fusion: joins the target's states.
-        layers: see `eagle3_layers`; their head gives logits of the ids that can be drafted.
-        differences: between the target's ids that it drafts and its own, `[ids]`; None: it drafts all.
-        vocabulary: of the target.
+    `differences` lie between the target's ids that it drafts and its own, `[ids]`; None: it drafts all.
     """
 
     differences: Tensor | None

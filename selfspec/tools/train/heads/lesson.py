@@ -181,11 +181,8 @@ class HeadLesson(Lesson):
 class UnrolledModule(DraftHeadModule):
     """The modules that the drafter itself runs, over whole texts.
 
-    Args:
-        fusion: comes before the layers.
-        layers: see `Head`.
-        output: gives logits of normed states, `[pairs, hidden]`; in a tuple where it does not learn.
-        recycled: which of its own states replaces the target's for a token that it drafted.
+    `output` gives logits of normed states, `[pairs, hidden]`; in a tuple where it does not learn. `recycled` says which
+    of its own states replaces the target's for a token that it drafted.
     """
 
     def __init__(
