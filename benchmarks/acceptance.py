@@ -68,7 +68,7 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     found = teacher_forced(checkpoint.model, find_adapter(checkpoint.model), paths, judged, TEMPERATURES)
     return {
         name: {
-            "agreement": draft.agreement().to_dict(),
+            "agreement": draft.alpha(0.0).to_dict(),
             **{f"1 - TV at {heat:g}": draft.alpha(heat).to_dict() for heat in TEMPERATURES},
         }
         for name, draft in found.items()

@@ -37,10 +37,8 @@ _PIECE = 16
 class ExitFigures:
     """Sums over the positions of a text, at one exit.
 
-    Attributes:
-        positions: counted so far.
-        accepted: by temperature: above 0 the sum of 1 - TV(p, q), at 0 the positions where both have one likeliest
-            token.
+    `accepted` is by temperature: above 0 the sum of 1 - TV(p, q), at 0 the positions where both have one likeliest
+    token.
     """
 
     positions: int = 0
@@ -59,13 +57,8 @@ class ExitFigures:
     def _count(self, temperature: float, accepted: Tensor) -> None:
         self.accepted[temperature] = self.accepted.get(temperature, 0.0) + float(accepted.sum())
 
-    @property
-    def agreement(self) -> float:
-        """Top-1 agreement: the greedy acceptance rate on this text."""
-        return self.alpha(0.0)
-
     def alpha(self, temperature: float = 1.0) -> float:
-        """Return the mean of 1 - TV(p, q): the acceptance rate of sampled drafts (Leviathan et al., 2023)."""
+        """Return the mean of 1 - TV(p, q), the acceptance rate (Leviathan et al., 2023); at 0 the top-1 agreement."""
         return self.accepted[temperature] / self.positions
 
 
@@ -79,18 +72,14 @@ class Acceptance:
     def positions(self) -> int:
         return sum(each.positions for each in self.sequences)
 
-    def agreement(self) -> Estimate:
-        """Return the top-1 agreement, the greedy acceptance rate, with a bootstrap interval over sequences."""
-        return self.alpha(0.0)
-
     def alpha(self, temperature: float) -> Estimate:
-        """Return the acceptance rate at a temperature: the mean of 1 - TV(p, q), at 0 the agreement."""
+        """Return the acceptance rate, the mean of 1 - TV(p, q) or at 0 the top-1 agreement; interval over sequences."""
         accepted = [each.accepted[temperature] for each in self.sequences]
         return Estimate.of_ratio(accepted, [each.positions for each in self.sequences])
 
     def to_dict(self) -> dict[str, Any]:
         rates = {f"{at:g}": self.alpha(at).to_dict() for at in self.sequences[0].accepted if at}
-        return {"positions": self.positions, "agreement": self.agreement().to_dict(), "alpha": rates}
+        return {"positions": self.positions, "agreement": self.alpha(0.0).to_dict(), "alpha": rates}
 
 
 class ForcedLogits(NamedTuple):

@@ -59,10 +59,7 @@ class MeasuredCosts:
             there.
         overhead: o of each draft: all else in a round that drafts, beyond what V times a plain round already counts of
             it; at the middle one of `lengths`. It may be negative.
-        context: tokens before those that were timed.
-        lengths: draft lengths at which drafts were timed.
-        out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place;
-            None for a single row.
+        out_of_step: a round of plain decoding over rows at different places, in rounds over rows at the same place.
     """
 
     step_seconds: Estimate
@@ -111,22 +108,12 @@ def measure_costs(
     """Measure what a plain step, draft steps, target passes and all else in a round cost.
 
     Everything is warmed up, timed in turns, synchronised with the device, and summed up by medians of ratios to what
-    was timed beside it.
+    was timed beside it. The model is left as it is. Look-ups need no measuring: see `MeasuredCosts`.
 
-    Args:
-        model: the stock model; it is left as it is.
-        adapter: where its layers are.
-        drafters: what to measure. Look-ups need no measuring: see `MeasuredCosts`.
-        widths: tokens of the target passes from tokens on; 1 is always among them.
-        context: tokens before the first that is timed; fewer where the model's context is shorter.
-        repeats: times everything is timed, at least 1.
-        lengths: draft lengths at which drafts are timed.
-        batch: rows of one length. With several, rounds are also timed in which every other row is one token behind.
-        temperature: 0 decodes greedily.
-        warm_up: times everything is run before it is timed; 4 are enough to record passes.
-        base: a wrapper of the model whose recorded passes are used and added to; None: one that records at once.
-        watch: shows progress.
-        clock: returns seconds.
+    Target passes from tokens on read `widths` of them; drafts are timed at `lengths`. The context is cut to what the
+    model has room for. With several rows, rounds are also timed in which every other row is one token behind. A
+    warm-up of 4 is enough to record passes. `base` is a wrapper of the model whose recorded passes are used and added
+    to; None: one that records at once.
 
     Raises:
         DraftConfigError: a draft does not fit the model, two have one name, or a number is out of range.
@@ -226,11 +213,7 @@ class _Bench:
         return Estimate.of_median(ratios[self._warm_up :])
 
     def rest(self, drafter: Drafter, length: int, passes: float) -> float:
-        """Return the seconds of a round that are neither draft nor target pass, and not in the formula yet.
-
-        V (`passes`) counts target passes, and the formula's unit is a plain round: it has counted a plain round's rest
-        V times.
-        """
+        """Return the seconds of a round beside draft and passes, less those that V (`passes`) has counted."""
         # Room for whole drafts to the last round.
         room = _ROUNDS * (length + 1) + 1
         plain = self._begin(self._eager, room, self.prompt)
@@ -290,12 +273,8 @@ def verify_cost(by_width: Mapping[int, float], width: int) -> float:
 class Sample:
     """Times before one round, in seconds, and of the round.
 
-    Attributes:
-        units: target passes over one token, several of them among the others.
-        draft: of each draft by draft length.
-        verify: target passes of each draft by the tokens they verify; `none`: from tokens on.
-        probing: all of that.
-        plain: the round itself, plain decoding; the code that times it fills it in.
+    `units` are target passes over one token, several of them among the others; `draft` is by draft length, `verify` by
+    the tokens verified; `probing` is all of that. `plain` is the round itself.
     """
 
     units: list[float] = field(default_factory=list)

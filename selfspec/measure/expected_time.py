@@ -25,12 +25,7 @@ _STEPS = 32
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a model, in tokens.
-
-    Attributes:
-        steps: tokens that take a pass each.
-        read: tokens that share passes with many others.
-    """
+    """Work of a model, in tokens: `steps` take a pass each, those `read` share passes with many others."""
 
     steps: float = 0.0
     read: float = 0.0
@@ -89,13 +84,7 @@ class Size:
 
 @dataclass(frozen=True)
 class FittedWork:
-    """Sizes of some work that fit the time.
-
-    Attributes:
-        sizes: by name.
-        shrunk: those that are smaller than usual.
-        seconds: expected time; above the limit where even the fewest of everything take longer.
-    """
+    """Sizes of some work that fit the time, by name; `seconds` may exceed it where even the fewest take longer."""
 
     sizes: Mapping[str, int]
     shrunk: Mapping[str, int]

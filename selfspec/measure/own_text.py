@@ -23,12 +23,7 @@ _SHORTEST_RUN = 8
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text of which drafts are judged behind its prompt.
-
-    Attributes:
-        ids: token ids, `[1, tokens]`.
-        prompt: tokens of the prompt, at least 1; the tokens after them are judged.
-    """
+    """A text, `[1, tokens]`; drafts are judged on the tokens behind its prompt, which has at least one."""
 
     ids: Tensor
     prompt: int = 1

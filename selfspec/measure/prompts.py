@@ -41,11 +41,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Text:
-    """A text for prompts: a whole document, whose beginning is used, or any other text, whose end is kept.
-
-    Attributes:
-        messages: of a conversation, those before it; answers may be missing between a user's messages.
-    """
+    """A text for prompts: a whole document, whose beginning is used, or one whose end is kept, behind messages."""
 
     text: str
     whole: bool = False
@@ -106,12 +102,9 @@ class Workload:
 class PromptWriter:
     """Writes texts as prompts, for every tool alike: as they are, or as a user's messages by the chat template.
 
-    A prompt holds all turns before it. As chats, the model itself answers greedily those that nobody answered.
-
-    Args:
-        checkpoint: the model and its tokenizer.
-        answer: the most tokens of an answer.
-        template: writes the tokens of messages, up to where an answer begins; None: prompts are text.
+    A prompt holds all turns before it. As chats, the model itself answers greedily those that nobody answered, in at
+    most `answer` tokens. `template` writes the tokens of messages, up to where an answer begins; None: prompts are
+    text.
     """
 
     def __init__(
@@ -150,13 +143,9 @@ def read_given(
     prompts: Tensor | Sequence[str] | Sequence[Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Tensor]:
-    """Check a caller's prompts, texts or token ids, `[texts, tokens]` or each `[1, tokens]`.
+    """Return a caller's prompts, each as `[1, tokens]` on the model's device; a PromptError says what cannot be.
 
-    Returns:
-        Each as `[1, tokens]`, on the model's device.
-
-    Raises:
-        PromptError: they are nothing of these, or there is no tokenizer for texts.
+    They are texts, with a tokenizer, or token ids, `[texts, tokens]` or each `[1, tokens]`.
     """
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or not prompts.numel():

@@ -31,7 +31,6 @@ class Bound:
     the largest difference over the vocabulary counts.
 
     Attributes:
-        widths: tokens of the wider passes.
         rounding: what rounding the largest logit once may change. The bound is never taken to be less.
         moved: the largest difference of any logit, at each position compared.
         gap_moved: the change of the gap between the two likeliest tokens there.

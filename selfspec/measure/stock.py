@@ -15,13 +15,7 @@ from selfspec.model.stock_passes import block_logits
 
 @dataclass(frozen=True)
 class Reference:
-    """A greedy text by the stock model.
-
-    Attributes:
-        prompt: `[1, prompt]`.
-        tokens: the new tokens of `model.generate`.
-        logits: of one-token passes over this text, `[new tokens, vocab]`, one row for each new token.
-    """
+    """A greedy text by `model.generate`, and logits of one-token passes over it, `[new tokens, vocab]`."""
 
     prompt: Tensor
     tokens: list[int]

@@ -286,15 +286,7 @@ class TeacherForcedFigures:
 
 @dataclass(frozen=True)
 class DraftPath:
-    """A draft path.
-
-    Attributes:
-        path: the sublayers of a draft step, from tokens.
-        head: reads its last states; None: the model's own norm and head.
-
-    Raises:
-        UnsupportedOptionError: some of it runs in fewer bits, which teacher forcing does not read.
-    """
+    """A draft path, from tokens, and the head that reads its last states; fewer bits are an UnsupportedOptionError."""
 
     path: LayerPath
     head: DraftHead | None = None
@@ -410,14 +402,7 @@ class _Judge:
 
 @dataclass(frozen=True)
 class ExpectedRounds:
-    """Expected counts of a generation.
-
-    Attributes:
-        judged: draft tokens that the target judges, by depth in the draft.
-        accepted: of them, by depth.
-        rounds: of each text.
-        tokens: that each text commits.
-    """
+    """Expected counts of a generation: draft tokens judged and accepted by depth, rounds and tokens of each text."""
 
     judged: tuple[float, ...]
     accepted: tuple[float, ...]

@@ -18,12 +18,7 @@ from selfspec.runtime.timer import Timer
 
 @dataclass(frozen=True, order=True)
 class DraftShape:
-    """What a round drafted.
-
-    Attributes:
-        drafted: draft tokens for each row; 0 for a round of plain decoding.
-        steps: draft steps of the model; 0 for a look-up.
-    """
+    """What a round drafted: tokens for each row, 0 in a plain round, in draft steps, 0 of a look-up."""
 
     drafted: int
     steps: int
@@ -31,15 +26,13 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call and its times, in seconds.
+    """One call and its times, in seconds; `rows` are the new tokens of each row.
 
     Attributes:
-        rows: new tokens of each row.
         seconds: of the whole call, prefill included.
         first_seconds: until the first tokens were there: prefill, and the step or round after it.
         first_tokens: new tokens of all rows by then.
         passes: target passes, prefill not counted; of speculative arms that is rounds.
-        stats: of selfspec's arms.
         rounds: of selfspec's arms, the number of rounds of each shape.
     """
 

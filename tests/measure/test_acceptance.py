@@ -56,7 +56,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, llama: PreTrained
     parts = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)["x"]
     assert parts.positions == whole.positions == 11
     assert parts.alpha(0.8).value == pytest.approx(whole.alpha(0.8).value)
-    assert parts.agreement() == whole.agreement()
+    assert parts.alpha(0.0) == whole.alpha(0.0)
 
 
 def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> None:
@@ -88,11 +88,6 @@ def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> No
     assert torch.equal(sampled[0].ids, continued(llama, [tiny.prompt(4)], 5, temperature=0.8, seed=3)[0].ids)
 
 
-def test_zero_is_agreement(llama: PreTrainedModel) -> None:
-    measured = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(3)}, [tiny.prompt(9)])["x"]
-    assert measured.alpha(0) == measured.agreement()
-
-
 @pytest.mark.parametrize("texts", [[], [tiny.prompt(1)], [Continuation(tiny.prompt(4), 4)], [tiny.prompt(4, batch=2)]])
 def test_texts_without_a_position_are_refused(llama: PreTrainedModel, texts: list[Tensor | Continuation]) -> None:
     with pytest.raises(PromptError):
@@ -121,7 +116,7 @@ def test_alpha_is_one_minus_the_total_variation() -> None:
     figures.add(p.log()[:1], q.log()[:1])
     figures.add(p.log()[1:], q.log()[1:])
     assert figures.alpha() == pytest.approx((0.7 + 1.0) / 2)
-    assert figures.agreement == 0.5
+    assert figures.alpha(0.0) == 0.5
 
 
 def test_temperatures_sharpen_both() -> None:

@@ -74,7 +74,7 @@ class ExitMeter:
         """Return the figures, by name and exit."""
         named = {}
         for exit_layer, counted in self._figures.items():
-            named[f"agreement_{exit_layer}"] = counted.agreement
+            named[f"agreement_{exit_layer}"] = counted.alpha(0.0)
             named[f"alpha_{exit_layer}"] = counted.alpha()
             named[f"speedup_{exit_layer}"] = forecast(counted.alpha(), self._costs[exit_layer]).speedup
         return named

@@ -127,7 +127,7 @@ class HeadLesson(Lesson):
             for number in range(steps):
                 alive = alive & right[number][:, number : number + alive.shape[1]]
                 accepted += int(alive.sum())
-        named = {f"agreement_{number + 1}": each.agreement for number, each in enumerate(figures)}
+        named = {f"agreement_{number + 1}": each.alpha(0.0) for number, each in enumerate(figures)}
         named |= {f"alpha_{number + 1}": each.alpha() for number, each in enumerate(figures)}
         return {**named, "accepted_greedily": accepted / max(begun, 1)}
 
