@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 import selfspec
 from helpers import tiny
 from helpers.drafting import near
-from helpers.goodness import holm_rejects
-from helpers.joints import BATCHES, EOS, Warp, assert_rows_are_stock, p_values, small
+from helpers.joints import assert_rows_are_stock
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
@@ -24,13 +23,6 @@ from selfspec.draft.registry import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.mark.parametrize("architecture", sorted(tiny.BUILDERS))
-def test_greedy_rows_are_stock_rows(architecture: str) -> None:
-    model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, Assistant(near(model)), draft_length=3)
-    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=24, eos_token_id=7)
 
 
 def test_an_equal_model_is_accepted_whole(llama: PreTrainedModel) -> None:
@@ -82,31 +74,6 @@ def test_processors_filter_the_draft_too(llama: PreTrainedModel) -> None:
     output = selfspec.wrap(llama, Assistant(deepcopy(llama)), draft_length=3).generate(tiny.prompt(9, 2), **options)
     assert torch.equal(output.sequences, llama.generate(tiny.prompt(9, 2), **options))
     assert output.stats.acceptance_rate == 1
-
-
-def rejected(rule: str, warp: Warp, batches: int, control: Any = 2) -> list[str]:
-    model = small()
-    spec = selfspec.wrap(model, Assistant(near(model, 0.3)), draft_length=control, accept=rule)
-    return holm_rejects(p_values(spec, warp, EOS, batches=batches), 1e-3)
-
-
-def test_samples_follow_the_exact_joint() -> None:
-    assert rejected("token", Warp(temperature=0.8), BATCHES) == []
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(
-    ("warp", "control"),
-    [
-        (Warp(), selfspec.FixedLength(2, nodes=4)),
-        (Warp(temperature=0.7, top_k=3), selfspec.FixedLength(1, nodes=3)),
-        (Warp(temperature=2.0, top_p=0.9), 2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_twenty_thousand_samples_follow_the_exact_joint(rule: str, warp: Warp, control: Any) -> None:
-    assert rejected(rule, warp, 40, control) == []
 
 
 def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:

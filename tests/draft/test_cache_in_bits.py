@@ -12,34 +12,11 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, stock
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
-from helpers.tiers import taking_turns
-from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.generation import Limits
-from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup
-from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft import CacheInBits, CacheWindow, EarlyExit, LowPrecision, PromptLookup
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
-
-DRAFTS: dict[str, LayerPathDrafter] = {
-    "int8": LowPrecision(),
-    "exit": EarlyExit(2),
-    "skip set": LayerSkip(attention=[1], mlp=[2]),
-}
-
-
-@pytest.mark.parametrize(("draft", "bits", "nodes"), [("int8", 4, 7), ("exit", 8, 3), ("skip set", 4, 3)])
-def test_greedy_text_is_stock_text(architecture: str, draft: str, bits: Any, nodes: int) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    around = CacheInBits(DRAFTS[draft], bits)
-    spec = selfspec.wrap(model, around, draft_length=selfspec.FixedLength(3, nodes=nodes))
-    for rows in (1, 3):
-        ids = tiny.prompt(12, rows).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=24, **GREEDY)
-        assert torch.equal(output.sequences, stock(model, ids, 24))
-        assert output.stats.drafted > 0
 
 
 @pytest.mark.parametrize("runtime", [None, selfspec.runtime.Eager()], ids=["default", "eager"])
@@ -116,10 +93,3 @@ def test_its_bytes_of_a_token_are_told(llama: PreTrainedModel) -> None:
     assert own.of_token == own.copies == numbers + 8 * numbers // config.head_dim
     assert own.token == 0
     assert CacheWindow(CacheInBits(LowPrecision(), 8), 8).own_bytes(llama) == own
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "draft"), taking_turns(["token", "block", "coupled"], [LowPrecision(), EarlyExit(1)]))
-def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
-    spec = selfspec.wrap(network(width=16), CacheInBits(draft), draft_length=2, accept=rule)
-    assert holm_rejects(p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3), 0.01) == []

@@ -12,13 +12,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, stock
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
-from helpers.tiers import taking_turns
-from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.tree import Tree
-from selfspec.draft import CacheWindow, EarlyExit, LayerSkip, LowPrecision, PromptLookup
+from selfspec.draft import CacheWindow, EarlyExit, LowPrecision, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
@@ -26,27 +21,9 @@ from selfspec.model.registry import find_adapter
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
-DRAFTS: dict[str, LayerPathDrafter] = {
-    "int8": LowPrecision(),
-    "exit": EarlyExit(2),
-    "skip set": LayerSkip(attention=[1], mlp=[2]),
-}
-
 
 def around(draft: LayerPathDrafter, recent: int = 5, sinks: int = 2) -> CacheWindow:
     return CacheWindow(draft, recent, sinks)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("nodes", [3, 7])
-def test_greedy_text_is_stock_text(architecture: str, draft: str, nodes: int) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    spec = selfspec.wrap(model, around(DRAFTS[draft]), draft_length=selfspec.FixedLength(3, nodes=nodes))
-    for rows in (1, 3):
-        ids = tiny.prompt(12, rows).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=24, **GREEDY)
-        assert torch.equal(output.sequences, stock(model, ids, 24))
-        assert output.stats.drafted > 0
 
 
 def _attended(model: PreTrainedModel, window: CacheWindow, read: int, tree: Tree | None) -> list[list[int]]:
@@ -152,10 +129,3 @@ def test_a_model_that_makes_its_masks_itself_is_refused(llama: PreTrainedModel) 
     adapter = replace(find_adapter(llama), ragged="padding")
     with pytest.raises(DraftConfigError, match="draft with int8 alone"):
         selfspec.wrap(llama, around(LowPrecision()), adapter=adapter)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), LowPrecision()]))
-def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
-    spec = selfspec.wrap(network(width=16), around(draft, 2, 1), draft_length=2, accept=rule)
-    assert holm_rejects(p_values(spec, Warp(), prompts=[PROMPT * 3], rows=8192, batches=3), 0.01) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,26 +26,6 @@ def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None 
     folder.mkdir()
     heads.save(folder, torch.float32, fingerprint(model), 2, {"alpha_2": 0.5})
     return folder
-
-
-def test_greedy_text_is_the_models_own(architecture: str, tmp_path: Path) -> None:
-    model = tiny.BUILDERS[architecture]()
-    folder = _side_car(tmp_path / "heads", model)
-    ids = tiny.prompt(7)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    for layer in (1, 2):
-        spec = selfspec.wrap(model, draft=selfspec.drafts.ExitHead.from_pretrained(folder, layer), draft_length=4)
-        assert torch.equal(spec.generate(ids, max_new_tokens=20, do_sample=False).sequences, expected)
-
-
-def test_coupled_samples_and_ragged_batches_are_plain_decodings(tmp_path: Path) -> None:
-    model = tiny.llama()
-    ids, mask = tiny.prompt(6, batch=3), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
-    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model, torch.arange(0, 50, 2)))
-    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": True, "seed": 5, "accept": "coupled"}
-    drafted = selfspec.wrap(model, draft=drafter, draft_length=4).generate(ids, mask, **options)
-    assert torch.equal(drafted.sequences, selfspec.wrap(model).generate(ids, mask, **options).sequences)
-    assert drafted.stats.accepted > 0
 
 
 def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, stock
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
 from helpers.shrunken import shrunken
-from helpers.tiny_joint import PROMPT
 from selfspec.draft import EarlyExit, FewerExperts, LowPrecision, PromptLookup
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
@@ -78,11 +75,3 @@ def test_it_costs_what_it_reads() -> None:
     adapter = selfspec.wrap(model).adapter
     assert FewerExperts().cost(model, adapter) < 1
     assert FewerExperts(LowPrecision()).cost(model, adapter) < LowPrecision().cost(model, adapter)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "draft"), [("token", "alone"), ("block", "int8"), ("coupled", "exit")])
-def test_samples_follow_the_exact_joint(rule: str, draft: str) -> None:
-    model = shrunken("mixtral", torch.float64, vocab_size=5, initializer_range=0.6)
-    spec = selfspec.wrap(model, DRAFTS[draft], draft_length=2, accept=rule)
-    assert holm_rejects(p_values(spec, Warp(), prompts=[PROMPT * 3], rows=4096, batches=3), 0.01) == []

@@ -12,21 +12,17 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, ModelDrafts, stock
+from helpers.drafting import GREEDY
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import Costs
 from selfspec.draft import (
     Budget,
-    Cascade,
     Draft,
     EarlyExit,
     LayerSkip,
-    PromptLookup,
     RowVerdict,
-    Suffixes,
-    Union,
     Verdict,
 )
 from selfspec.draft.drafter import Drafter
@@ -45,19 +41,6 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.request import PassResult
 
 DRAFTS = {"clasp": ChosenSkips(2), "del": ChosenExit(1, 3)}
-CASES: list[tuple[Drafter, int, Any]] = [
-    (ChosenSkips(2), 1, FixedLength(3)),
-    (ChosenExit(1, 3), 3, FixedLength(2, nodes=5)),
-    (Cascade(PromptLookup(), ChosenSkips(1)), 3, CostAware(3, costs=Costs(0.1))),
-    (Union(Suffixes(), ChosenExit(1, 3)), 2, ModelDrafts(2, nodes=6)),
-]
-
-
-@pytest.mark.parametrize(("draft", "rows", "control"), CASES, ids=str)
-def test_greedy_text_is_stock_text(architecture: str, draft: Drafter, rows: int, control: Any) -> None:
-    model = tiny.BUILDERS[architecture]().double()
-    spec, ids = selfspec.wrap(model, draft, draft_length=control), tiny.prompt(9, rows).clamp(min=1)
-    assert torch.equal(spec.generate(ids, max_new_tokens=20, **GREEDY).sequences, stock(model, ids, 20))
 
 
 def idle(model: PreTrainedModel, *layers: int) -> PreTrainedModel:

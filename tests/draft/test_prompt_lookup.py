@@ -86,15 +86,6 @@ def test_a_cascade_drafts_with_the_model_where_nothing_matches(llama: PreTrained
     assert drafts_of(spec, LOOPING)[0] == [(7, 5, 9)]
 
 
-def test_a_cascade_is_as_exact_as_its_parts(architecture: str) -> None:
-    model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(
-        model, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 3), selfspec.drafts.EarlyExit(2))
-    )
-    wanted = model.generate(tiny.prompt(6), max_new_tokens=60, do_sample=False)
-    assert torch.equal(spec.generate(tiny.prompt(6), max_new_tokens=60, do_sample=False).sequences, wanted)
-
-
 @pytest.mark.parametrize("name", ["lookup", "lookup+exit:2", "lookup+recycle", "lookup+recycle+int8", "recycle+exit:2"])
 def test_names_come_back_as_they_were(name: str) -> None:
     assert draft_name(parse_draft(name)) == name

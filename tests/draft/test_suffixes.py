@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import selfspec
 from helpers import tiny
 from helpers.described import Change, rewrite
 from helpers.drafting import GREEDY
-from helpers.goodness import holm_rejects
-from helpers.joints import PROMPTS, Warp, drawn, joint, small
+from helpers.joints import small
 from selfspec.draft import Suffixes
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.draft.suffixes import CorpusFile, TextMemory, write_corpus
@@ -61,18 +59,6 @@ def test_kept_texts_take_no_more_than_their_bytes(llama: PreTrainedModel) -> Non
     (memory,) = spec._memories.values()
     assert isinstance(memory, TextMemory)
     assert 100 < memory.tokens.nbytes <= 120
-
-
-def test_samples_follow_the_exact_joint() -> None:
-    found: dict[str, float] = {}
-    for number, rule in enumerate(("token", "block")):
-        spec = selfspec.wrap(small(seed=number), "suffix", draft_length=selfspec.FixedLength(3, nodes=6), accept=rule)
-        # Many more are drawn in test_tree_joints.py.
-        warp = Warp(temperature=1.2)
-        output = drawn(spec, [PROMPTS[number]], rows=256, batches=4, **warp.options)
-        assert output.accepted > 0
-        found |= output.fits(partial(joint, spec.model, warp=warp))
-    assert holm_rejects(found, 0.01) == []
 
 
 def test_names(corpus: str) -> None:

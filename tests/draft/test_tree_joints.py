@@ -16,7 +16,7 @@ from helpers.drafting import InLockstep, InTurns, Offering, _InLockstep
 from helpers.goodness import holm_rejects
 from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, joint, padded, small
 from helpers.tiers import taking_turns
-from selfspec.accept import Rule, find_rule, rules
+from selfspec.accept import Rule, find_rule
 from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength
 from selfspec.control.controller import Control, Controller
@@ -24,13 +24,9 @@ from selfspec.control.costs import CostsByRows
 from selfspec.draft import (
     Assistant,
     Budget,
-    Cascade,
-    ChosenExit,
-    ChosenSkips,
     Draft,
     Drafter,
     EarlyExit,
-    LayerSkip,
     LowPrecision,
     PromptLookup,
     Recycling,
@@ -38,7 +34,6 @@ from selfspec.draft import (
     Union,
 )
 
-RULES = tuple(name for name, rule in rules().items() if rule.lossless)
 # Unlike the settings of other tests, one with a filter: p and q have zeros at other tokens.
 WARPS = (Warp(temperature=1.2), Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
 
@@ -49,20 +44,6 @@ def _assistant() -> Assistant:
     for weight in model.parameters():
         weight.data += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
     return Assistant(model)
-
-
-DRAFTS: dict[str, Any] = {
-    "exit": lambda: EarlyExit(1),
-    "clasp": lambda: ChosenSkips(1),
-    "del": lambda: ChosenExit(1, 2),
-    "int8": lambda: LowPrecision(8),
-    "int8+skip": lambda: LowPrecision(8, skip=LayerSkip(attention=[1])),
-    "recycle": lambda: Recycling(candidates=3),
-    "suffix": lambda: Suffixes(),
-    "union": lambda: Union(Suffixes(), Recycling(candidates=3), EarlyExit(1)),
-    "cascade": lambda: Cascade(Suffixes(), Cascade(Recycling(candidates=3), EarlyExit(2))),
-    "assistant": _assistant,
-}
 
 
 class ModelInLockstep(FixedLength):
@@ -115,13 +96,6 @@ def rejected(
     return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3)
 
 
-@pytest.mark.statistical
-@pytest.mark.parametrize(("draft", "rule"), taking_turns(list(DRAFTS), RULES))
-def test_samples_of_ragged_batches_follow_the_exact_joint(draft: str, rule: str) -> None:
-    warp = WARPS[(list(DRAFTS).index(draft) + RULES.index(rule)) % len(WARPS)]
-    assert rejected(DRAFTS[draft](), rule, warp, InTurns(2, nodes=5), rows=512, calls=20) == []
-
-
 def test_rows_of_prompts_of_one_length_are_in_lockstep() -> None:
     def first(control: Control, prompts: Sequence[Text], seed: int) -> set[int]:
         spec = selfspec.wrap(small(), EarlyExit(1), draft_length=control)
@@ -142,13 +116,6 @@ UNIONS: dict[str, Any] = {
     "recycle+assistant": lambda: Union(Recycling(candidates=3), _assistant()),
     "lookup+suffix+recycle": lambda: Union(PromptLookup(), Suffixes(), Recycling(candidates=3)),
 }
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("draft", "rule"), [("exit", "token"), ("recycle", "block"), ("union", "coupled")])
-def test_samples_of_rows_in_lockstep_follow_the_exact_joint(draft: str, rule: str) -> None:
-    # Of few rows the slowest often commits several tokens, and the others lose some of theirs.
-    assert rejected(DRAFTS[draft](), rule, WARPS[1], InLockstep(2, nodes=5), 16, 600, EQUALLY_LONG) == []
 
 
 @pytest.mark.statistical

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
 from helpers.drafting import near
+from helpers.joints import VOCAB
 from helpers.shrunken import shrunken
 from selfspec.draft import (
     Assistant,
@@ -68,13 +71,13 @@ class Example:
         return model, self.made_for(model, folder)
 
 
-def _exit_head(model: PreTrainedModel, folder: Path) -> str:
-    heads = ExitHeads(32, 16, (2,))
+def _exit_head(model: PreTrainedModel, folder: Path, layer: int, tokens: Tensor | None = None) -> str:
+    heads = ExitHeads(32, 16, (1, 2), tokens)
     generator = torch.Generator().manual_seed(1)
     for weight in heads.parameters():
         torch.nn.init.normal_(weight, std=0.1, generator=generator)
     heads.save(folder, torch.float64, fingerprint(model), 2, {})
-    return f"head:{folder}@2"
+    return f"head:{folder}@{layer}"
 
 
 def _skip_file(model: PreTrainedModel, folder: Path) -> str:
@@ -130,7 +133,8 @@ _NAMES = (
 )  # fmt: skip
 EXAMPLES: dict[str, Example] = {
     **{name: Example(name) for name in _NAMES},
-    "head": Example(_exit_head),
+    "head": Example(partial(_exit_head, layer=2)),
+    "head of some tokens": Example(partial(_exit_head, layer=1, tokens=torch.arange(0, VOCAB, 2))),
     "experts:1": Example("experts:1", _mixtral),
     "experts:1+int8": Example("experts:1+int8", _mixtral),
     "skip-file": Example(_skip_file),

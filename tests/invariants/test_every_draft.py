@@ -26,6 +26,7 @@ from helpers.tiers import in_turns, taking_turns
 from invariants.examples import EXAMPLES, Draft
 from selfspec.accept import rules
 from selfspec.control import ConfidenceStop, Control, CostAware, FixedLength
+from selfspec.control.costs import Costs
 from selfspec.draft.registry import declarations
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
@@ -53,7 +54,13 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [7, 17, 29], "p
 GREEDY: dict[str, Any] = {**OPTIONS, "do_sample": False}
 SAMPLED: dict[str, Any] = {**OPTIONS, "do_sample": True, "temperature": 0.9}
 
-WARPS = (Warp(temperature=1.2), Warp(temperature=0.7), Warp(temperature=1.4, top_k=4, top_p=0.9))
+WARPS = (
+    Warp(temperature=1.2),
+    Warp(temperature=0.7),
+    Warp(temperature=1.4, top_k=4, top_p=0.9),
+    Warp(top_p=0.8),
+    Warp(temperature=1.5, top_k=3, min_p=0.05),
+)
 
 
 def texts(spec: selfspec.SelfSpeculative, rows: list[Tensor], **options: Any) -> list[list[int]]:
@@ -154,7 +161,7 @@ def of_five_tokens(name: str, folder: Path) -> tuple[PreTrainedModel, Draft]:
 DRAWING: dict[str, Control] = {
     "chain": FixedLength(2),
     "turns": InTurns(2, nodes=5),
-    "costs": CostAware(3, nodes=5),
+    "costs": CostAware(3, nodes=5, costs=Costs(0.1)),
     "lockstep": InLockstep(2, nodes=5),
 }
 

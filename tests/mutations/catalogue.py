@@ -28,6 +28,8 @@ class Mutation:
     tests: tuple[str, ...]
 
 
+_STOCK = "test_every_draft.py::test_greedy_text_is_stock_text"
+_SAMPLES = "test_every_draft.py::test_samples_follow_the_exact_joint"
 _JOINT = "test_generate.py::test_samples_follow_the_exact_joint"
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _ROWS = "test_rows_of_one_prompt_are_independent_samples"
@@ -132,7 +134,7 @@ CATALOGUE = (
     # Unions of sources.
     Mutation("unions: tokens that were not drawn are scored with the q of the model's first token",
         "UnionProposer._beside", "probs.new_zeros(*others.shape, probs.shape[-1]).scatter_(-1, others[..., None], 1.0)",
-        "probs[:, :1].expand(-1, others.shape[1], -1)", ("test_union.py", "-k", "exact_joint")),
+        "probs[:, :1].expand(-1, others.shape[1], -1)", (_SAMPLES, "-k", "union")),
     Mutation("unions: rows in lockstep share a shape that later tokens of each decide", "UnionProposer.propose",
         "rows.chains_only or rows.in_lockstep", "rows.chains_only", ("test_rows_in_lockstep_are_cut_exactly",)),
     Mutation("timestamps of tokens set the kernel of a model that other threads run", "generate_in_pieces",
@@ -506,7 +508,7 @@ CATALOGUE = (
         ("test_prompts_beside_one_of_a_single_token_leave_their_own_states",)),
     # Paths and gates.
     Mutation("verification takes sublayers in fewer bits for exact ones", "LayerPath.resume_point",
-        "self.skipped | self.substituted", "self.skipped", ("test_low_precision.py",)),
+        "self.skipped | self.substituted", "self.skipped", ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
     Mutation("substitutes outlive the weights they were made of", "_Made.fits",
         "self.versions == tuple(product.version for product in products)", "True",
         ("test_a_substitute_follows_a_single_value",)),
@@ -548,10 +550,10 @@ CATALOGUE = (
     Mutation("verification resumes one layer after the first that was in fewer bits, over the draft's keys and values",
         "LayerPath.resume_point", "self.skipped | self.substituted",
         "self.skipped | {Sublayer(each.layer + 1, each.part) for each in self.substituted}",
-        ("test_low_precision.py",)),
+        ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
     Mutation("the first layer in fewer bits is taken for exact, so that the draft's keys and values stay",
         "LayerPath.resume_point", "None if first == Sublayer(0, Part.ATTENTION) else first",
-        "Sublayer(1, Part.ATTENTION) if first == Sublayer(0, Part.ATTENTION) else first", ("test_low_precision.py",)),
+        "Sublayer(1, Part.ATTENTION) if first == Sublayer(0, Part.ATTENTION) else first", ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
     Mutation("the target reads the draft's head, which is in fewer bits", "ModelRunner._gated_view",
         "set_head(gated.module, name, self.substitutes.within(whole, name, path.copy))",
         "[set_head(to, name, self.substitutes.within(whole, name, path.copy)) for to in (model, gated.module)]",
@@ -857,7 +859,7 @@ CATALOGUE = (
         "torch.cat([given[:, :first], given[:, first:] + up(down(states[:, first:]))], 1)",
         "given + up(down(states))",
         ("test_a_lora_leaves_the_tokens_before_its_own_bit_for_bit",
-         "test_uno.py::test_greedy_rows_are_stock_rows[llama-5]")),
+         _STOCK, "-k", "uno or tokens_before")),
     Mutation("the first mask row has no LoRA", "MaskRows.run",
         "LoraRows(self.lora, width)", "LoraRows(self.lora, width + 1)",
         ("test_masks_guess_what_a_model_with_the_lora_says",)),

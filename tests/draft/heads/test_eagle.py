@@ -71,16 +71,6 @@ def test_an_eagle_1_head_drafts_what_it_was_published_for(
     reference_heads.assert_drafts_are(found, reference_heads.eagle1(model, weights))
 
 
-@pytest.mark.parametrize("control", [None, *CONTROLS, selfspec.ConfidenceStop(0.1)], ids=str)
-@pytest.mark.parametrize("architecture", sorted(tiny.BUILDERS))
-def test_greedy_rows_are_stock_rows(tmp_path: Path, architecture: str, control: Any) -> None:
-    size = {"n_layer": 6} if architecture == "gpt2" else {"num_hidden_layers": 6}
-    other = tiny.BUILDERS[architecture](**size)
-    for folder in (published_heads.eagle3(tmp_path / "3", other), published_heads.eagle1(tmp_path / "1", other)):
-        spec = selfspec.wrap(other, f"eagle:{folder}", draft_length=control)
-        assert_rows_are_stock(other, spec, PROMPTS, max_new_tokens=24, eos_token_id=7)
-
-
 class Later(selfspec.FixedLength):
     """Drafts in the first round, and then not until some more have passed."""
 
@@ -121,12 +111,6 @@ def test_the_head_and_its_cache_are_all_the_memory_it_takes(model: PreTrainedMod
     # Keys and values of one layer: 64 slots at first would not do for a longer text.
     cache = (9 + 24 + 3) * 2 * 16 * 8
     assert output.stats.draft_bytes == head + cache
-
-
-def changed(folder: str, **fields: Any) -> str:
-    place = Path(folder) / "config.json"
-    place.write_text(json.dumps({**json.loads(place.read_text()), **fields}))
-    return folder
 
 
 def test_what_does_not_fit_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:

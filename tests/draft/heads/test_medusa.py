@@ -12,9 +12,8 @@ from transformers import GenerationMixin
 import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.encoder_decoders import START, encoder_decoder, joint
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
-from helpers.serving import assert_joining_rows_are_stock
+from helpers.goodness import p_value
+from helpers.joints import padded
 from helpers.snippets import snippets
 from helpers.speech import FRAMES, MELS
 from selfspec.draft.heads.medusa import MedusaProposer
@@ -42,38 +41,6 @@ def test_heads_draft_what_they_were_published_for(
     spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
     reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, blocks))
     assert max(each.draft.length for each in found) == 3
-
-
-@pytest.mark.parametrize("control", [None, *CONTROLS], ids=str)
-def test_greedy_rows_are_stock_rows(architecture: str, tmp_path: Path, control: Any) -> None:
-    model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=control)
-    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16, eos_token_id=7)
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_exact_joint(tmp_path: Path, rule: str) -> None:
-    model = small()
-    draft = f"medusa:{published_heads.medusa(tmp_path, model)}"
-    spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=5), accept=rule)
-    assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("control", [2, selfspec.FixedLength(2, nodes=5)], ids=str)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_twenty_thousand_samples_follow_the_exact_joint(tmp_path: Path, rule: str, control: Any) -> None:
-    model = small()
-    draft = f"medusa:{published_heads.medusa(tmp_path, model)}"
-    spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
-    assert holm_rejects(p_values(spec, Warp(temperature=1.4, top_k=4, top_p=0.9), EOS, batches=40), 0.01) == []
-
-
-def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
-    model = small()
-    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=3)
-    prompts = [(1, 2, 3), (2,), (3, 1, 4, 1), (2, 2, 1, 3, 1, 4, 2, 3, 1, 1), (4, 4), (1, 3)] * 2
-    assert_joining_rows_are_stock(spec, prompts)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -13,15 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, VOCAB, Warp, assert_rows_are_stock, p_values
-from helpers.serving import assert_joining_rows_are_stock
+from helpers.joints import assert_rows_are_stock
 from helpers.shrunken import shrunken
 from selfspec.draft.heads.queries import QueriesProposer
 from selfspec.errors import HeadError
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 CONTROLS = [4, selfspec.FixedLength(3, nodes=7)]
 
 
@@ -59,21 +56,6 @@ def test_an_assistant_drafts_what_transformers_computes(
     # Texts are longer than the window.
     assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=9, eos_token_id=7)
     reference_heads.assert_drafts_are(found, reference(model, folder))
-
-
-@pytest.mark.statistical
-def test_samples_follow_the_exact_joint(tmp_path: Path) -> None:
-    model = shrunken("gemma4_text", vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
-    draft = f"queries:{published_heads.queries(tmp_path, model)}"
-    spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=5))
-    assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
-
-
-def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path) -> None:
-    model = shrunken("gemma4_text")
-    spec = selfspec.wrap(model, f"queries:{published_heads.queries(tmp_path, model)}", draft_length=3)
-    prompts = [(4, 5, 6), (5,), (6, 4, 7, 4), (5, 5, 4, 6, 4, 7, 5, 6, 4, 4), (7, 7), (4, 6)]
-    assert_joining_rows_are_stock(spec, prompts)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, Warp, assert_rows_are_stock, p_values, padded, small
+from helpers.joints import padded
 from helpers.shrunken import shrunken
 from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
 from selfspec.errors import HeadError, UnsupportedModelError
@@ -64,31 +63,6 @@ def test_a_lora_leaves_the_tokens_before_its_own_bit_for_bit(tmp_path: Path) -> 
             found.append(runner.run(PassRequest(path, tiny.prompt(6, 2))).logits)
     assert torch.equal(found[0][:, :3], found[1][:, :3])
     assert not torch.isclose(found[0][:, 3:], found[1][:, 3:]).all(-1).any()
-
-
-@pytest.mark.parametrize("control", [None, *CONTROLS], ids=str)
-def test_greedy_rows_are_stock_rows(architecture: str, tmp_path: Path, control: Any) -> None:
-    model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, f"uno:{published_heads.uno(tmp_path, model)}", draft_length=control)
-    assert_rows_are_stock(model, spec, PROMPTS, max_new_tokens=16, eos_token_id=7)
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_exact_joint(tmp_path: Path, rule: str) -> None:
-    model = small()
-    draft = f"uno:{published_heads.uno(tmp_path, model)}"
-    spec = selfspec.wrap(model, draft, draft_length=selfspec.FixedLength(2, nodes=8), accept=rule)
-    assert holm_rejects(p_values(spec, Warp(), EOS), 0.01) == []
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("control", [1, 3, selfspec.FixedLength(2, nodes=8)], ids=str)
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_twenty_thousand_samples_follow_the_exact_joint(tmp_path: Path, rule: str, control: Any) -> None:
-    model = small()
-    draft = f"uno:{published_heads.uno(tmp_path, model)}"
-    spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
-    assert holm_rejects(p_values(spec, Warp(temperature=1.4, top_k=4, top_p=0.9), EOS, batches=40), 0.01) == []
 
 
 def test_masks_of_a_place_are_the_same_whatever_is_beside_it() -> None:
