@@ -30,6 +30,7 @@ class Mutation:
 
 _STOCK = "test_every_draft.py::test_greedy_text_is_stock_text"
 _SAMPLES = "test_every_draft.py::test_samples_follow_the_exact_joint"
+_IN_BITS = ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")
 _JOINT = "test_generate.py::test_samples_follow_the_exact_joint"
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _ROWS = "test_rows_of_one_prompt_are_independent_samples"
@@ -508,7 +509,7 @@ CATALOGUE = (
         ("test_prompts_beside_one_of_a_single_token_leave_their_own_states",)),
     # Paths and gates.
     Mutation("verification takes sublayers in fewer bits for exact ones", "LayerPath.resume_point",
-        "self.skipped | self.substituted", "self.skipped", ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
+        "self.skipped | self.substituted", "self.skipped", _IN_BITS),
     Mutation("substitutes outlive the weights they were made of", "_Made.fits",
         "self.versions == tuple(product.version for product in products)", "True",
         ("test_a_substitute_follows_a_single_value",)),
@@ -550,10 +551,10 @@ CATALOGUE = (
     Mutation("verification resumes one layer after the first that was in fewer bits, over the draft's keys and values",
         "LayerPath.resume_point", "self.skipped | self.substituted",
         "self.skipped | {Sublayer(each.layer + 1, each.part) for each in self.substituted}",
-        ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
+        _IN_BITS),
     Mutation("the first layer in fewer bits is taken for exact, so that the draft's keys and values stay",
         "LayerPath.resume_point", "None if first == Sublayer(0, Part.ATTENTION) else first",
-        "Sublayer(1, Part.ATTENTION) if first == Sublayer(0, Part.ATTENTION) else first", ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")),
+        "Sublayer(1, Part.ATTENTION) if first == Sublayer(0, Part.ATTENTION) else first", _IN_BITS),
     Mutation("the target reads the draft's head, which is in fewer bits", "ModelRunner._gated_view",
         "set_head(gated.module, name, self.substitutes.within(whole, name, path.copy))",
         "[set_head(to, name, self.substitutes.within(whole, name, path.copy)) for to in (model, gated.module)]",
