@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -12,7 +13,7 @@ from helpers.made import CELL, SETTINGS, cell_of, plain, record
 from selfspec.decode.output import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.bench_report import draw, overview, page
-from selfspec.tools.lab.measured import Figures, MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
+from selfspec.tools.lab.measured import MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
 from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory
 from selfspec.tools.lab.record import Record, ShapeCount
 from selfspec.tools.lab.turns import TextAgreement
@@ -41,16 +42,13 @@ def drafting(**fields: object) -> Record:
     return record("draft", [[0.9, 0.9], [0.9, 0.9]], "exit:4", **given)
 
 
-def shown(record: Record) -> Figures:
+def shown(record: Record) -> Any:
     """The figures of an arm beside the other two."""
     return figures(record, STOCK, PLAIN)
 
 
 def test_speeds() -> None:
     found = shown(STOCK)
-    assert found.decoding_tokens_per_second is not None
-    assert found.whole_call_tokens_per_second is not None
-    assert found.first_token_seconds is not None
     assert (found.decoding_tokens_per_second.low, found.decoding_tokens_per_second.high) == pytest.approx((5.0, 10.0))
     assert found.whole_call_tokens_per_second.high == pytest.approx(32 / 3.2)
     assert found.first_token_seconds.value == pytest.approx(0.1)
@@ -61,7 +59,6 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert found.decoding_against["model_generate"].value == 1.0
     against = found.decoding_against["plain"]
     assert (against.low, against.high) == pytest.approx((3.2 / 6, 3.2 / 3))
-    assert found.whole_call_against is not None
     assert found.whole_call_against.value == 1.0
     assert figures(PLAIN, None, None).decoding_against == {}
 
@@ -70,7 +67,6 @@ def test_cycles() -> None:
     assert calls_without_cycles(STOCK) == [0]
     assert shown(STOCK).cycle_share == pytest.approx((0.05 + 0.5) / 2)
     calm = shown(PLAIN).decoding_without_cycles
-    assert calm is not None
     # Plain decoding took 1.6 s for what took 1 s and then 2 s.
     assert (calm.low, calm.high) == pytest.approx((1 / 1.6, 2 / 1.6))
     cycling = replace(STOCK, cycle_share=[[0.5, 0.5]] * 2)
@@ -84,7 +80,6 @@ def test_mean_accepted_length() -> None:
 
 def test_acceptance() -> None:
     rate = shown(drafting()).acceptance_rate
-    assert rate is not None
     assert rate.value == pytest.approx(32 / 38)
     assert shown(drafting()).acceptance_by_depth == pytest.approx([12 / 16, 10 / 12, 1.0])
     assert shown(PLAIN).acceptance_rate is None
@@ -95,7 +90,6 @@ def test_acceptance() -> None:
 def test_the_cost_of_a_round() -> None:
     found = shown(drafting())
     cost = found.round_in_plain_steps
-    assert cost is not None
     step = 1.6 / 16  # a round of plain decoding
     assert cost.draft == pytest.approx(0.8 / 32 / step)
     assert cost.verify == pytest.approx(2.0 / 32 / step)
@@ -110,12 +104,10 @@ def test_the_cost_of_a_round() -> None:
 def test_the_prediction() -> None:
     costs = PassCosts(known(0.1), known(0.2), {4: known(1.2)}, {4: known(1.5)}, known(0.05))
     found = shown(drafting(costs=costs)).prediction
-    assert found is not None
     assert found.predicted.value == pytest.approx(64 / (16 * (3 * 0.2 + 1.2) + 16))
     assert found.measured.value == pytest.approx(2.0)
     assert found.efficiency == pytest.approx(2.0 / found.predicted.value)
     looked_up = shown(drafting(costs=costs, rounds=[ShapeCount(3, 0, 16), ShapeCount(0, 0, 16)])).prediction
-    assert looked_up is not None
     assert looked_up.predicted.value == pytest.approx(64 / (16 * 1.5 + 16))
 
 
@@ -189,7 +181,7 @@ def test_the_overview_is_as_narrow_as_it_can_be() -> None:
 
 def said(record: Record, **fields: object) -> list[str]:
     """What is doubted of an arm."""
-    found = replace(shown(record), **fields)  # type: ignore[arg-type]
+    found = replace(shown(record), **fields)
     return list(doubts(record, found, shown(PLAIN)))
 
 
