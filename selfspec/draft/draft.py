@@ -13,7 +13,7 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
 from selfspec.runtime.request import Behind
 
-Path = tuple[int, ...]
+TokenPath = tuple[int, ...]
 """The tokens from the text's end on to a node of a tree."""
 
 # The highest probability that a source may give a token.
@@ -151,7 +151,7 @@ class Offer:
     """
 
     kind: int
-    shares: dict[Path, float]
+    shares: dict[TokenPath, float]
 
     @classmethod
     def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
@@ -159,9 +159,9 @@ class Offer:
         paths = (path for path in draft.tree.paths if len(path) <= length)
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
-    def reach(self, trust: float) -> dict[Path, float]:
+    def reach(self, trust: float) -> dict[TokenPath, float]:
         """Return the probability of each path, given the accepted tokens of such offers by the sum of their shares."""
-        reach: dict[Path, float] = {(): 1.0}
+        reach: dict[TokenPath, float] = {(): 1.0}
         for path, share in self.shares.items():
             reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
         del reach[()]

@@ -413,7 +413,8 @@ class ExitTrial(Trial):
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
     def by_column(self, logits: Tensor, behind: int) -> Tensor:
-        return logits.unflatten(0, (self.columns, -1)).movedim(0, -2)[:, : self.tokens]
+        columns: Tensor = logits.unflatten(0, (self.columns, -1)).movedim(0, -2)
+        return columns[:, : self.tokens]
 
 
 @dataclass(frozen=True)
@@ -474,7 +475,8 @@ class PathTrial(Trial):
         return self._columns(logits[:, behind:])
 
     def _columns(self, states: Tensor) -> Tensor:
-        return states.unflatten(-2, (-1, self.columns))
+        columns: Tensor = states.unflatten(-2, (-1, self.columns))
+        return columns
 
     def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
         # All paths cost about the same; on few tokens, the shared probability tells more than agreement alone.

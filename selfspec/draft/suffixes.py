@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
-from selfspec.draft.draft import Budget, Draft, Offer, Verdict
+from selfspec.draft.draft import Budget, Draft, Offer, TokenPath, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, drafter
 from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, OwnText, Tokens, places_in
 from selfspec.draft.rows_view import RowsView
@@ -232,13 +232,13 @@ def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: V
     return len(tokens) - len(parts) // 2
 
 
-def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[Path, float]:
+def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[TokenPath, float]:
     """Return the probability of each token of weighted continuations after the tokens before it, by its count.
 
     Unseen tokens have a share by the number of distinct tokens seen (Witten and Bell, 1991, method C).
     """
-    counts: dict[Path, float] = {(): 0.0}
-    kinds: dict[Path, int] = {}
+    counts: dict[TokenPath, float] = {(): 0.0}
+    kinds: dict[TokenPath, int] = {}
     for weight, tokens in continuations:
         counts[()] += weight
         for length in range(1, len(tokens) + 1):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.cascade import JoinedDrafter, JoinedProposer, joined_spelling
-from selfspec.draft.draft import Budget, Draft, Offer, Path, Verdict
+from selfspec.draft.draft import Budget, Draft, Offer, TokenPath, Verdict
 from selfspec.draft.drafter import MODEL, FreeProposer, Proposer, drafter
 from selfspec.draft.rows_view import RowsView, chains, filled_up, guesses, last_known
 from selfspec.draft.tree_growth import sizes_within
@@ -197,7 +197,7 @@ class UnionProposer(JoinedProposer):
         reach = [self._free.trust(rows.running[index]).reach(self._free.offered[index], _BESIDE) for index in going]
         drew = drawn.tokens.tolist()
 
-        def path_of(row: int, node: int) -> Path:
+        def path_of(row: int, node: int) -> TokenPath:
             return tuple(drew[row][each] for each in drawn.tree.paths[node])
 
         def promise(more: int, committed: float) -> float:
@@ -237,9 +237,9 @@ class Trust:
         self._accepted: dict[Hashable, float] = {}
         self._promised: dict[Hashable, float] = {}
 
-    def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[Path, float]:
+    def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[TokenPath, float]:
         """Return the highest probability of each path by any source; trust is learnt for each `place` separately."""
-        reach: dict[Path, float] = {}
+        reach: dict[TokenPath, float] = {}
         for source, offer in enumerate(offers):
             key = (place, source, offer.kind)
             trust = (_WEIGHT + self._accepted.get(key, 0.0)) / (_WEIGHT + self._promised.get(key, 0.0))
@@ -267,7 +267,7 @@ class Outcome:
     path: Sequence[int]
     first: int = 0
 
-    def places(self) -> Iterator[tuple[Path, list[int], int | None]]:
+    def places(self) -> Iterator[tuple[TokenPath, list[int], int | None]]:
         """Yield, for each place reached, the tokens before it, its children that count, and the accepted child."""
         for depth, place in enumerate((-1, *self.path)):
             before = tuple(self.tokens[node] for node in self.path[:depth])
@@ -276,14 +276,14 @@ class Outcome:
             yield before, children, None if accepted is None or accepted < self.first else self.tokens[accepted]
 
 
-def likeliest_path(reach: dict[Path, float], depth: int) -> Path:
+def likeliest_path(reach: dict[TokenPath, float], depth: int) -> TokenPath:
     """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth`."""
-    best: dict[Path, Path] = {}
+    best: dict[TokenPath, TokenPath] = {}
     for path, chance in reach.items():
         before = path[:-1]
         if before not in best or chance > reach[best[before]]:
             best[before] = path
-    found: Path = ()
+    found: TokenPath = ()
     while found in best and len(found) < depth:
         found = best[found]
     return found
@@ -298,11 +298,11 @@ class Merged:
 
 
 def merged(
-    rows: Sequence[dict[Path, float]],
+    rows: Sequence[dict[TokenPath, float]],
     most: Budget,
     promise: Callable[[int, float], float],
     branches: bool,
-    under: Sequence[dict[Path, int]] = (),
+    under: Sequence[dict[TokenPath, int]] = (),
 ) -> Merged:
     """Merge the offers to each row, as `Trust.reach` returns them, into the tree that promises most for its cost.
 
@@ -314,7 +314,7 @@ def merged(
     """
     drawn = under or [{}] * len(rows)
     ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
-    reached: dict[Path, float] = {}
+    reached: dict[TokenPath, float] = {}
     for reach, row in zip(rows, ranked, strict=True):
         for place, path in row.items():
             reached[place] = reached.get(place, 0.0) + reach[path] / len(rows)
@@ -329,17 +329,19 @@ def merged(
     return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
 
 
-def _place_of(node: int) -> Path:
+def _place_of(node: int) -> TokenPath:
     """Return the place of a node that a draft has already: below 0, where no rank is."""
     return (-1 - node,)
 
 
-def _by_rank(reach: dict[Path, float], drawn: dict[Path, int], most: Budget, branches: bool) -> dict[Path, Path]:
+def _by_rank(
+    reach: dict[TokenPath, float], drawn: dict[TokenPath, int], most: Budget, branches: bool
+) -> dict[TokenPath, TokenPath]:
     """Return the likeliest paths of a row, by the ranks of their tokens among siblings."""
     likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
-    ranks: dict[Path, Path] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
-    children: dict[Path, int] = {}
-    found: dict[Path, Path] = {}
+    ranks: dict[TokenPath, TokenPath] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
+    children: dict[TokenPath, int] = {}
+    found: dict[TokenPath, TokenPath] = {}
     for path in likeliest:
         before, rank = ranks.get(path[:-1]), children.get(path[:-1], 0)
         if path in drawn or before is None or (rank and not branches) or len(path) > most.depth:

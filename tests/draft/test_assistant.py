@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import near
+from helpers.drafting import GREEDY, near
 from helpers.joints import assert_rows_are_stock
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
@@ -22,12 +22,11 @@ from selfspec.draft import Assistant, Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 6)]
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def test_an_equal_model_is_accepted_whole(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, Assistant(deepcopy(llama)), draft_length=3)
-    output = spec.generate(tiny.prompt(9, 2), max_new_tokens=32, **OPTIONS)
+    output = spec.generate(tiny.prompt(9, 2), max_new_tokens=32, **GREEDY)
     assert output.stats.acceptance_rate == 1
     assert output.stats.mean_accepted_length == 4
 
@@ -37,29 +36,23 @@ def test_rows_and_drafts_of_any_source_keep_the_text(llama: PreTrainedModel) -> 
     repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
     spec = selfspec.wrap(llama, draft, draft_length=4)
     assert_rows_are_stock(llama, spec, repeated, max_new_tokens=40, eos_token_id=7)
-    rounds = list(spec.stream(repeated[1], max_new_tokens=40, **OPTIONS))
+    rounds = list(spec.stream(repeated[1], max_new_tokens=40, **GREEDY))
     assert {0, 4} <= {each.steps for each in rounds}
-
-
-@pytest.mark.parametrize("control", [None, selfspec.ConfidenceStop(0.5), selfspec.CostAware(3, nodes=6)], ids=str)
-def test_controls_decide_how_much_it_drafts(llama: PreTrainedModel, control: Any) -> None:
-    spec = selfspec.wrap(llama, Assistant(near(llama)), draft_length=control)
-    assert_rows_are_stock(llama, spec, PROMPTS, max_new_tokens=40, eos_token_id=7)
 
 
 def test_trees_are_accepted_further_than_chains(llama: PreTrainedModel) -> None:
     draft, ids = Assistant(near(llama, 0.2)), tiny.prompt(9, 3)
     lengths = []
     for control in (2, selfspec.FixedLength(2, nodes=4)):
-        output = selfspec.wrap(llama, draft, draft_length=control).generate(ids, max_new_tokens=40, **OPTIONS)
-        assert torch.equal(output.sequences, llama.generate(ids, max_new_tokens=40, **OPTIONS))
+        output = selfspec.wrap(llama, draft, draft_length=control).generate(ids, max_new_tokens=40, **GREEDY)
+        assert torch.equal(output.sequences, llama.generate(ids, max_new_tokens=40, **GREEDY))
         lengths.append(output.stats.mean_accepted_length)
     assert lengths[0] < lengths[1]
 
 
 def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, Assistant(near(llama, 0.01)), draft_length=3)
-    options: dict[str, Any] = {"max_new_tokens": 12, **OPTIONS}
+    options: dict[str, Any] = {"max_new_tokens": 12, **GREEDY}
     past, text = DynamicCache(), tiny.prompt(9)
     for seed in range(3):
         expected = llama.generate(text, **options)
@@ -70,7 +63,7 @@ def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
 
 
 def test_processors_filter_the_draft_too(llama: PreTrainedModel) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4, **OPTIONS}
+    options: dict[str, Any] = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4, **GREEDY}
     output = selfspec.wrap(llama, Assistant(deepcopy(llama)), draft_length=3).generate(tiny.prompt(9, 2), **options)
     assert torch.equal(output.sequences, llama.generate(tiny.prompt(9, 2), **options))
     assert output.stats.acceptance_rate == 1
@@ -80,10 +73,10 @@ def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:
     model = tiny.gpt2()
     assistant = tiny.gpt2(n_positions=24)
     spec = selfspec.wrap(model, Assistant(assistant), draft_length=5)
-    rounds = list(spec.stream(tiny.prompt(9), max_new_tokens=40, **OPTIONS))
+    rounds = list(spec.stream(tiny.prompt(9), max_new_tokens=40, **GREEDY))
     assert torch.equal(
-        spec.generate(tiny.prompt(9), max_new_tokens=40, **OPTIONS).sequences,
-        model.generate(tiny.prompt(9), max_new_tokens=40, **OPTIONS),
+        spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY).sequences,
+        model.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY),
     )
     assert rounds[0].steps == 5
     assert rounds[-1].steps == 0
@@ -93,7 +86,7 @@ def test_both_models_are_as_they_were(llama: PreTrainedModel) -> None:
     assistant = near(llama)
     before = [Snapshot(llama), Snapshot(assistant)]
     spec = selfspec.wrap(llama, Assistant(assistant), draft_length=3)
-    next(spec.stream(tiny.prompt(9), max_new_tokens=24, **OPTIONS))
+    next(spec.stream(tiny.prompt(9), max_new_tokens=24, **GREEDY))
     assert_rows_are_stock(llama, spec, PROMPTS, max_new_tokens=40, eos_token_id=7)
     before[0].assert_same(llama)
     before[1].assert_same(assistant)
@@ -101,7 +94,7 @@ def test_both_models_are_as_they_were(llama: PreTrainedModel) -> None:
 
 def test_bytes_are_counted(llama: PreTrainedModel) -> None:
     assistant = tiny.llama(num_hidden_layers=2)
-    output = selfspec.wrap(llama, Assistant(assistant)).generate(tiny.prompt(9), max_new_tokens=8, **OPTIONS)
+    output = selfspec.wrap(llama, Assistant(assistant)).generate(tiny.prompt(9), max_new_tokens=8, **GREEDY)
     weights = sum(weight.nbytes for weight in assistant.parameters())
     assert weights < output.stats.draft_bytes <= weights + output.stats.cache_bytes
     assert 0.5 < Assistant(assistant).cost(llama, ADAPTERS["llama"]) < 0.6

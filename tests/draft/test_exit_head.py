@@ -11,6 +11,7 @@ import torch
 
 import selfspec
 from helpers import tiny
+from selfspec.draft import EarlyExit, ExitHead
 from selfspec.draft.early_exit import CONFIG, WEIGHTS
 from selfspec.errors import ExitHeadError
 from selfspec.model.fingerprint import fingerprint
@@ -36,9 +37,9 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     heads.save(tmp_path / "new", torch.float32, fingerprint(model), 2, {})
     drafters = (
-        selfspec.drafts.EarlyExit(2),
-        selfspec.drafts.ExitHead.from_pretrained(tmp_path / "new"),
-        selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
+        EarlyExit(2),
+        ExitHead.from_pretrained(tmp_path / "new"),
+        ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
     )
     drafts = [
         [
@@ -53,7 +54,7 @@ def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
 
 
 def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
-    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
     assert drafter.layer == 2
     assert repr(drafter) == f"head:{tmp_path / 'heads'}@2"
 
@@ -61,7 +62,7 @@ def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny.llama(dtype=torch.float32)
-    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
     spec = selfspec.wrap(model.to(dtype), draft=drafter, draft_length=4)
     assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
     # The drafter may serve other models at the same time.
@@ -71,7 +72,7 @@ def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
-    drafter = selfspec.drafts.ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
     with pytest.raises(ExitHeadError, match="another base"):
         selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
     with pytest.raises(ExitHeadError, match="another base"):
@@ -92,7 +93,7 @@ def test_what_is_missing_is_named(tmp_path: Path, file: str) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
     (folder / file).unlink()
     with pytest.raises(ExitHeadError, match=re.escape(file)):
-        selfspec.drafts.ExitHead.from_pretrained(folder)
+        ExitHead.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +104,10 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path, change: di
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**config, **change}))
     with pytest.raises(ExitHeadError):
-        selfspec.drafts.ExitHead.from_pretrained(folder)
+        ExitHead.from_pretrained(folder)
 
 
 def test_an_exit_it_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
     with pytest.raises(ExitHeadError, match="it has 1, 2"):
-        selfspec.drafts.ExitHead.from_pretrained(folder, layer=3)
+        ExitHead.from_pretrained(folder, layer=3)

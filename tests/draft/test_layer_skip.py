@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +10,24 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from selfspec.draft.layer_skip import LayerSkip, SkipFile, write_skip_file
+from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
+from selfspec.model.fingerprint import fingerprint
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 
-def _skipped(draft: selfspec.drafts.LayerSkip, depth: int = 4) -> list[tuple[int, Part]]:
+def _skipped(draft: LayerSkip, depth: int = 4) -> list[tuple[int, Part]]:
     path = draft.path(depth)
     return [(s.layer, s.part) for s in sublayers(depth) if not path.runs(s)]
 
 
 def test_it_leaves_out_what_it_names() -> None:
     attention, mlp = Part.ATTENTION, Part.MLP
-    assert _skipped(selfspec.drafts.LayerSkip(attention=[1])) == [(1, attention)]
-    assert _skipped(selfspec.drafts.LayerSkip(mlp=[0, 3])) == [(0, mlp), (3, mlp)]
-    assert _skipped(selfspec.drafts.LayerSkip(layers=[2])) == [(2, attention), (2, mlp)]
-    assert _skipped(selfspec.drafts.LayerSkip(attention=[3, 0], mlp=[1], layers=[2])) == [
+    assert _skipped(LayerSkip(attention=[1])) == [(1, attention)]
+    assert _skipped(LayerSkip(mlp=[0, 3])) == [(0, mlp), (3, mlp)]
+    assert _skipped(LayerSkip(layers=[2])) == [(2, attention), (2, mlp)]
+    assert _skipped(LayerSkip(attention=[3, 0], mlp=[1], layers=[2])) == [
         (0, attention),
         (1, mlp),
         (2, attention),
@@ -32,76 +36,55 @@ def test_it_leaves_out_what_it_names() -> None:
     ]
 
 
-def test_any_iterable_of_layer_numbers_will_do() -> None:
-    wanted = selfspec.drafts.LayerSkip(attention=[1, 2])
-    assert selfspec.drafts.LayerSkip(attention=(1, 2)) == wanted
-    assert selfspec.drafts.LayerSkip(attention=range(1, 3)) == wanted
-    assert selfspec.drafts.LayerSkip(attention=(n for n in (1, 2))) == wanted
-
-
-def test_both_sublayers_of_a_layer_are_the_layer() -> None:
-    assert selfspec.drafts.LayerSkip(attention=[1], mlp=[1]).path(4) == selfspec.drafts.LayerSkip(layers=[1]).path(4)
-
-
-def test_all_but_one_sublayer_may_be_left_out(llama: PreTrainedModel) -> None:
-    draft = selfspec.drafts.LayerSkip(attention=[0], layers=[1, 2, 3])
-    out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
-    assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).tolist()
-
-
-@pytest.mark.parametrize("name", ["attention", "mlp", "layers"])
-class TestRefused:
-    @pytest.mark.parametrize("layer", [4, 100, -1, -4])
-    def test_a_layer_the_network_does_not_have(self, llama: PreTrainedModel, name: str, layer: int) -> None:
-        with pytest.raises(DraftConfigError, match=rf"{name}=.*layer {layer} is out of range.*layers 0\.\.3"):
-            selfspec.wrap(llama, selfspec.drafts.LayerSkip(**{name: [1, layer]}), draft_length=4)
-
-    @pytest.mark.parametrize("number", [True, False, 1.0, "1", None, float("nan"), [1]])
-    def test_what_is_no_integer(self, name: str, number: Any) -> None:
-        with pytest.raises(DraftConfigError, match=rf"{name}=.*not an integer layer number"):
-            selfspec.drafts.LayerSkip(**{name: [2, number]})
-
-    @pytest.mark.parametrize("numbers", [1, 1.0, True, None, "12"])
-    def test_what_is_no_list_of_numbers(self, name: str, numbers: Any) -> None:
-        with pytest.raises(DraftConfigError, match=f"{name} must be a list of layer numbers"):
-            selfspec.drafts.LayerSkip(**{name: numbers})
-
-    def test_a_layer_named_twice(self, name: str) -> None:
-        with pytest.raises(DraftConfigError, match=f"{name}=\\[1, 2, 1\\] lists a layer more than once"):
-            selfspec.drafts.LayerSkip(**{name: [1, 2, 1]})
-
-
-@pytest.mark.parametrize("name", ["attention", "mlp"])
-def test_a_sublayer_named_alone_and_with_its_layer_is_refused(llama: PreTrainedModel, name: str) -> None:
-    with pytest.raises(DraftConfigError, match="layer 1 is skipped more than once; name each sublayer once"):
-        selfspec.wrap(llama, selfspec.drafts.LayerSkip(layers=[1], **{name: [1]}), draft_length=4)
-
-
-def test_an_empty_skip_set_is_refused(llama: PreTrainedModel) -> None:
-    for empty in (selfspec.drafts.LayerSkip(), selfspec.drafts.LayerSkip(attention=[], mlp=[], layers=[])):
-        with pytest.raises(DraftConfigError, match=r"empty.*draft=None for plain decoding"):
-            selfspec.wrap(llama, empty, draft_length=4)
-
-
-def test_skipping_everything_is_refused(llama: PreTrainedModel) -> None:
-    for everything in (
-        selfspec.drafts.LayerSkip(layers=range(4)),
-        selfspec.drafts.LayerSkip(attention=range(4), mlp=range(4)),
-        selfspec.drafts.LayerSkip(layers=[0, 1], attention=[2, 3], mlp=[3, 2]),
-    ):
-        with pytest.raises(DraftConfigError, match=r"leaves nothing.*skip fewer"):
-            selfspec.wrap(llama, everything, draft_length=4)
-
-
-def test_it_is_a_value() -> None:
-    one, other = selfspec.drafts.LayerSkip(attention=[1], mlp=[2]), selfspec.drafts.LayerSkip(mlp=(2,), attention=(1,))
+@pytest.mark.parametrize("numbers", [(1, 2), range(1, 3), iter((1, 2))])
+def test_a_set_is_a_value_of_any_layer_numbers(numbers: Any) -> None:
+    one, other = LayerSkip(attention=[1, 2], mlp=[2]), LayerSkip(mlp=(2,), attention=numbers)
     assert one == other
     assert hash(one) == hash(other)
-    assert one != selfspec.drafts.LayerSkip(attention=[1])
+    assert one != LayerSkip(attention=[1, 2])
+    assert LayerSkip(attention=[1], mlp=[1]).path(4) == LayerSkip(layers=[1]).path(4)
     with pytest.raises(AttributeError):
         one.layers = (1,)  # type: ignore[misc]
 
 
+def test_all_but_one_sublayer_may_be_left_out(llama: PreTrainedModel) -> None:
+    draft = LayerSkip(attention=[0], layers=[1, 2, 3])
+    out = selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
+    assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).tolist()
+
+
 def test_the_first_sublayer_has_nothing_before_it() -> None:
-    assert selfspec.drafts.LayerSkip(attention=[0]).path(4).resume_point is None
-    assert selfspec.drafts.LayerSkip(mlp=[0]).path(4).resume_point == Sublayer(0, Part.MLP)
+    assert LayerSkip(attention=[0]).path(4).resume_point is None
+    assert LayerSkip(mlp=[0]).path(4).resume_point == Sublayer(0, Part.MLP)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    skip = LayerSkip(attention=[1, 2], mlp=[3])
+    write_skip_file(skip, fingerprint(tiny.llama()), tmp_path / "found.json", {"alpha": 0.5})
+    return tmp_path / "found.json"
+
+
+def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
+    drafter = parse_draft(f"skip-file:{file}")
+    assert isinstance(drafter, SkipFile)
+    assert draft_name(drafter) == f"skip-file:{file}"
+    model, prompt = tiny.llama(), tiny.prompt(5)
+    found = selfspec.wrap(model, drafter, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    itself = selfspec.wrap(model, drafter.skip, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    assert found.sequences.tolist() == itself.sequences.tolist()
+    assert found.stats.accepted_per_depth == itself.stats.accepted_per_depth
+
+
+def test_another_model_is_refused(file: Path) -> None:
+    with pytest.raises(DraftConfigError, match="is of another base"):
+        selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "base": "x"}', '{"format": 2}'])
+def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DraftConfigError, match="selfspec search wrote"):
+        SkipFile.from_file(tmp_path / "x.json")
+    with pytest.raises(DraftConfigError, match="cannot be read"):
+        SkipFile.from_file(tmp_path / "none.json")

@@ -453,10 +453,7 @@ def test_names(name: str) -> None:
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=99)), "out of range"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[3], exit=2)), "leaves none"),
-        (
-            lambda: selfspec.drafts.LowPrecision(exit=2, skip=selfspec.drafts.LayerSkip(layers=[1])),
-            "no exit beside it",
-        ),
+        (lambda: selfspec.drafts.LowPrecision(exit=2, skip=selfspec.drafts.LayerSkip(layers=[1])), "no exit beside it"),
         (lambda: parse_draft("int8+exit:2+skip:layers=1"), "at most one draft runs a model"),
     ],
 )

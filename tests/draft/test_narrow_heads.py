@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import published_heads, tiny
+from helpers import tiny
 from helpers.joints import assert_rows_are_stock
 from helpers.serving import Asked, Stepped, alone
-from helpers.shrunken import shrunken
+from invariants.examples import EXAMPLES
 from selfspec.control import FixedLength
-from selfspec.draft import Assistant, Cascade, Drafter, EarlyExit, LayerSkip, PromptLookup, ReducedVocabulary
-from selfspec.draft.layer_skip import write_skip_file
-from selfspec.draft.registry import declarations
 from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.fingerprint import fingerprint
 from selfspec.model.vocabulary import Vocabulary
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.token_texts import prompt_logprobs
-from selfspec.tools.train.exit_heads import ExitHeads
 
 HEAD = 40
 # Ids from 40 on stand for pictures. What ends a prompt has come before, and a picture has followed.
@@ -50,87 +44,29 @@ def corpus(model: PreTrainedModel, folder: Path) -> str:
     return f"suffix:{folder / 'corpus'}"
 
 
-def exit_head(model: PreTrainedModel, folder: Path) -> str:
-    heads = ExitHeads(32, 16, (2,))
-    heads.save(folder, torch.float64, fingerprint(model), 2, {})
-    return f"head:{folder}@2"
-
-
-def skip_file(model: PreTrainedModel, folder: Path) -> str:
-    write_skip_file(LayerSkip(attention=[1, 2], mlp=[3]), fingerprint(model), folder / "found.json", {})
-    return f"skip-file:{folder / 'found.json'}"
-
-
-def assistant(model: PreTrainedModel, folder: Path) -> Drafter:
-    return Assistant(narrow(tiny.llama(num_hidden_layers=1)))
-
-
-def reduced(model: PreTrainedModel, folder: Path) -> Drafter:
-    return ReducedVocabulary(EarlyExit(2), tuple(range(1, HEAD, 2)))
-
-
-def published(kind: str) -> Callable[[PreTrainedModel, Path], str]:
-    return lambda model, folder: f"{kind.rstrip('13')}:{published_heads.WRITERS[kind](folder, model)}"
-
-
-# By the name that is declared: drafts of it for a model with a narrow head.
-DRAFTS: dict[str, list[Any]] = {
-    "exit": ["exit:2"],
-    "head": [exit_head],
-    "del": ["del:1-3"],
-    "experts": ["experts:1"],
-    "skip": ["skip:attn=1;mlp=2"],
-    "int8": ["int8"],
-    "int4": ["int4"],
-    "clasp": ["clasp:2"],
-    "skip-file": [skip_file],
-    "lookup": ["lookup", "lookup+exit:2", PromptLookup(shortest=1), Cascade(PromptLookup(shortest=1), EarlyExit(2))],
-    "recycle": ["recycle", "recycle+exit:2"],
-    "suffix": ["suffix", "suffix+exit:2", corpus],
-    "assistant": [assistant],
-    "dflash": [published("dflash")],
-    "eagle": [published("eagle1"), published("eagle3")],
-    "hydra": [published("hydra")],
-    "medusa": [published("medusa")],
-    "mtp": ["mtp"],
-    "peagle": [published("peagle")],
-    # The heads of its models are their embeddings.
-    "queries": [],
-    "uno": [published("uno")],
-    "union": ["union:lookup+suffix+recycle", "union:lookup+suffix+recycle+exit:2"],
-    "kv4": ["int8+kv4"],
-    "kv8": ["int8+kv8"],
-    "top": ["int8+top:128"],
-    "window": ["int8+window:4"],
-    "vocab": [reduced],
-}
 FROM_TEXT = ("lookup", "recycle", "suffix", "union")
+# The heads of the models that `queries` is for are their embeddings.
 CASES = [
-    pytest.param(name, place, id=f"{name}-{place}", marks=() if name in FROM_TEXT else pytest.mark.contract)
-    for name, drafts in DRAFTS.items()
-    for place in range(len(drafts))
+    pytest.param(name, marks=() if name.startswith(FROM_TEXT) else pytest.mark.contract)
+    for name in EXAMPLES
+    if name != "queries"
 ]
 CONTROLS = (FixedLength(3, nodes=7), FixedLength(4))
 # Draws with one possible outcome.
 DRAWN = {"do_sample": True, "top_k": 1}
 
 
-def made(name: str, place: int, folder: Path) -> tuple[PreTrainedModel, Any]:
+def made(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
     """A model with a narrow head, and a draft for it."""
-    if name == "mtp":
-        return narrow(published_heads.mtp(folder, "glm4_moe").model), "mtp"
-    model = narrow(shrunken("mixtral").double() if name == "experts" else tiny.llama(num_hidden_layers=6))
-    draft = DRAFTS[name][place]
-    return model, draft(model, folder) if callable(draft) else draft
+    example = EXAMPLES[name]
+    whole = example.build(folder, tiny.VOCABULARY) if example.build else tiny.llama(num_hidden_layers=6)
+    model = narrow(whole)
+    return model, corpus(model, folder) if name == "suffix:corpus" else example.made_for(model, folder)
 
 
-def test_every_declared_draft_is_here() -> None:
-    assert DRAFTS.keys() == {each.name for each in declarations()}
-
-
-@pytest.mark.parametrize(("name", "place"), CASES)
-def test_greedy_text_is_stock_text(name: str, place: int, tmp_path: Path) -> None:
-    model, draft = made(name, place, tmp_path)
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_text_is_stock_text(name: str, tmp_path: Path) -> None:
+    model, draft = made(name, tmp_path)
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     for control in CONTROLS:
         spec = selfspec.wrap(model, draft, draft_length=control)
@@ -138,10 +74,9 @@ def test_greedy_text_is_stock_text(name: str, place: int, tmp_path: Path) -> Non
         assert_rows_are_stock(model, spec, prompts, max_new_tokens=16, eos_token_id=None, **DRAWN)
 
 
-# An assistant is refused there.
-@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case.values[0] != "assistant"])
-def test_rows_of_an_engine_are_what_they_are_alone(name: str, place: int, tmp_path: Path) -> None:
-    model, draft = made(name, place, tmp_path)
+@pytest.mark.parametrize("name", [case for case in CASES if EXAMPLES[str(case.values[0])].served])
+def test_rows_of_an_engine_are_what_they_are_alone(name: str, tmp_path: Path) -> None:
+    model, draft = made(name, tmp_path)
     drawn = SamplingParams(temperature=0.9, top_k=0, seed=3, presence_penalty=0.5)
     samplings = (SamplingParams(temperature=0.0), drawn)
     asked = [Asked(RowRequest(tuple(prompt), 12, sampling)) for prompt in PROMPTS for sampling in samplings]

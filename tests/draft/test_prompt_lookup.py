@@ -15,9 +15,8 @@ from helpers import tiny
 from helpers.reference import Calls
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget
+from selfspec.draft import Budget, Cascade, EarlyExit, PromptLookup
 from selfspec.draft.prompt_lookup import LookUpProposer
-from selfspec.draft.registry import draft_name, parse_draft
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 
@@ -29,17 +28,17 @@ def drafts_of(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int = 12, 
 
 
 def test_it_drafts_what_followed_before(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(2, 4), draft_length=4)
+    spec = selfspec.wrap(llama, PromptLookup(2, 4), draft_length=4)
     assert drafts_of(spec, LOOPING)[0] == [(7, 5, 9, 7)]
 
 
 def test_where_nothing_matches_the_round_is_plain(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(2, 4), draft_length=4)
+    spec = selfspec.wrap(llama, PromptLookup(2, 4), draft_length=4)
     assert drafts_of(spec, torch.tensor([[5, 9, 7, 11]]))[0] == [()]
 
 
 def test_a_row_without_a_match_drafts_along_with_the_others(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(2, 4), draft_length=3)
+    spec = selfspec.wrap(llama, PromptLookup(2, 4), draft_length=3)
     ids = torch.cat([LOOPING, torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])])
     assert drafts_of(spec, ids)[0] == [(7, 5, 9), (8, 8, 8)]
 
@@ -55,7 +54,7 @@ def test_rows_with_a_match_that_cannot_pay_for_the_others_are_not_looked_up(llam
 
 def test_it_learns_from_what_it_generates(llama: PreTrainedModel) -> None:
     # Greedy text of a tiny model runs into a loop, which is then looked up.
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(1, 3), draft_length=4)
+    spec = selfspec.wrap(llama, PromptLookup(1, 3), draft_length=4)
     output = spec.generate(tiny.prompt(5), max_new_tokens=120, do_sample=False)
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=120, do_sample=False)
     assert torch.equal(output.sequences, wanted)
@@ -67,7 +66,7 @@ def test_a_look_up_runs_no_layer(llama: PreTrainedModel) -> None:
     calls = Calls()
     for number, layer in enumerate(llama.model.layers):
         calls.watch(number, layer)
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(2, 4), draft_length=4)
+    spec = selfspec.wrap(llama, PromptLookup(2, 4), draft_length=4)
     run = spec.stream(LOOPING, max_new_tokens=12, do_sample=False)
     next(run)
     # Prefill of all but the last token, then one target pass over it and the draft.
@@ -75,39 +74,11 @@ def test_a_look_up_runs_no_layer(llama: PreTrainedModel) -> None:
 
 
 def test_a_cascade_drafts_with_the_model_where_nothing_matches(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(
-        llama,
-        selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(2, 4), selfspec.drafts.EarlyExit(2)),
-        draft_length=selfspec.FixedLength(3),
-    )
-    by_exit = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
+    spec = selfspec.wrap(llama, Cascade(PromptLookup(2, 4), EarlyExit(2)), draft_length=selfspec.FixedLength(3))
+    by_exit = selfspec.wrap(llama, EarlyExit(2), draft_length=3)
     fresh = torch.tensor([[5, 9, 7, 11]])
     assert drafts_of(spec, fresh)[0] == drafts_of(by_exit, fresh)[0]
     assert drafts_of(spec, LOOPING)[0] == [(7, 5, 9)]
-
-
-@pytest.mark.parametrize("name", ["lookup", "lookup+exit:2", "lookup+recycle", "lookup+recycle+int8", "recycle+exit:2"])
-def test_names_come_back_as_they_were(name: str) -> None:
-    assert draft_name(parse_draft(name)) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["lookup+", "lookup+none", "lookups", "lookup+lookup", "recycle+recycle", "lookup+recycle+lookup"]
-)
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(selfspec.errors.DraftConfigError, match=r"not understood|name each draft once"):
-        parse_draft(name)
-
-
-@pytest.mark.parametrize("sizes", [(0, 3), (3, 2), (1.5, 3), (True, 3)])
-def test_match_lengths_that_make_no_sense_are_refused(sizes: Any) -> None:
-    with pytest.raises(selfspec.errors.DraftConfigError, match="shortest <= longest"):
-        selfspec.drafts.PromptLookup(*sizes)
-
-
-def test_the_parts_of_a_cascade_are_checked(llama: PreTrainedModel) -> None:
-    with pytest.raises(selfspec.errors.DraftConfigError, match="out of range"):
-        selfspec.wrap(llama, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(9)))
 
 
 @dataclass
@@ -134,7 +105,7 @@ class _Asked(Control, Controller):
 def test_what_counts_is_whether_the_slowest_rows_have_a_match(llama: PreTrainedModel) -> None:
     prompts = torch.cat([tiny.prompt(8, seed=seed) for seed in range(6)])
     control = _Asked()
-    spec = selfspec.wrap(llama, selfspec.drafts.PromptLookup(2, 2), draft_length=control)
+    spec = selfspec.wrap(llama, PromptLookup(2, 2), draft_length=control)
     texts: list[list[int]] = prompts.tolist()
     expected, ahead = [], False
     for chunk in spec.stream(prompts, max_new_tokens=60, do_sample=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +12,9 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, Warp, drawn, joint, small
-from helpers.tiers import in_turns
 from selfspec.accept import find_rule
-from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes, Union
+from selfspec.draft import Cascade, Draft, Drafter, EarlyExit, PromptLookup, Recycling, Suffixes
 from selfspec.draft.union import likeliest_path
-
-WARP = Warp(temperature=1.2)
-DRAFTS: list[Drafter] = [
-    Cascade(PromptLookup(shortest=1), EarlyExit(1)),
-    Union(Suffixes(), Recycling(longest=2), EarlyExit(1)),
-    Cascade(Suffixes(), EarlyExit(1)),
-    Recycling(candidates=3),
-]
 
 
 def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
@@ -41,32 +29,6 @@ def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
 
     spec.rule = Watched()
     return drafts
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "turn"), in_turns(("token", "block"), (0, 1), mark=pytest.mark.statistical))
-def test_samples_follow_the_exact_joint(rule: str, turn: int) -> None:
-    model = small()
-    found: dict[str, float] = {}
-    for number, draft in list(enumerate(DRAFTS))[turn::2]:
-        spec = selfspec.wrap(model, draft, draft_length=3)
-        drafts = watched(spec, rule)
-        output = drawn(spec, rows=256, batches=4, seed=4 * number, eos_token_id=EOS, **WARP.options)
-        assert output.accepted > 0
-        assert all(each.tree.is_chain for each in drafts)
-        if not isinstance(draft, Recycling):
-            # Somewhere both sources draft, each for some rows.
-            assert any(each.steps and each.match_length == 0 and 0 < _sure(each) < 1 for each in drafts)
-        fits = output.fits(partial(joint, model, warp=WARP, eos=EOS))
-        found |= {f"{draft} {prompt}": value for prompt, value in fits.items()}
-    assert holm_rejects(found, 0.01) == []
-
-
-def _sure(draft: Draft) -> float:
-    """The share of rows whose first token was not drawn."""
-    if draft.probs is None:
-        return 1.0
-    return float((draft.probs[:, 0].amax(-1) == 1).double().mean())
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

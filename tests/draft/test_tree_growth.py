@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -17,7 +19,7 @@ from helpers import tiny
 from helpers.altered import Altered, Propose
 from helpers.any_rounds import FIRST_WORD
 from helpers.chains import trees
-from helpers.drafting import Remembering
+from helpers.drafting import GREEDY, Remembering, stock
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
 from helpers.shrunken import shrunken
@@ -25,8 +27,16 @@ from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
-from selfspec.draft import Budget, Draft
-from selfspec.draft.tree_growth import by_level, confidences_of, growth_of, upper_levels
+from selfspec.draft import Budget, Draft, Drafter, EarlyExit
+from selfspec.draft.tree_growth import (
+    RankChances,
+    best_shape,
+    by_level,
+    confidences_of,
+    growth_of,
+    largest_products,
+    upper_levels,
+)
 
 FORK = Tree((-1, -1, 0, 0, 1, 2))
 # A leaf before a node with children, a place with three, and a path that goes on alone.
@@ -109,9 +119,9 @@ def test_a_chain_is_grown_as_a_chain() -> None:
     ]
 
 
-def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.drafts.Drafter, tree: Tree) -> None:
+def _assert_greedy_text_is_stock_text(model: Any, draft: Drafter, tree: Tree) -> None:
     ids = tiny.prompt(9, 3).clamp(min=FIRST_WORD)
-    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 16, **GREEDY}
     output = selfspec.wrap(model, draft, draft_length=Given(tree)).generate(ids, **options)
     assert torch.equal(output.sequences, model.generate(ids, **options))
     assert output.stats.drafted > output.stats.judged > 0
@@ -120,7 +130,7 @@ def _assert_greedy_text_is_stock_text(model: Any, draft: selfspec.drafts.Drafter
 @pytest.mark.parametrize("name", [*sorted(tiny.BUILDERS.keys() - {"llama"}), "gemma2", "jamba", "lfm2", "mamba2"])
 def test_greedy_text_of_other_architectures_is_stock_text(name: str) -> None:
     model = tiny.BUILDERS[name]() if name in tiny.BUILDERS else shrunken(name)
-    _assert_greedy_text_is_stock_text(model.double(), selfspec.drafts.EarlyExit(2), UNEVEN)
+    _assert_greedy_text_is_stock_text(model.double(), EarlyExit(2), UNEVEN)
 
 
 class Watched(Altered):
@@ -133,7 +143,7 @@ class Watched(Altered):
             drafts.append(propose(batch, budget))
             return drafts[-1]
 
-        super().__init__(selfspec.drafts.EarlyExit(layer), keeping)
+        super().__init__(EarlyExit(layer), keeping)
         object.__setattr__(self, "drafts", drafts)
 
     drafts: list[Draft]
@@ -169,7 +179,7 @@ def test_siblings_are_drawn_without_replacement_from_what_they_are_scored_with(w
 def test_greedy_siblings_are_the_likeliest_tokens(watched: Watched) -> None:
     model, ids = tiny.llama(), tiny.prompt(9)
     spec = selfspec.wrap(model, watched, draft_length=Given(Tree((-1, -1, -1, 0, 0))))
-    spec.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    spec.generate(ids, max_new_tokens=8, **GREEDY)
     draft = watched.drafts[0]
     assert draft.probs is None
     model.model.layers = model.model.layers[:2]
@@ -198,7 +208,7 @@ def test_where_q_has_fewer_tokens_than_siblings_the_text_is_exact_all_the_same(w
     model, ids = tiny.llama(), tiny.prompt(9, 2)
     spec = selfspec.wrap(model, watched, draft_length=Given(SHAPES["star"]))
     output = spec.generate(ids, **_options(top_k=1))
-    expected = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = stock(model, ids, 16)
     assert torch.equal(output.sequences, expected)
     probs = watched.drafts[0].probs
     assert probs is not None
@@ -216,7 +226,7 @@ class Sums(LogitsProcessor):
 
 def test_processors_see_the_path_to_each_node(watched: Watched) -> None:
     model, ids = tiny.llama(), tiny.prompt(9, 2)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 20, **GREEDY}
     processors = LogitsProcessorList([Sums()])
     expected = model.generate(ids, logits_processor=processors, **options)
     spec = selfspec.wrap(model, watched, draft_length=Given(UNEVEN))
@@ -228,7 +238,7 @@ def test_processors_see_the_path_to_each_node(watched: Watched) -> None:
 
 def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
     seen = Lengths()
-    spec = selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=Given(UNEVEN))
+    spec = selfspec.wrap(tiny.llama(), EarlyExit(2), draft_length=Given(UNEVEN))
     next(spec.stream(tiny.prompt(9), max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([seen])))
     assert max(seen.lengths) == 9 + UNEVEN.depth
 
@@ -236,11 +246,8 @@ def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
 def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> None:
     spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN, lambda confidences: False))
     ids = tiny.prompt(9, 2)
-    output = spec.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(
-        output.sequences,
-        spec.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0),
-    )
+    output = spec.generate(ids, max_new_tokens=12, **GREEDY)
+    assert torch.equal(output.sequences, stock(spec.model, ids, 12))
     assert watched.drafts[0].tree == Tree((-1, -1))
     assert watched.drafts[0].steps == 1
 
@@ -250,7 +257,7 @@ def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     assert confidences_of(scores) == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
 
 
-def _fits(draft: selfspec.drafts.Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
+def _fits(draft: Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
     spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
     (fit,) = p_values(spec, warp, prompts=[PROMPT], rows=rows, batches=batches, tokens=TOKENS).values()
     return fit
@@ -262,8 +269,7 @@ SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
-    shapes = ("fork", "uneven")
-    found = {name: _fits(selfspec.drafts.EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in shapes}
+    found = {name: _fits(EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in ("fork", "uneven")}
     assert holm_rejects(found, 0.01) == []
 
 
@@ -289,7 +295,7 @@ def test_the_default_control_drafts_trees_where_their_nodes_are_cheap(
 ) -> None:
     control = selfspec.CostAware(4, Costs(draft=0.3, widening=widening), nodes=11)
     spec, ids = selfspec.wrap(tiny.llama(), watched, draft_length=control), tiny.prompt(9)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 24, **GREEDY}
     output = spec.generate(ids, **options)
     assert torch.equal(output.sequences, spec.model.generate(ids, **options))
     assert any(not draft.tree.is_chain for draft in watched.drafts) == branches
@@ -298,7 +304,58 @@ def test_the_default_control_drafts_trees_where_their_nodes_are_cheap(
 
 def test_processors_with_memory_get_a_chain(watched: Watched) -> None:
     spec, ids = selfspec.wrap(tiny.llama(), watched, draft_length=selfspec.FixedLength(3, nodes=8)), tiny.prompt(9)
-    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 16, **GREEDY}
     output = spec.generate(ids, logits_processor=LogitsProcessorList([Remembering()]), **options)
     assert torch.equal(output.sequences, spec.model.generate(ids, **options))
     assert all(draft.tree.is_chain for draft in watched.drafts)
+
+
+def test_ranks_are_counted_along_the_path() -> None:
+    chances, tree = RankChances((0.45, 0.12), 30.0), Tree((-1, -1, 0, 1))
+    assert chances.rates() == (0.44, 0.12)
+    for _ in range(400):
+        chances.count(tree, (1, 3))
+    # The second child of the root, and then the first one of it.
+    assert chances.rates() == (0.5, 0.5)
+
+
+def expected(tree: Tree, chances: tuple[float, ...]) -> float:
+    """Draft tokens committed: each node counts if all ranks along its path are accepted."""
+    total = 0.0
+    for path in tree.paths:
+        product = 1.0
+        for node in path:
+            product *= chances[tree.ranks[node]]
+        total += product
+    return total
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5))
+def test_no_tree_of_so_many_nodes_commits_more(weights: list[float], nodes: int, depth: int) -> None:
+    chances = tuple(sorted((weight / (sum(weights) + 0.1) for weight in weights), reverse=True))
+    found = largest_products(chances, nodes, depth)
+    assert found.expected == pytest.approx(expected(found.tree, chances))
+    best = 0.0
+    for parents in itertools.product(*(range(-1, node) for node in range(nodes))):
+        tree = Tree(parents)
+        if tree.depth <= depth and max(map(len, tree.children)) <= len(chances):
+            best = max(best, expected(tree, chances))
+    # Where there is no room for so many nodes no tree is found here.
+    assert found.expected >= best - 1e-12
+    assert found.tree.depth <= depth
+    assert len(found.tree) == nodes or best == 0
+
+
+def test_the_tree_grows_as_far_as_its_cost_is_worth_it() -> None:
+    def size(each: float) -> int:
+        return len(best_shape((0.5, 0.2, 0.1), lambda nodes: 1.1 + each * nodes, Budget(8, 31)).tree)
+
+    sizes = [size(each) for each in (1.0, 0.1, 0.02, 0.0)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 0
+    assert sizes[-1] == 31
+
+
+def test_one_rank_makes_a_chain() -> None:
+    assert best_shape((0.6,), lambda _: 1.0, Budget(5, 15)).tree == Tree.chain(5)

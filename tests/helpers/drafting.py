@@ -5,6 +5,7 @@ remember, a control.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget, Draft, RowsView, Stateless
-from selfspec.draft.draft import Offer, Path
+from selfspec.draft.draft import Offer, TokenPath
 from selfspec.draft.drafter import FreeProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -62,7 +63,7 @@ class Oracle(Stateless):
 class Offering(Stateless, FreeProposer):
     """Offers a row the same in every round; rows take turns."""
 
-    each: Sequence[dict[Path, float]]
+    each: Sequence[dict[TokenPath, float]]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         return rows.no_draft()
@@ -112,8 +113,7 @@ class _InLockstep(_InTurns):
 
 def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
     """The same model with noise on its weights: it agrees with it often, and not always."""
-    other = type(model)(model.config).to(model.dtype).eval()
-    other.load_state_dict(model.state_dict())
+    other = deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     for weight in other.parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)

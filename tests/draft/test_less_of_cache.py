@@ -1,9 +1,7 @@
-"""Drafts over the keys that the target attends to most: what is chosen, when, and that the target attends to all."""
+"""Drafts over less of the cache, copies in bits, a window, the top keys: what a step reads; the target reads all."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, stock
-from helpers.encoder_decoders import encoder_decoder
 from helpers.goodness import holm_rejects
 from helpers.joints import Warp, p_values
 from helpers.shrunken import shrunken
@@ -23,6 +20,8 @@ from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.top_slots import CHUNK, EVERY, TopSlots
 from selfspec.cache.tree import Tree
+from selfspec.cache.view import CacheView, Window
+from selfspec.decode.generation import Limits
 from selfspec.draft import (
     CacheInBits,
     CacheWindow,
@@ -36,7 +35,7 @@ from selfspec.draft import (
     TopOfCache,
 )
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import draft_name, parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
@@ -51,8 +50,6 @@ DRAFTS: dict[str, LayerPathDrafter] = {
     "skip set": LayerSkip(attention=[1], mlp=[2]),
 }
 LONG = 200
-
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     # Layers with windows beside others, and capped scores.
@@ -73,22 +70,35 @@ def long_llama() -> PreTrainedModel:
     return tiny.llama(max_position_embeddings=1024).double()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("nodes", [3, 7])
-def test_greedy_text_is_stock_text(long_llama: PreTrainedModel, draft: str, nodes: int) -> None:
-    around = TopOfCache(DRAFTS[draft], KEYS)
-    spec = selfspec.wrap(long_llama, around, draft_length=selfspec.FixedLength(3, nodes=nodes))
-    for rows, tokens in ((1, LONG), (3, LONG), (1, 20)):
-        ids = tiny.prompt(tokens, rows).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=EVERY + 10, **GREEDY)
-        assert torch.equal(output.sequences, stock(long_llama, ids, EVERY + 10))
-        assert output.stats.drafted > 0
+@pytest.fixture
+def one_layer() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
+
+
+def test_they_are_written_behind_other_drafts() -> None:
+    bits, window, top = (parse_draft(f"int8+{behind}") for behind in ("kv8", "window:512", "top:512"))
+    assert isinstance(bits, CacheInBits)
+    assert (bits.cache_bits, bits.bits) == (8, 8)
+    assert isinstance(window, CacheWindow)
+    assert (window.recent, window.sinks, window.bits) == (512, 4, 8)
+    assert isinstance(top, TopOfCache)
+    assert (top.keys, top.bits) == (512, 8)
+    both = parse_draft("int8+window:512+kv4")
+    assert isinstance(both, CacheInBits)
+    assert both.path(4).view == CacheView(window=Window(512, 4), bits=4)
+
+
+@pytest.mark.parametrize("kind", [CacheInBits, CacheWindow, TopOfCache])
+def test_an_exit_over_less_of_the_cache_leaves_nothing_to_resume(kind: Any) -> None:
+    assert EarlyExit(2).path(4).resume_point is not None
+    assert kind(EarlyExit(2)).path(4).resume_point is None
+    assert kind(EarlyExit(2)).early_exit(4) is None
 
 
 def _runner(model: PreTrainedModel, ids: Tensor) -> tuple[ModelRunner, SharedCache]:
     adapter = find_adapter(model)
     rows, tokens = ids.shape
-    cache = adapter.shared_cache(model, rows, 2 * tokens, 16, device=torch.device("cpu"))
+    cache = adapter.shared_cache(model, rows, 2 * tokens + 16, 16, device=torch.device("cpu"))
     runner = ModelRunner(model, adapter, cache)
     cache.reserve(tokens + 16)
     runner.prefill(ids, [tokens] * rows)
@@ -96,12 +106,14 @@ def _runner(model: PreTrainedModel, ids: Tensor) -> tuple[ModelRunner, SharedCac
     return runner, cache
 
 
-def _attended(model: PreTrainedModel, tokens: int, read: int, tree: Tree | None) -> list[list[int]]:
+def _attended(
+    model: PreTrainedModel, draft: LayerPathDrafter, tokens: int, read: int, tree: Tree | None = None
+) -> list[list[int]]:
     """Slots that the tokens of a draft step attend to in the second of two rows: where a value's change tells."""
-    path = TopOfCache(LowPrecision(), KEYS).path(1)
     runner, cache = _runner(model, tiny.prompt(tokens, 2).clamp(min=1))
-    block = tiny.prompt(read, 2, seed=5).clamp(min=1)
-    runner.choose_top(KEYS, block[:, :1])
+    path, block = draft.path(runner.depth), tiny.prompt(read, 2, seed=5).clamp(min=1)
+    if path.view.top_keys is not None:
+        runner.choose_top(path.view.top_keys, block[:, :1])
 
     def states() -> Tensor:
         if tree is not None:
@@ -121,20 +133,92 @@ def _attended(model: PreTrainedModel, tokens: int, read: int, tree: Tree | None)
 
 
 @torch.no_grad()
+def test_a_step_attends_to_sinks_and_the_latest_tokens(one_layer: PreTrainedModel) -> None:
+    window = CacheWindow(LowPrecision(), 5, 2)
+    assert _attended(one_layer, window, 12, 3) == [[0, 1, 8, 9, 10, 11], [0, 1, 9, 10, 11], [0, 1, 10, 11]]
+    # Positions count, not slots: both children of the last token are one behind it.
+    children = Tree((-1, -1))
+    assert _attended(one_layer, window, 12, 3, children) == [[0, 1, 8, 9, 10, 11], *[[0, 1, 9, 10, 11]] * 2]
+    assert _attended(one_layer, CacheWindow(LowPrecision(), 64, 0), 12, 1) == [list(range(12))]
+
+
+@torch.no_grad()
+def test_a_sliding_layer_sees_no_more_than_its_own_window() -> None:
+    model = tiny.BUILDERS["mistral"](num_hidden_layers=1)
+    assert model.config.sliding_window == tiny.WINDOW == 6
+    assert _attended(model, CacheWindow(LowPrecision(), 3, 2), 12, 1) == [[10, 11]]
+    assert _attended(model, CacheWindow(LowPrecision(), 3, 9), 12, 1) == [[7, 8, 10, 11]]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("tree", [None, Tree((-1, -1))], ids=["chain", "tree"])
-def test_a_step_attends_to_the_top_chunks_and_the_latest_tokens(tree: Tree | None) -> None:
-    model = tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
-    model.set_attn_implementation("eager")
-    ids = tiny.prompt(LONG, 2).clamp(min=1)
+def test_a_step_attends_to_the_top_chunks_and_the_latest_tokens(one_layer: PreTrainedModel, tree: Tree | None) -> None:
+    top, ids = TopOfCache(LowPrecision(), KEYS), tiny.prompt(LONG, 2).clamp(min=1)
+    # A short text is seen whole.
+    assert _attended(one_layer, top, KEYS, 1) == [list(range(KEYS))]
+    one_layer.set_attn_implementation("eager")
     last = tiny.prompt(3, 2, seed=5).clamp(min=1)[:, :1]
-    weights = model(torch.cat([ids, last], 1), output_attentions=True).attentions[0][1, :, -1, :LONG].sum(0)
+    weights = one_layer(torch.cat([ids, last], 1), output_attentions=True).attentions[0][1, :, -1, :LONG].sum(0)
     since = (LONG - LATEST) // CHUNK * CHUNK
     mass = weights[:since].unflatten(0, (-1, CHUNK)).sum(-1)
-    model.set_attn_implementation("sdpa")
+    one_layer.set_attn_implementation("sdpa")
     chunks = sorted(mass.topk(CHUNKS).indices.tolist())
     expected = [slot for chunk in chunks for slot in range(CHUNK * chunk, CHUNK * (chunk + 1))]
     assert chunks != [2, 3, 4]
-    assert _attended(model, LONG, 3, tree) == [[*expected, *range(since, LONG)]] * 3
+    assert _attended(one_layer, top, LONG, 3, tree) == [[*expected, *range(since, LONG)]] * 3
+
+
+@pytest.mark.parametrize(("draft", "nodes"), [("int8", 3), ("exit", 7), ("skip set", 7)])
+def test_greedy_text_over_the_top_is_stock_text(long_llama: PreTrainedModel, draft: str, nodes: int) -> None:
+    around = TopOfCache(DRAFTS[draft], KEYS)
+    spec = selfspec.wrap(long_llama, around, draft_length=selfspec.FixedLength(3, nodes=nodes))
+    for rows, tokens in ((1, LONG), (3, LONG), (1, 20)):
+        ids = tiny.prompt(tokens, rows).clamp(min=1)
+        output = spec.generate(ids, max_new_tokens=EVERY + 10, **GREEDY)
+        assert torch.equal(output.sequences, stock(long_llama, ids, EVERY + 10))
+        assert output.stats.drafted > 0
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), CacheInBits(LowPrecision())])
+)
+def test_samples_over_the_top_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
+    model = network(width=16, context=256)
+    spec = selfspec.wrap(model, TopOfCache(draft, KEYS), draft_length=2, accept=rule)
+    prompts = [(PROMPT * KEYS)[: KEYS + 5]]
+    assert holm_rejects(p_values(spec, Warp(), prompts=prompts, rows=2048, batches=2), 0.01) == []
+
+
+@pytest.mark.parametrize("runtime", [None, selfspec.runtime.Eager()], ids=["default", "eager"])
+def test_behind_prompts_of_one_token_nothing_is_copied_yet(runtime: selfspec.runtime.Runtime | None) -> None:
+    model = tiny.mistral(dtype=torch.float64)
+    for rows in (1, 2):
+        ids, found = tiny.prompt(1, rows).clamp(min=1), {}
+        for draft in ("int8", "int8+kv8"):
+            output = selfspec.wrap(model, draft, draft_length=3, runtime=runtime).generate(
+                ids, max_new_tokens=24, **GREEDY
+            )
+            assert torch.equal(output.sequences, stock(model, ids, 24))
+            found[draft] = output.stats.mean_accepted_length
+        assert found["int8+kv8"] > found["int8"] - 0.5
+
+
+@pytest.mark.parametrize("draft", ["int8+kv4", "int8+kv4+window:8", "lookup+int8+kv4"])
+def test_a_cache_in_8_bits_is_refused_before_any_pass(llama: PreTrainedModel, draft: str) -> None:
+    spec = selfspec.wrap(llama, draft)
+    spec.limits = Limits(1000, 1000, "int8")
+    with pytest.raises(DraftConfigError, match="cache='int8'"):
+        spec.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False)
+
+
+def test_its_bytes_of_a_token_are_told(llama: PreTrainedModel) -> None:
+    config = llama.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    own = CacheInBits(LowPrecision(), 8).own_bytes(llama)
+    assert own.of_token == own.copies == numbers + 8 * numbers // config.head_dim
+    assert own.token == 0
+    assert CacheWindow(CacheInBits(LowPrecision(), 8), 8).own_bytes(llama) == own
 
 
 @torch.no_grad()
@@ -155,12 +239,6 @@ def test_all_layers_that_see_all_choose_together(family: str) -> None:
     expected = torch.zeros_like(seen).scatter(1, mass.topk(CHUNKS, dim=1).indices, True)
     assert torch.equal(seen, expected)
     assert not torch.equal(seen[0], seen[1])
-
-
-@torch.no_grad()
-def test_a_short_text_is_seen_whole() -> None:
-    model = tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
-    assert _attended(model, KEYS, 1, None) == [list(range(KEYS))]
 
 
 def test_each_row_chooses_by_its_own_shares_and_in_its_own_time() -> None:
@@ -232,64 +310,3 @@ def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedM
             spec = selfspec.wrap(long_llama, draft, draft_length=2, accept="token")
             found.append(spec.generate(prompts, attention_mask=(prompts != 0).long(), **options).sequences[:1])
         assert torch.equal(*found)
-
-
-def test_it_leaves_nothing_to_resume() -> None:
-    assert TopOfCache(EarlyExit(2)).path(4).resume_point is None
-    assert TopOfCache(EarlyExit(2)).early_exit(4) is None
-
-
-def test_it_is_written_behind_other_drafts() -> None:
-    for name in ("int8+top:512", "exit:4+top:256", "lookup+int8+top:128", "int8+kv4+top:512"):
-        assert draft_name(parse_draft(name)) == name
-    found = parse_draft("int8+top:512")
-    assert isinstance(found, TopOfCache)
-    assert (found.keys, found.bits) == (512, 8)
-
-
-@pytest.mark.parametrize("name", ["top:512", "int8+top", "int8+top:", "int8+top:-1", "lookup+top:512"])
-def test_what_is_written_otherwise_is_refused(name: str) -> None:
-    with pytest.raises(DraftConfigError, match=r"top:N|int8\+top:512"):
-        parse_draft(name)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TopOfCache(LowPrecision(), KEYS - 1),
-        lambda: TopOfCache(LowPrecision(), True),
-        lambda: TopOfCache(PromptLookup(), 512),  # type: ignore[arg-type]
-        lambda: TopOfCache(TopOfCache(LowPrecision())).path(4),
-        lambda: TopOfCache(CacheWindow(LowPrecision())).path(4),
-        lambda: CacheWindow(TopOfCache(LowPrecision())).path(4),
-    ],
-)
-def test_values_that_choose_nothing_are_refused(make: Any) -> None:
-    with pytest.raises(DraftConfigError):
-        make()
-
-
-def test_models_whose_attention_cannot_be_seen_are_refused(llama: PreTrainedModel) -> None:
-    adapter = replace(find_adapter(llama), ragged="padding")
-    with pytest.raises(DraftConfigError, match="draft with int8 alone"):
-        selfspec.wrap(llama, TopOfCache(LowPrecision()), adapter=adapter)
-    with pytest.raises(DraftConfigError, match="cannot be seen; draft with int8 alone"):
-        selfspec.wrap(encoder_decoder("bart"), TopOfCache(LowPrecision()))
-    hooked = tiny.llama(num_hidden_layers=2)
-    for layer in hooked.model.layers:
-        layer.self_attn.forward = MethodType(type(layer.self_attn).forward, layer.self_attn)
-    with pytest.raises(DraftConfigError, match="cannot be seen; draft with exit:1 alone"):
-        selfspec.wrap(hooked, TopOfCache(EarlyExit(1)))
-    with pytest.raises(DraftConfigError, match="attends to a window already; draft with int8 alone"):
-        selfspec.wrap(tiny.BUILDERS["mistral"](), TopOfCache(LowPrecision()))
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(
-    ("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), CacheInBits(LowPrecision())])
-)
-def test_samples_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
-    model = network(width=16, context=256)
-    spec = selfspec.wrap(model, TopOfCache(draft, KEYS), draft_length=2, accept=rule)
-    prompts = [(PROMPT * KEYS)[: KEYS + 5]]
-    assert holm_rejects(p_values(spec, Warp(), prompts=prompts, rows=2048, batches=2), 0.01) == []
