@@ -30,7 +30,7 @@ from selfspec.control.draft_policy import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
-from selfspec.decode.request import Request, prepared_request, read_request
+from selfspec.decode.request import Prepared, Request, prepared_request, read_request
 from selfspec.decode.row_decoder import Drafting, RowDecoder
 from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
@@ -364,17 +364,10 @@ class SelfSpeculative:
             raise UnsupportedModelError("custom_generate=spec was given another model than the one spec wraps")
         check_not_dropped(currentframe())
         # The mask comes in model_kwargs: transformers would pass it twice to a parameter of that name.
-        request = prepared_request(
-            model,
-            self.adapter,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor=inputs_tensor,
-            text_alone=self.limits is not None,
-            **model_kwargs,
+        prepared = Prepared(
+            input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
+        request = prepared_request(model, self.adapter, prepared, text_alone=self.limits is not None)
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

@@ -44,7 +44,7 @@ from selfspec.decode.output import (
     Stats,
     streamed,
 )
-from selfspec.decode.request import Request, prepared_request
+from selfspec.decode.request import Prepared, Request, prepared_request
 from selfspec.decode.sequences import Sequences
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
@@ -347,16 +347,10 @@ def generate_in_pieces(
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
         check_not_dropped(currentframe())
-        request = prepared_request(
-            asking,
-            adapter,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor=inputs_tensor,
-            **model_kwargs,
+        prepared = Prepared(
+            input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
+        request = prepared_request(asking, adapter, prepared)
         parts.append(begin(request, None if seed is None else _seed(seed, len(parts))))
         return parts[-1].answer()
 

@@ -188,9 +188,9 @@ class Effective:
     """The distributions that a rule judges.
 
     Attributes:
-        draft: the draft; without probs if its tokens were not drawn.
-        p: the target's distributions, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft
-            token is rejected.
+        draft: without probs if its tokens were not drawn.
+        p: the target's, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft token is
+            rejected.
         overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
     """
 

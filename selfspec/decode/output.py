@@ -210,10 +210,10 @@ class Stats:
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
     def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
-        """Count a round by the places of the draft that it committed.
+        """Count a round by the places of the draft that it committed, with the draft's token or another one.
 
-        A draft token counts if its place was committed, with this token or another one. Lockstep drops places because
-        of other rows, never because of their own verdict, so the acceptance rate is that of the rule.
+        Lockstep drops places because of other rows, never because of their own verdict, so the acceptance rate is the
+        rule's.
         """
         self.rounds += 1
         for row in verdict.rows.values():
@@ -231,10 +231,11 @@ class Stats:
         seconds: Counter[str] = Counter()
         for part in parts:
             seconds.update(part.seconds)
-        summed = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
-        depths = {name: _summed([getattr(part, name) for part in parts]) for name in _PER_DEPTH}
-        most = {name: max(getattr(part, name) for part in parts) for name in _MOST}
-        return cls(**summed, **depths, **most, seconds=dict(seconds))
+        whole = cls(seconds=dict(seconds))
+        for names, merged in ((_SUMMED, sum), (_PER_DEPTH, _summed), (_MOST, max)):
+            for name in names:
+                setattr(whole, name, merged([getattr(part, name) for part in parts]))
+        return whole
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, rates and times, ready for JSON; a rate without data is None."""
@@ -299,9 +300,7 @@ class PhaseClock:
 class TokenLogprobs:
     """Log-probabilities at the place of one committed token, by the model's own logits, before processors and filters.
 
-    Attributes:
-        logprob: of the token.
-        top: the likeliest tokens with their log-probabilities, the likeliest first.
+    `top` are the likeliest tokens with theirs, the likeliest first.
     """
 
     logprob: float

@@ -212,10 +212,7 @@ class RollbackProcessing:
         self._stuck = False
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the scores of one draft step, `[rows, 1, vocab]`.
-
-        They are the raw logits if all rows have ended within the draft, or processors left some row no token.
-        """
+        """Return the scores of a draft step, `[rows, 1, vocab]`: raw logits if no row goes on or one has no token."""
         scores = logits.float()
         sequences = prefixes.sequences
         drafted = prefixes.runs()
@@ -352,8 +349,8 @@ def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
 def is_stateless(processor: Any) -> bool:
     """Return whether a processor is known to be a function of ids and scores, independent of earlier calls.
 
-    Processors of `transformers` are, except SynthID's, guidance and the caller's prefix function. Any other processor
-    declares it by an attribute `stateless = True`, on the processor or on the prefix function.
+    Processors of `transformers` are, except SynthID's, guidance and the caller's prefix function. Others, and the
+    prefix function, declare it by an attribute `stateless = True`.
     """
     if type(processor) is generation.PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn

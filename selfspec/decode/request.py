@@ -69,19 +69,12 @@ class Request:
             columns of `mask`, which `past` holds, may be missing.
         mask: which columns hold a token, those of `past` included, `[batch, columns]`, bool.
         lengths: tokens of each prompt, without padding.
-        sampling: how logits become probabilities.
-        stopping: where rows end.
-        pad: token id that fills rows which ended early.
         whole: whether an output object is returned, not the sequences alone (`return_dict_in_generate`).
-        scores: whether the output holds the scores of each new token.
-        logits: whether the output holds the target's logits of each new token.
-        streamer: receives the prompt and then each committed token; None: there is none.
         past: keys and values of the first columns. A cache of the caller also receives those of the new tokens.
         offsets: of each row, how much larger the position ids of new tokens are than their index in the text, if the
             stock model has read the prompts with images or the like; None: it has not.
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
         anew: whether the tokens of `past` are read again, since other rotary tables apply to them now.
-        source: the source that the encoder has read; None: the model has no encoder.
         aligns: the stock model that gives cross-attentions for timestamps of tokens; None: they are not asked for.
     """
 
@@ -119,6 +112,21 @@ class Request:
     def text_mask(self) -> Tensor | None:
         """Mask of the columns of `input_ids` that hold a token; None if more than these ids is read."""
         return None if self.embeddings or self.mask.shape != self.input_ids.shape else self.mask
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `transformers` hands to a `custom_generate` callable, beside the model.
+
+    `inputs_tensor` is the encoder's input, before rows were repeated; `model_kwargs` are further inputs of the model.
+    """
+
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    inputs_tensor: Tensor | None
+    model_kwargs: Mapping[str, Any]
 
 
 def read_request(
@@ -187,11 +195,19 @@ def read_request(
             )
     call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
     call = call.without("token_healing") if heals else call
-    prepared: dict[str, Any] = {}
+    handed: list[Prepared] = []
 
     # transformers passes on the input of the encoder if a parameter has this name.
-    def receive(_model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor, **others: Any) -> None:
-        prepared.update(others, input_ids=input_ids, inputs_tensor=inputs_tensor)
+    def receive(
+        _model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        handed[:] = [Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, kwargs)]
 
     # Use the class's `generate`: a model loaded with one from its folder has another on the instance. The `generate` of
     # a class with an encoder may call the common one several times, and this is one of the calls.
@@ -207,31 +223,32 @@ def read_request(
         )
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
+    if not handed:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
+            "inside it"
+        )
+    prepared = handed[0]
+    inferred = prepared.model_kwargs.get("attention_mask")
     if heals:
-        ids, mask = prepared["input_ids"], prepared.get("attention_mask")
-        mask = torch.ones_like(ids) if mask is None else mask
-        healed = _healed(call.model, ids, mask, tokenizer)
+        mask = torch.ones_like(prepared.input_ids) if inferred is None else inferred
+        healed = _healed(call.model, prepared.input_ids, mask, tokenizer)
         others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
         mask = mask[:, -healed.shape[1] :]
         again = {**options, **others}
         return read_request(model, adapter, healed, mask, generation_config, again, text_alone=text_alone)
-    inferred = prepared.get("attention_mask")
     if not masks and not encodes and isinstance(inferred, Tensor) and bool((inferred.diff(dim=1) < 0).any()):
         raise PromptError(
             "the padding token is within the text, and without a mask `transformers` takes it for padding there: pass "
             "attention_mask=torch.ones_like(input_ids) if it is text, or a mask with zeros where it is none"
         )
     # num_return_sequences repeats rows; their masks have to follow.
-    for name, mask in masks.items():
-        prepared[name] = mask.repeat_interleave(prepared["input_ids"].shape[0] // mask.shape[0], 0)
-    if "input_ids" not in prepared:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has a generate of its own, which does not hand over to others; wrap the causal LM "
-            "inside it"
-        )
+    rows = prepared.input_ids.shape[0]
+    repeated = {name: mask.repeat_interleave(rows // mask.shape[0], 0) for name, mask in masks.items()}
+    prepared = replace(prepared, model_kwargs={**prepared.model_kwargs, **repeated})
     if encodes:
-        prepared["input_ids"] = checked_ids(model, prepared["input_ids"])
-    request = _request(model, adapter, text_alone=text_alone, **prepared)
+        prepared = replace(prepared, input_ids=checked_ids(model, prepared.input_ids))
+    request = _request(model, adapter, prepared, text_alone=text_alone)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -316,52 +333,22 @@ def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTra
 
 
 def prepared_request(
-    model: PreTrainedModel,
-    adapter: Adapter,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    inputs_tensor: Tensor | None = None,
-    text_alone: bool = False,
-    **model_kwargs: Any,
+    model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, text_alone: bool = False
 ) -> Request:
-    """Check the arguments of a `custom_generate` callable of `transformers`, and return them as a `Request`.
-
-    `inputs_tensor` is the encoder's input, before rows were repeated.
-    """
-    check_callables("logits_processor", logits_processor)
-    check_callables("stopping_criteria", stopping_criteria)
-    check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
-    if input_ids.numel() or model_kwargs.get("inputs_embeds") is None or has_encoder(model):
-        input_ids = checked_ids(model, input_ids)
-    return _request(
-        model,
-        adapter,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        inputs_tensor=inputs_tensor,
-        text_alone=text_alone,
-        **model_kwargs,
-    )
+    """Check what `transformers` hands to a `custom_generate` callable, and return it as a `Request`."""
+    check_callables("logits_processor", prepared.logits_processor)
+    check_callables("stopping_criteria", prepared.stopping_criteria)
+    ids, config = prepared.input_ids, prepared.generation_config
+    check_values(lambda name: getattr(config, name, None), _scope(model, ids))
+    if ids.numel() or prepared.model_kwargs.get("inputs_embeds") is None or has_encoder(model):
+        prepared = replace(prepared, input_ids=checked_ids(model, ids))
+    return _request(model, adapter, prepared, text_alone=text_alone)
 
 
-def _request(
-    model: PreTrainedModel,
-    adapter: Adapter,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    inputs_tensor: Tensor | None,
-    text_alone: bool,
-    **model_kwargs: Any,
-) -> Request:
+def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, text_alone: bool) -> Request:
     """Read the inputs beside the text, and check what depends on the inputs that `transformers` has prepared."""
+    input_ids, generation_config = prepared.input_ids, prepared.generation_config
+    model_kwargs = dict(prepared.model_kwargs)
     aligns = has_encoder(model) and bool(getattr(generation_config, "return_token_timestamps", False))
     if aligns:
         # Whisper's generate, which asks for timestamps, reads the cross-attentions alone.
@@ -375,7 +362,7 @@ def _request(
                 f"{type(model).__name__} has an encoder, and models loaded within a budget read text alone; load it "
                 "whole"
             )
-        source, inputs = read_source(model, adapter, inputs, inputs_tensor), decoder_inputs(inputs)
+        source, inputs = read_source(model, adapter, inputs, prepared.inputs_tensor), decoder_inputs(inputs)
     embeddings = inputs.get("inputs_embeds")
     read = checked_embeddings(model, embeddings) if embeddings is not None else inputs["input_ids"].long()
     if len(input_ids) != len(read):
@@ -412,7 +399,7 @@ def _request(
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
     # transformers has chosen the padding token.
     pad = generation_config._pad_token_tensor
-    stopping = read_stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
+    stopping = read_stopping(prepared.stopping_criteria, input_ids.shape[1], generation_config.max_length)
     max_new_tokens = stopping.max_new_tokens
     context = context_of(config)
     lengths = tuple(mask.sum(1).tolist())
@@ -441,7 +428,7 @@ def _request(
         lengths=lengths,
         sampling=Sampling(
             read_processing(
-                widened(logits_processor, scope.readable - scope.vocabulary),
+                widened(prepared.logits_processor, scope.readable - scope.vocabulary),
                 stopping.eos,
                 input_ids.shape[1] + max_new_tokens,
             ),

@@ -11,16 +11,11 @@ from torch import Tensor
 
 
 class Sequences:
-    """Prompts and the tokens committed after them.
+    """Prompts, left-padded, `[batch, prompt]`, and the tokens committed after them; `pad` fills shorter rows.
 
     Logits processors and stopping criteria of `transformers` see a row as it was given, left padding included, followed
-    by its new tokens. Rows differ in length because they accept different numbers of draft tokens.
-
-    Args:
-        prompts: as given, left-padded, `[batch, prompt]`. All ids are returned on their device.
-        pad: token id that fills shorter rows.
-        mask: which columns of the prompts are text, bool; None: passes read something else than these ids, and all
-            columns count as text.
+    by its new tokens. Rows differ in length because they accept different numbers of draft tokens. `mask` says which
+    columns of the prompts are text; None: passes read something else than these ids, and all columns count as text.
 
     Attributes:
         committed: the new tokens of each row, final. Only append to them.
@@ -28,7 +23,6 @@ class Sequences:
         running: numbers of the rows that passes run, in the order in which tensors hold them: all unfinished rows, and
             finished rows until they are dropped.
         text_ends: by row, the number of new tokens at which the text of a row ended that is then only filled up.
-        width: length of the prompts, padding included.
     """
 
     def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:

@@ -26,10 +26,9 @@ class Stopping:
 
     Attributes:
         max_new_tokens: the most tokens a row may grow by, at least 1.
-        eos: token ids that end a row.
-        criteria: all other criteria. As in `transformers` they see the whole batch, token by token as each row grows.
-            If rows differ in length, a stateless criterion sees the other rows cut or padded to the length of the call,
-            and its answer for them is not used.
+        criteria: criteria other than lengths and ends. As in `transformers` they see the whole batch, token by token as
+            each row grows. If rows differ in length, a stateless criterion sees the other rows cut or padded to the
+            length of the call, and its answer for them is not used.
         fills: whether a row that a criterion has ended is filled up with tokens of its own until all rows have ended.
             `transformers` pads such rows only if there is an end-of-sequence token.
     """

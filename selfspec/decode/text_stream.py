@@ -17,16 +17,11 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextStream:
-    """Turns the tokens after a prompt into text as they come.
+    """Turns the tokens after a prompt into text as they come, with special tokens written out or left out.
 
     A piece is returned once no later token can change it: a character of several tokens comes with its last token. Each
     step decodes only the latest tokens, with the tokens before them as context, because many tokenizers drop the space
     at the beginning of a text.
-
-    Args:
-        tokenizer: of the model.
-        prompt: its tokens.
-        special: whether special tokens are written out; else they are left out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], special: bool = False) -> None:

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import selfspec
 from helpers import tiny
 from selfspec.compat import OUTPUT_CACHE
+from selfspec.decode.output import ScoreRecord
+from selfspec.draft import Drafter
 
-WHOLE: dict[str, Any] = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-}
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+WHOLE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, **ASKED}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_copies_are_whole(output: Any, copied: Any) -> None:
 def test_it_is_a_tree_of_tensors(output: Any) -> None:
     output = dataclasses.replace(output, **{OUTPUT_CACHE: None})
     leaves, structure = pytree.tree_flatten(output)
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
     again = pytree.tree_unflatten(leaves, structure)
     assert type(again) is selfspec.GenerateOutput
     assert torch.equal(again.sequences, output.sequences)
@@ -105,3 +104,110 @@ def test_its_text_tells_what_was_counted(output: Any) -> None:
     assert text.startswith("GenerateOutput(sequences=")
     assert "lengths=(6,), stats=Stats(" in text
     assert text.endswith("lossless=True)")
+
+
+# Scores and logits: of committed tokens, and of no others.
+
+DRAFTS: list[Drafter | None] = [
+    None,
+    selfspec.drafts.EarlyExit(2),
+    selfspec.drafts.LayerSkip(mlp=[3]),
+    selfspec.drafts.LowPrecision(4, layers=[2, 3]),
+]
+
+
+def same(found: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:
+    assert found is not None
+    assert len(found) == len(wanted)
+    return all(torch.allclose(a, b, atol=1e-5) and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}], ids=str)
+def test_scores_and_logits_are_those_of_stock_generate(
+    llama: PreTrainedModel, draft: Drafter | None, options: dict[str, Any]
+) -> None:
+    options = {"max_new_tokens": 14, "do_sample": False, **ASKED, **options}
+    ids = tiny.prompt(5, 2)
+    wanted = llama.generate(ids, **options)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
+    for found in (spec.generate(ids, **options), llama.generate(ids, custom_generate=spec, **options)):
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert same(found.scores, wanted.scores)
+        assert same(found.logits, wanted.logits)
+        for normalize in (False, True):
+            torch.testing.assert_close(
+                llama.compute_transition_scores(found.sequences, found.scores, normalize_logits=normalize),
+                llama.compute_transition_scores(wanted.sequences, wanted.scores, normalize_logits=normalize),
+                atol=1e-5,
+                rtol=1e-5,
+            )
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_scores_of_a_sample_are_those_of_its_text(llama: PreTrainedModel, rule: str) -> None:
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4, accept=rule)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=20, **ASKED, **options)
+    with torch.no_grad():
+        logits = llama(out.sequences).logits[0, 4:-1].float()
+    assert out.logits is not None
+    torch.testing.assert_close(torch.cat(out.logits), logits, atol=1e-5, rtol=1e-5)
+    kept = logits.topk(20).values[:, -1:]
+    warped = torch.where(logits < kept, -torch.inf, logits / 0.8)
+    assert out.scores is not None
+    torch.testing.assert_close(torch.cat(out.scores), warped, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
+    ids = tiny.prompt(5, 3)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 1, "do_sample": False, **ASKED}
+    options["max_new_tokens"] = 14
+    text = llama.generate(ids, **options).sequences
+    options["eos_token_id"] = int(text[1, 8])
+    out = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
+    assert len(set(out.lengths)) > 1
+    assert out.scores is not None
+    assert out.logits is not None
+    assert len(out.scores) == len(out.logits) == max(out.lengths)
+    stock = llama.generate(ids, **options)
+    for row, length in enumerate(out.lengths):
+        for index in range(max(out.lengths)):
+            for found, wanted in ((out.scores, stock.scores), (out.logits, stock.logits)):
+                if index < length:
+                    torch.testing.assert_close(found[index][row], wanted[index][row], atol=1e-5, rtol=1e-5)
+                else:
+                    assert found[index][row].softmax(-1)[1] == 1
+    for normalize in (False, True):
+        scores = llama.compute_transition_scores(out.sequences, out.scores, normalize_logits=normalize)
+        for row, length in enumerate(out.lengths):
+            assert (scores[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True}, {"output_scores": True}], ids=str)
+def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+    out = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=4, **options
+    )
+    assert out.scores is None
+    assert out.logits is None
+
+
+def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrainedModel) -> None:
+    stream = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).stream(
+        tiny.prompt(5, 2), max_new_tokens=12, do_sample=False, **ASKED
+    )
+    next(stream)
+    half = stream.output()
+    assert half.scores is not None
+    before = [step.clone() for step in half.scores]
+    whole = stream.finish()
+    assert whole.scores is not None
+    assert len(whole.scores) == 12
+    assert all(torch.equal(a, b) for a, b in zip(half.scores, before, strict=True))
+
+
+def test_a_pad_id_outside_the_vocabulary_leaves_no_token_likely() -> None:
+    record = ScoreRecord(pad=99)
+    record.keep(torch.zeros(2, 2, 3), [0, 1], [0, 0], [2, 1])
+    assert record.padded((2, 1))[1][1].tolist() == [-torch.inf] * 3

@@ -245,6 +245,16 @@ def stock(model: PreTrainedModel, name: str, **options: Any) -> tuple[Any, list[
     return model.generate(**options, **OPTIONS[name](log)), log
 
 
+def assert_like_stock(spec: selfspec.SelfSpeculative, name: str, **options: Any) -> selfspec.GenerateOutput:
+    """Check text and calls of one generation, and return it."""
+    wanted, calls = stock(spec.model, name, **options)
+    log: list[Call] = []
+    out = spec.generate(**options, **OPTIONS[name](log))
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(log, calls, out.lengths)
+    return out
+
+
 def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = None) -> selfspec.SelfSpeculative:
     """Without recorded passes, which take longer to record than these texts to write."""
     return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.runtime.Eager())
@@ -252,14 +262,10 @@ def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = 
 
 @pytest.mark.parametrize(("name", "draft"), in_turns(tuple(OPTIONS), tuple(DRAFTS)))
 def test_calls_and_text_are_those_of_transformers(model: PreTrainedModel, name: str, draft: str) -> None:
-    wanted, calls = stock(model, name, **ragged(), **GREEDY)
-    log: list[Call] = []
     # Each rule, and drafts of 2 to 5 tokens, somewhere.
     number = list(OPTIONS).index(name) + list(DRAFTS).index(draft)
     spec = wrapped(model, draft, 2 + number % 4, ("token", "block", "coupled")[number % 3])
-    out = spec.generate(**ragged(), **GREEDY, **OPTIONS[name](log))
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(log, calls, out.lengths)
+    out = assert_like_stock(spec, name, **ragged(), **GREEDY)
     assert (out.stats.drafted > 0) == (draft != "plain")
 
 
@@ -281,12 +287,7 @@ def test_the_batch_is_a_hard_one(model: PreTrainedModel, name: str) -> None:
 def test_a_row_alone(model: PreTrainedModel, name: str) -> None:
     prompt = {key: value[1:2] for key, value in ragged().items()}
     for ends, length in ((None, 7), (ENDS[:1], 1)):
-        options = {**GREEDY, "eos_token_id": ends}
-        wanted, calls = stock(model, name, **prompt, **options)
-        log: list[Call] = []
-        out = wrapped(model, "skip", length).generate(**prompt, **options, **OPTIONS[name](log))
-        assert torch.equal(out.sequences, wanted)
-        assert same_calls(log, calls, out.lengths)
+        assert_like_stock(wrapped(model, "skip", length), name, **prompt, **{**GREEDY, "eos_token_id": ends})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -472,9 +473,7 @@ def test_after_an_abandoned_stream_fresh_ones_serve(model: PreTrainedModel, roun
         next(stream)
     stream.close()
     assert same_calls(abandoned, calls[: len(abandoned)], lengths(wanted))
-    log: list[Call] = []
-    assert torch.equal(spec.generate(**ragged(), **GREEDY, **OPTIONS["both"](log)).sequences, wanted)
-    assert same_calls(log, calls, lengths(wanted))
+    assert_like_stock(spec, "both", **ragged(), **GREEDY)
 
 
 def test_an_error_of_a_processor_is_its_own_and_the_next_call_is_right(model: PreTrainedModel) -> None:
@@ -487,10 +486,7 @@ def test_an_error_of_a_processor_is_its_own_and_the_next_call_is_right(model: Pr
     spec = wrapped(model, "skip", 4)
     with pytest.raises(RuntimeError, match="no more"):
         spec.generate(**ragged(), **GREEDY, logits_processor=[Breaks()])
-    wanted, calls = stock(model, "processor", **ragged(), **GREEDY)
-    log: list[Call] = []
-    assert torch.equal(spec.generate(**ragged(), **GREEDY, **OPTIONS["processor"](log)).sequences, wanted)
-    assert same_calls(log, calls, lengths(wanted))
+    assert_like_stock(spec, "processor", **ragged(), **GREEDY)
 
 
 # Others that may remember.

@@ -305,7 +305,7 @@ CATALOGUE = (
         "probs", (_DRAWN,)),
     Mutation("a row accepts tokens after the end of its draft", "accept", "mask &= judged", "pass", (_ALONE,)),
     Mutation("probabilities in the precision of the logits, not in float32", "Warping.scores", "logits.float",
-        "logits.clone", ("test_batch_sampling.py",)),
+        "logits.clone", ("test_processors.py", "-k", "float32")),
     Mutation("the seed is not used", "Generation.__init__", "Noise(seed, _1, _2)", "Noise(0, _1, _2)", (_SEEDS,)),
     Mutation("logits that are NaN after a draft are drawn from", "_accepted", "finite &= logits.amax(-1).isfinite()",
         "finite = torch.ones_like(finite)", ("test_generate.py", "-k", "not_finite")),
@@ -344,11 +344,11 @@ CATALOGUE = (
         "isinstance(processor, tuple(_WARPERS))", ("test_request.py", "-k", "users_warper")),
     # Scores that are returned.
     Mutation("scores of the place before a token are returned as its own", "ScoreRecord.keep", "(index, place)",
-        "(index, place - 1)", ("test_score_record.py",)),
+        "(index, place - 1)", ("test_output.py",)),
     Mutation("scores of tokens after the end of a row are returned", "ScoreRecord.padded", "length <= index",
-        "length < index", ("test_score_record.py",)),
+        "length < index", ("test_output.py",)),
     Mutation("scores are returned as logits", "ScoreRecords.keep", "self.logits.keep(logits, rows, starts, counts)",
-        "self.logits.keep(scores, rows, starts, counts)", ("test_score_record.py",)),
+        "self.logits.keep(scores, rows, starts, counts)", ("test_output.py",)),
     # Keys and values of an earlier turn.
     Mutation("a padded row takes up the keys and values of its padding", "load_past",
         "[row.nonzero().flatten() for row in _1]", "[torch.arange(past_length(past)) for row in _1]", (_PADDED_PAST,)),
