@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.placement.byte_size import parse_bytes
-from selfspec.placement.plan import Bandwidth, Memory, plan_memory
+from selfspec.placement.plan import Bandwidth, Memory, parse_bytes, plan_memory
 from selfspec.placement.survey import memory_of
 
 BUDGETS = ("6 GiB", "8 GiB", "12 GiB", "24 GiB")

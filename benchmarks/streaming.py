@@ -30,7 +30,7 @@ from rich.progress import track
 from selfspec.environment import commit, environment
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_tokenizer
-from selfspec.placement.byte_size import parse_bytes, shown_bytes
+from selfspec.placement.plan import parse_bytes, shown_bytes
 
 ARMS = {"accelerate": "accelerate, disk offload", "plain": "selfspec, plain", "drafts": "selfspec, default drafts"}
 _MAY_GROW = {"memory", "repeats", "arms"}

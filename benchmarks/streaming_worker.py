@@ -27,7 +27,7 @@ import selfspec
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.checkpoint import read_config
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.planned import plan_checkpoint
+from selfspec.placement.place import plan_checkpoint
 from selfspec.placement.weight_source import FromDisk
 
 

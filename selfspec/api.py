@@ -45,19 +45,16 @@ from selfspec.errors import (
 )
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.checkpoint import find_device
-from selfspec.model.decodable import check_decodable
+from selfspec.model.decodable import check_decodable, check_saved_whole, stock_model
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
+from selfspec.model.positions import check_rotary
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
-from selfspec.model.rope import check_rotary
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import cache_bytes_read
+from selfspec.model.summary import bytes_read, cache_bytes_read, widening
 from selfspec.model.tensor_parallel import ranks_of
-from selfspec.model.unwrap import check_saved_whole, stock_model
-from selfspec.model.vocabulary import vocabulary_size, weight_of
-from selfspec.model.weights_read import bytes_read, widening
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.place import default_draft, place
-from selfspec.placement.planned import plan_checkpoint
+from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
 from selfspec.recipe import Recipe
@@ -95,7 +92,7 @@ def wrap(
 
     Args:
         model: any causal LM of a supported architecture. Wrappers of `torch.compile` and PEFT are removed first: see
-            `selfspec.model.unwrap`.
+            `selfspec.model.decodable`.
         draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" reads the profile
             that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None:
             plain decoding, in the same loop.

@@ -16,8 +16,8 @@ from selfspec.control.draft_policy import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.files.json_text import parse_json, parsed, sealed
-from selfspec.files.writing import whole
+from selfspec.files.json_text import parse_json, parsed
+from selfspec.files.writing import sealed, whole
 from selfspec.version import __version__
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""

@@ -46,7 +46,7 @@ def index(
     """
     from selfspec.draft.suffixes import write_corpus
     from selfspec.files.writing import check_output_file
-    from selfspec.model.vocabulary import Vocabulary
+    from selfspec.model.identity import Vocabulary
     from selfspec.tools.train.corpus import plain_text, read_documents
 
     check_output_file(to)

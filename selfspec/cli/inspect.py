@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.model.summary import Weights
-    from selfspec.placement.planned import PlannedCheckpoint
+    from selfspec.placement.place import PlannedCheckpoint
     from selfspec.tools.prospects import CheckpointSummary, Gain
 
 Parts = Annotated[
@@ -39,7 +39,7 @@ def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: O
         from selfspec.draft.heads.mtp import held_modules
         from selfspec.model.checkpoint import find_device, read_config
         from selfspec.model.summary import describe, without_weights
-        from selfspec.placement.planned import plan_checkpoint
+        from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
         from selfspec.tools.prospects import CheckpointSummary, prospects
 
@@ -89,7 +89,7 @@ def _plan_table(planned: PlannedCheckpoint, budget: MemoryOptions) -> Table:
 
 
 def _overview(found: CheckpointSummary) -> dict[str, str]:
-    from selfspec.placement.byte_size import shown_bytes
+    from selfspec.placement.plan import shown_bytes
 
     cache, context, here = found.cache, found.context or "unlimited", found.here
     pairs = {(part.attribute, part.module) for layer in found.layers for part in (layer.attention, layer.mlp)}
@@ -150,7 +150,7 @@ def _parts(summary: CheckpointSummary) -> Iterator[tuple[str, Weights]]:
 
 def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     from selfspec.formats.format import formats
-    from selfspec.placement.byte_size import shown_bytes
+    from selfspec.placement.plan import shown_bytes
 
     plan, memory = planned.plan, planned.survey.memory
     layers = len(memory.layers) - 1

@@ -130,7 +130,7 @@ def serve(
     source = read_template(template)
     drafting.check(model, budget)
 
-    from selfspec.placement.byte_size import parse_bytes
+    from selfspec.placement.plan import parse_bytes
     from selfspec.serve.app import create_app
     from selfspec.serve.client_limits import ServerLimits
     from selfspec.serve.engine import Engine

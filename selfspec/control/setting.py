@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.environment import device_name
 from selfspec.errors import ProfileError
 from selfspec.kernels import native
-from selfspec.model.fingerprint import check_in_memory, fingerprint
+from selfspec.model.identity import check_in_memory, fingerprint
 from selfspec.version import __version__
 
 

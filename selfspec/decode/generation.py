@@ -48,11 +48,11 @@ from selfspec.decode.request import Prepared, Request, prepared_request
 from selfspec.decode.sequences import Sequences
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.model.identity import weight_of
 from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.view import view_with
-from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner

@@ -19,9 +19,9 @@ from selfspec.cache.transfer import is_callers, past_of
 from selfspec.compat import cache_argument
 from selfspec.decode.options import follow_from, unsupported
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.rope import boundaries
+from selfspec.model.identity import weight_of
+from selfspec.model.positions import boundaries
 from selfspec.model.view import hidden_states, replaced, view_with_layers
-from selfspec.model.vocabulary import weight_of
 
 # Inputs that belong to the text or configure a call.
 _OF_TEXT = frozenset(

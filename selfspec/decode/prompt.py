@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from selfspec.cache.transfer import holds_anything, is_callers, past_length, past_of
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.vocabulary import weight_of
+from selfspec.model.identity import weight_of
 
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ from selfspec.decode.processors import read_processing, widened
 from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.positions import is_outgrown
 from selfspec.model.registry import has_encoder
-from selfspec.model.rope import is_outgrown
 from selfspec.model.summary import context_of
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @dataclass(frozen=True)

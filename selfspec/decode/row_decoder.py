@@ -23,9 +23,9 @@ from selfspec.decode.sequences import Sequences
 from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.rope import boundaries, tables_of
+from selfspec.model.identity import vocabulary_size
+from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.model.vocabulary import vocabulary_size
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
 

@@ -25,14 +25,12 @@ from selfspec.draft.rows_view import RowsView, own_programs
 from selfspec.draft.tree_growth import GrowingProposer, grow
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_without_tokenizer
-from selfspec.model.decodable import check_decodable
+from selfspec.model.decodable import check_decodable, stock_model
+from selfspec.model.identity import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import cache_summary, context_of
-from selfspec.model.unwrap import stock_model
-from selfspec.model.vocabulary import tokens_by_id, vocabulary_size, weight_of
-from selfspec.model.weights_read import bytes_read
+from selfspec.model.summary import bytes_read, cache_summary, context_of
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner

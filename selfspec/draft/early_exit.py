@@ -20,7 +20,7 @@ from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError, ExitHeadError
 from selfspec.files.json_text import PositiveInt, read_json
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import check_base
+from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.values import checked_path

@@ -17,7 +17,7 @@ from selfspec.draft.drafter import drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed
-from selfspec.model.fingerprint import check_base
+from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.values import checked_path
 

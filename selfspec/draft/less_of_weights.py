@@ -15,9 +15,9 @@ from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import read_json
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import experts_of
+from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
 

@@ -20,7 +20,7 @@ from selfspec.draft.layer_skip import LayerSkip, SkipFile, layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, packed_weights, write_substitutes
@@ -30,7 +30,6 @@ from selfspec.model.substitutes import (
     substituted_weights,
     weights_of,
 )
-from selfspec.model.vocabulary import weight_of
 from selfspec.values import checked_path, shown
 
 # Acceptance rates of siblings by rank that are assumed at first.

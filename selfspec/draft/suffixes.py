@@ -23,8 +23,8 @@ from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, OwnText, Tokens, pla
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.union import MergingProposer
 from selfspec.errors import DraftConfigError
-from selfspec.files.described_tensors import DescribedTensors, write_described
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.files.json_text import DescribedTensors, write_described
+from selfspec.model.identity import Vocabulary
 from selfspec.runtime.request import PassResult
 
 # Matches that are enough to count. With fewer of one length, shorter matches count too, each with a lower weight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from selfspec.errors import SelfSpecError, StorageError
-from selfspec.files.json_text import sealed
+
+CHECKSUM = "checksum"
+"""Field of a JSON file with the checksum of all others."""
+
 
 # Parts of torch's messages, in a bare RuntimeError, if its file could not be written.
 _TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
@@ -174,3 +178,16 @@ def _is_of_writing(error: Exception) -> bool:
         return True
     text = str(error)
     return any(words in text for words in (*_TORCH_WORDS, "embedded null", "not JSON compliant"))
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a JSON file with a checksum, by which `parsed` detects changes.
+
+    Raises:
+        ValueError: it holds NaN or an infinite number, which JSON lacks.
+    """
+    kept = {name: value for name, value in content.items() if name != CHECKSUM}
+    # Take the content as it will be read: JSON has other types than Python.
+    read = json.loads(json.dumps(kept, allow_nan=False))
+    text = json.dumps(read, sort_keys=True)
+    return {**read, CHECKSUM: hashlib.sha256(text.encode()).hexdigest()}

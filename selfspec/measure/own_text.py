@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from selfspec.device import random_state_kept
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare, end_tokens, until_end
-from selfspec.model.vocabulary import weight_of
+from selfspec.model.identity import weight_of
 
 # Of the texts that weights are fitted on; rows that are written at a time.
 _TOKENS, _ROWS = 256, 4

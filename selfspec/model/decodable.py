@@ -1,17 +1,22 @@
-"""Refuse models, and additions of other libraries, that cannot be decoded in blocks over a shared cache."""
+"""Refuse models, and additions of other libraries, that cannot be decoded in blocks; find the model inside wrappers."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.overrides import check_loop
-from selfspec.model.view import view_with
+from selfspec.model.registry import has_encoder
+from selfspec.model.view import has_other_forward, view_with
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
 # Adapters of PEFT whose output for a token depends on more than the model's own inputs up to that token.
@@ -112,3 +117,113 @@ def _differs_in_training(module: nn.Module) -> bool:
     drops = isinstance(rate, float) and rate > 0
     # Layers that checkpoint their activations get no cache.
     return drops or bool(getattr(module, "gradient_checkpointing", False))
+
+
+def stock_model(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers of `torch.compile` and PEFT; any other model as it is.
+
+    PEFT puts adapters such as LoRA into the modules of the model, so they are part of the inner model.
+
+    Raises:
+        UnsupportedModelError: the wrapper adds a soft prompt, which is not in the model.
+    """
+    # Models wrapped by PEFT exist only once PEFT has been imported.
+    peft = sys.modules.get("peft")
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        elif peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+            model = _inside_peft(model)
+        else:
+            break
+    return model
+
+
+def _inside_peft(model: Any) -> nn.Module:
+    tuner: nn.Module = model.base_model
+    if isinstance(tuner, PreTrainedModel):
+        kind = model.active_peft_config.peft_type.value
+        raise UnsupportedModelError(
+            f"the soft prompt of {type(model).__name__} ({kind}) is no part of the model inside it; wrap that, and let "
+            "PEFT hand over the prompt: spec = selfspec.wrap(peft_model.base_model), then "
+            "peft_model.generate(custom_generate=spec)"
+        )
+    return tuner.get_submodule("model")
+
+
+def check_saved_whole(model: PreTrainedModel) -> None:
+    """Refuse to save a model whose weights PEFT has renamed: the folder would load as another model."""
+    if getattr(model, "peft_config", None) and not getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModelError(
+            "adapters of PEFT are part of the model, which cannot be saved with them; merge them first: "
+            "selfspec.wrap(peft_model.merge_and_unload(), ...)"
+        )
+
+
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
+"""Hooks of all modules of the process, by number."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Methods that `model.generate` calls after reading its arguments, for each token or for the cache.
+_LOOP = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prepare_cache_for_generation",
+    "_prefill",
+    "_sample",
+    "_has_unfinished_sequences",
+)
+_KNOWN = ("transformers.", "torch.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, before or after its `forward`."""
+    return any(module.__dict__[hooks] for hooks in _HOOKS)
+
+
+def base_alone(model: nn.Module, base: str) -> bool:
+    """Return whether only code of `transformers` and torch runs around the part `base` of a model.
+
+    Such code passes its inputs on to the base unchanged, so a pass that needs no logits may run the base alone.
+    """
+    path = base.split(".")
+    around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
+    return not any(GLOBAL_HOOKS) and not any(
+        has_hooks(module)
+        or has_other_forward(module)
+        or type(module).__call__ is not nn.Module.__call__
+        or not _is_published(type(module).forward)
+        for module in around
+    )
+
+
+def check_loop(model: PreTrainedModel) -> None:
+    """Refuse a model that overrides methods of the loop of `model.generate`, which does not run here.
+
+    Soft prompts are fine: the instance's `prepare_inputs_for_generation` is called for the first inputs.
+
+    Raises:
+        UnsupportedModelError: naming the method.
+    """
+    # On the instance, these two call the method they replaced, or come from a folder with a recipe.
+    kind, shadows = type(model), vars(model).keys() - {"generate", "prepare_inputs_for_generation"}
+    # A model with an encoder may have its own `generate`, which decodes in pieces.
+    for name in _LOOP if has_encoder(model) else ("generate", *_LOOP):
+        found = getattr(model if name in shadows else kind, name)
+        if not _is_published(getattr(found, "__func__", found)):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a {name} of its own, which would not be called here, so that its text "
+                "could be another; use model.generate, do the same in forward or in a hook, or take the method away if "
+                "it changes nothing"
+            )
+
+
+def _is_published(function: Callable[..., Any]) -> bool:
+    """Return whether a function, and every function it wraps, is from `transformers` or torch."""
+    each: Any = function
+    while each is not None:
+        # A wrapper takes over the wrapped function's `__module__`; its globals show its real module.
+        if not str(getattr(each, "__globals__", {}).get("__name__")).startswith(_KNOWN):
+            return False
+        each = getattr(each, "__wrapped__", None)
+    return True

@@ -13,9 +13,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from selfspec.architecture import takes
 from selfspec.compat import over_cache
-from selfspec.model.rope import tables_change
+from selfspec.model.identity import weight_of
+from selfspec.model.positions import tables_change
 from selfspec.model.view import copied, view_of
-from selfspec.model.vocabulary import weight_of
 
 # Logits in memory at once, if a pass reads more tokens than one block.
 _NUMBERS_AT_ONCE = 2**28

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import DraftConfigError
-from selfspec.files.described_tensors import DescribedTensors, write_described
+from selfspec.files.json_text import DescribedTensors, write_described
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed
 from selfspec.model.early_head import plain_head
-from selfspec.model.fingerprint import check_base
+from selfspec.model.identity import check_base
 
 _ABOUT = "substitutes"
 REWRITE = "write it again: selfspec quantize"

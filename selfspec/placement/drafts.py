@@ -19,7 +19,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.formats.format import formats
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.weights_read import bytes_read, share_read
+from selfspec.model.summary import bytes_read, share_read
 from selfspec.placement.plan import LONGEST, Plan
 from selfspec.placement.weight_stream import WeightStream
 

@@ -1,23 +1,31 @@
-"""Load a model by a plan: read weights that stay, stream those of other layers, and make substitutes that draft."""
+"""Load a checkpoint within a budget: plan, read what stays, stream the rest, and make substitutes that draft."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from selfspec.arguments import shown
+from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
+from selfspec.draft.drafter import OwnBytes
+from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.format import formats
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
-from selfspec.placement.drafts import Placement
-from selfspec.placement.plan import Plan
-from selfspec.placement.skeleton import names_by_weight, set_weight
-from selfspec.placement.survey import StreamableModule, Survey
-from selfspec.placement.weight_source import FromDisk
+from selfspec.placement.drafts import Placement, format_of
+from selfspec.placement.plan import Plan, parse_bytes, plan_memory, shown_bytes
+from selfspec.placement.skeleton import DTYPES, names_by_weight, set_weight
+from selfspec.placement.survey import StreamableModule, Survey, survey
+from selfspec.placement.weight_source import FromDisk, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
 
@@ -93,3 +101,96 @@ def _stream(
                 substitutes.take(module, each.name, WeightCopy(formats()[format]()), lent)
         stream_module(module, list(each.weights), numbers, stream)
     return stream
+
+
+CONTEXTS = (4096, 2048, 1024, 512)
+"""Contexts to try, in tokens, if the caller names none; the first that fits is used."""
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """A survey of a checkpoint, and the plan of what stays in memory, made before weights are read."""
+
+    survey: Survey
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan and what it is for, ready for JSON."""
+        known = self.survey
+        where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
+        bits = None if self.plan.format is None else formats()[self.plan.format].bits
+        return {**where, "memory": asdict(known.memory), **asdict(self.plan), "bits": bits}
+
+
+def plan_checkpoint(
+    path: str,
+    memory: str | int,
+    dtype: torch.dtype | str | None,
+    draft: bool | Drafter,
+    context: int | None,
+    source: WeightSource,
+    cache: str | None = None,
+) -> PlannedCheckpoint:
+    """Plan how to load a checkpoint within a byte budget.
+
+    Arguments and errors are those of `selfspec.load`, except `source`, the source of streamed weights.
+    """
+    budget = parse_bytes("memory", memory)
+    named_dtype = _dtype(dtype)
+    if context is not None and (type(context) is not int or context < 1):
+        raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
+    named = _cache_kind(cache)
+    beside = format_of(draft) if isinstance(draft, Drafter) else None
+    named_formats = list(formats()) if draft is True else [] if beside is None else [beside]
+    contexts = CONTEXTS if context is None else (context,)
+    surveyed = survey(path, named_dtype, contexts[0], source)
+    bandwidth = surveyed.bandwidth()
+
+    # Keys and values on the host are exact as well, but slower.
+    others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
+    kinds: list[CacheKind] = [named or "exact", *others]
+
+    own = draft.own_bytes(surveyed.skeleton.model) if isinstance(draft, Drafter) else OwnBytes()
+
+    def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
+        keeping = surveyed.keeping(kept, size)
+        keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.row + own.of_token * size))
+        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, named_formats, beside))
+
+    found = _first_that_fits(planned, list(product(contexts, kinds)))
+    there = source.available()
+    if there is not None and found.plan.total > there:
+        raise UnsupportedOptionError(
+            f"memory={shown_bytes(budget)} is more than there is: the plan takes {shown_bytes(found.plan.total)}, and "
+            f"{source.name} has {shown_bytes(there)}; ask for less"
+        )
+    source.check_streamed(found.plan.streamed)
+    return found
+
+
+def _first_that_fits(
+    planned: Callable[[int, CacheKind], PlannedCheckpoint], choices: Sequence[tuple[int, CacheKind]]
+) -> PlannedCheckpoint:
+    for size, kept in choices[:-1]:
+        with suppress(UnsupportedOptionError):
+            return planned(size, kept)
+    return planned(*choices[-1])
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    for each in DTYPES:
+        if dtype is each or (isinstance(dtype, str) and f"torch.{dtype}" == str(each)):
+            return each
+    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {names}, or auto, the checkpoint's own")
+
+
+def _cache_kind(cache: str | None) -> CacheKind | None:
+    for kind in CACHE_KINDS:
+        if cache == kind:
+            return kind
+    if cache is None:
+        return None
+    raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")

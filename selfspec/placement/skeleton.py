@@ -2,19 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import CheckpointError, SelfSpecError
+from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
 from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
-from selfspec.placement.deferred import DeferredTensor
-from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+from selfspec.placement.weight_source import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+
+_SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A weight as stored in a file."""
+
+    weight: StoredWeight
+    files: WeightFiles
+    on_change: Callable[[], None]
+
+    def values(self) -> Tensor:
+        return ReadBuffer(self.weight.nbytes).read(self.files, self.weight)
+
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def reads(self) -> list[_Read]:
+        return [self]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The result of an operation; if it returns several tensors, one of them."""
+
+    operation: Any
+    args: Sequence[Any]
+    options: Mapping[str, Any]
+    number: int | None
+    size: int
+
+    def values(self) -> Tensor:
+        found = _called(self.operation, self.args, self.options, _values)
+        value: Tensor = found if self.number is None else found[self.number]
+        return value
+
+    def nbytes(self) -> int:
+        view = any(argument.alias_info is not None for argument in self.operation._schema.arguments)
+        return (0 if view else self.size) + sum(step.nbytes() for step in self._steps())
+
+    def reads(self) -> list[_Read]:
+        return [read for step in self._steps() for read in step.reads()]
+
+    def _steps(self) -> list[_Read | _Call]:
+        given = tree_leaves((self.args, self.options))
+        return [each._step for each in given if isinstance(each, DeferredTensor)]
+
+
+class DeferredTensor(Tensor):
+    """A tensor without values that knows how to compute them. It takes no memory.
+
+    Shape, strides and dtype are those of the values. An operation on it returns another such tensor. If the result is a
+    number, or its shape depends on values, these are read for that operation alone.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _step: _Read | _Call
+
+    @staticmethod
+    def __new__(cls, step: _Read | _Call, like: Tensor) -> DeferredTensor:
+        made: DeferredTensor = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
+        )
+        made._step = step
+        return made
+
+    @classmethod
+    def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
+        """Make a tensor for a weight in a file; `on_change` is called before a change in place is refused."""
+        return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+
+    @property
+    def stored(self) -> StoredWeight | None:
+        """The stored weight that this tensor reads, perhaps with a cast; None: it is computed."""
+        step = self._step
+        if isinstance(step, _Call) and step.operation is _CAST:
+            step = step.args[0]._step
+        return step.weight if isinstance(step, _Read) else None
+
+    @property
+    def nbytes_beside(self) -> int:
+        """The most bytes that computing the values takes, without the values themselves."""
+        return self._step.nbytes() - self.nbytes
+
+    def values(self) -> Tensor:
+        """Read and compute the values.
+
+        Raises:
+            StorageError: the disk does not give the values.
+        """
+        return self._step.values()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        operation: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = options or {}
+        if operation in _SAME:
+            return cls(args[0]._step, _meta(args[0]))
+        arguments = operation._schema.arguments
+        if operation._schema.is_mutable:
+            _check_unchanged(operation, args, options)
+            return _called(operation, args, options, _values)
+        devices = [argument for argument in arguments if argument.name == "device"]
+        if devices and operation is not _CAST:
+            # New memory, which later operations write into.
+            return _called(operation, args, {**options, "device": options.get("device") or "cpu"}, _meta)
+        try:
+            found = _called(operation, args, {name: each for name, each in options.items() if name != "device"}, _meta)
+        except RuntimeError:
+            found = None
+        if isinstance(found, Tensor):
+            return cls(_Call(operation, args, options, None, found.nbytes), found)
+        if isinstance(found, list | tuple) and all(isinstance(each, Tensor) for each in found):
+            return [cls(_Call(operation, args, options, at, each.nbytes), each) for at, each in enumerate(found)]
+        return _called(operation, args, options, _values)
+
+
+def _called(operation: Any, args: Sequence[Any], options: Mapping[str, Any], of: Callable[[Tensor], Tensor]) -> Any:
+    """Call an operation with `of(tensor)` in place of each tensor."""
+    given, named = tree_map_only(Tensor, of, (tuple(args), dict(options)))
+    return operation(*given, **named)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.values() if isinstance(tensor, DeferredTensor) else tensor
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _check_unchanged(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    arguments = operation._schema.arguments
+    named = {argument.name: given for argument, given in zip(arguments, args, strict=False)} | dict(options)
+    written = [named.get(argument.name) for argument in arguments if argument.is_write]
+    changed = [each for each in tree_leaves(written) if isinstance(each, DeferredTensor)]
+    for read in (read for each in changed for read in each._step.reads()):
+        read.on_change()
+    if changed:
+        raise UnsupportedModelError(
+            f"a weight of this checkpoint is changed in place while it is loaded ({operation}), which a memory budget "
+            "has no way to put off; load it without one"
+        )
+
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that weights may be computed in, and streamed from files in."""

@@ -20,8 +20,7 @@ from selfspec.model.substitutes import substitutable_weights
 from selfspec.model.summary import CacheSummary, describe
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.weight_files import StoredWeight, WeightFiles
-from selfspec.placement.weight_source import FromDisk, WeightSource
+from selfspec.placement.weight_source import FromDisk, StoredWeight, WeightFiles, WeightSource
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20

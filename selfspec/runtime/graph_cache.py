@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
+from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.chain import Chain, Draws
 from selfspec.runtime.model_state import ModelState
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors

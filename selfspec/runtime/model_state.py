@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.generic import GeneralInterface
 
-from selfspec.model.overrides import GLOBAL_HOOKS
+from selfspec.model.decodable import GLOBAL_HOOKS
 from selfspec.runtime.attention_kernels import attends_by_cudnn
 
 # Compare these by value.

@@ -19,7 +19,7 @@ from selfspec.cache.source import ReadSource, Source
 from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.row_positions import RowPositions
+from selfspec.model.positions import RowPositions
 from selfspec.runtime.request import PassRequest, Runs
 
 

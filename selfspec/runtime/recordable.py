@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.formats.packed import PackedLinear
-from selfspec.model.overrides import GLOBAL_HOOKS, has_hooks
+from selfspec.model.decodable import GLOBAL_HOOKS, has_hooks
 from selfspec.model.view import copied, has_other_forward, is_streamed
 
 # Modules of these are known to decide alike in every call.

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter, takes_positions
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.row_positions import RowPositions
+from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.chain import Chain, ChainStep, Draws

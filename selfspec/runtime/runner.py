@@ -18,14 +18,14 @@ from selfspec.architecture import Adapter, takes, takes_positions
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
+from selfspec.model.decodable import base_alone
 from selfspec.model.early_head import DraftHead, plain_head, set_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel, compared_view
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.overrides import base_alone
-from selfspec.model.row_positions import RowPositions
+from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.attention_kernels import for_new_lengths
 from selfspec.runtime.attention_shares import AttentionShares
 from selfspec.runtime.chain import Chain, Draws

@@ -17,7 +17,7 @@ from selfspec.decode.generation import Generation
 from selfspec.decode.output import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
-from selfspec.model.rope import boundaries
+from selfspec.model.positions import boundaries
 from selfspec.serve.chat_template import ChatTemplate
 
 

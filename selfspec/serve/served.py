@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.output import TokenLogprobs
 from selfspec.errors import SelfSpecError
-from selfspec.model.vocabulary import vocabulary_size, weight_of
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits

@@ -13,8 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
+from selfspec.model.identity import weight_of
 from selfspec.model.stock_passes import block_logits
-from selfspec.model.vocabulary import weight_of
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

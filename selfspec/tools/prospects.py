@@ -19,8 +19,7 @@ from selfspec.errors import ProfileError
 from selfspec.kernels import native
 from selfspec.model.checkpoint import find_device, load_checkpoint
 from selfspec.model.registry import find_adapter, has_encoder
-from selfspec.model.summary import ModelSummary
-from selfspec.model.weights_read import widening
+from selfspec.model.summary import ModelSummary, widening
 from selfspec.placement.weight_source import source_for
 
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.

@@ -14,7 +14,7 @@ from helpers import tiny
 from selfspec.draft import EarlyExit, ExitHead
 from selfspec.draft.early_exit import CONFIG, WEIGHTS
 from selfspec.errors import ExitHeadError
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.tools.train.exit_heads import ExitHeads
 
 

@@ -13,7 +13,7 @@ from helpers import tiny
 from selfspec.draft.layer_skip import LayerSkip, SkipFile, write_skip_file
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 

@@ -75,7 +75,7 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
 
 
 def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
-    from selfspec.model.fingerprint import fingerprint
+    from selfspec.model.identity import fingerprint
     from selfspec.tools.train.exit_heads import ExitHeads
 
     model = tiny.llama()

@@ -19,7 +19,7 @@ from invariants.examples import EXAMPLES
 from selfspec.control import FixedLength
 from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import UnsupportedOptionError
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.identity import Vocabulary
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.token_texts import prompt_logprobs
 

@@ -17,7 +17,7 @@ from helpers.joints import small
 from selfspec.draft import Suffixes
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.draft.suffixes import CorpusFile, TextMemory, write_corpus
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.identity import Vocabulary
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from selfspec.draft import (
 )
 from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import DraftConfigError
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.identity import Vocabulary
 from selfspec.serve.engine import Engine
 from selfspec.serve.row_request import RowRequest, SamplingParams
 

@@ -18,7 +18,7 @@ from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.tools.export.exported import export_checkpoint, export_gguf
 
 pytestmark = pytest.mark.engines

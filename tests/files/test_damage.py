@@ -34,11 +34,10 @@ from selfspec.errors import (
 )
 from selfspec.files.writing import write_sealed
 from selfspec.formats.format import formats
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import Vocabulary, fingerprint
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import Vocabulary
 from selfspec.recipe import Recipe
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs

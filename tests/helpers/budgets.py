@@ -19,4 +19,4 @@ def tight_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         enough = memory.least + memory.layers[0] + rounded + SLOTS * memory.largest
         return plan_memory(memory, enough, bandwidth, formats, beside)
 
-    monkeypatch.setattr("selfspec.placement.planned.plan_memory", tight)
+    monkeypatch.setattr("selfspec.placement.place.plan_memory", tight)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.placement.device_copies import DeviceCopies
 from selfspec.placement.weight_source import FromHost
+from selfspec.placement.weight_stream import DeviceCopies
 
 
 @dataclass

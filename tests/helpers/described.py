@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from selfspec.files.described_tensors import write_described
+from selfspec.files.json_text import write_described
 
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import selfspec
 from helpers import reference_heads
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.heads.lesson import HeadLesson
 

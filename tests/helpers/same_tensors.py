@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfspec.placement.place import place
 from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_files import ReadBuffer
-from selfspec.placement.weight_source import FromDisk
+from selfspec.placement.weight_source import FromDisk, ReadBuffer
 
 
 def check_same_tensors(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

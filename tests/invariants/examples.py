@@ -34,8 +34,7 @@ from selfspec.draft import (
 )
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.suffixes import write_corpus
-from selfspec.model.fingerprint import fingerprint
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.identity import Vocabulary, fingerprint
 from selfspec.tools.train.exit_heads import ExitHeads
 
 Draft = str | Drafter

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 
 
 def _row(model: PreTrainedModel) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.errors import UnsupportedModelError
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.summary import describe
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.serve.row_request import RowRequest
 
 

@@ -11,8 +11,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.draft.early_exit import ExitAdapter
 from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.summary import describe
-from selfspec.model.weights_read import share_read
+from selfspec.model.summary import describe, share_read
 
 
 def test_exits_cost_what_inspect_says(architecture: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.placement.byte_size import parse_bytes, shown_bytes
+from selfspec.placement.plan import parse_bytes, shown_bytes
 
 
 @pytest.mark.parametrize(

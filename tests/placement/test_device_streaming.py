@@ -16,13 +16,12 @@ import selfspec
 from helpers import tiny
 from helpers.copies import FakeCuda, StandInCopies, stand_in_device
 from selfspec.errors import StorageError, UnsupportedOptionError
-from selfspec.placement.device_copies import CudaCopies, HostMemory
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_files import WeightFiles
-from selfspec.placement.weight_source import FromDisk, FromHost, host_bandwidth, source_for
+from selfspec.placement.weight_source import FromDisk, FromHost, WeightFiles, host_bandwidth, source_for
+from selfspec.placement.weight_stream import CudaCopies, HostMemory
 
 CPU = torch.device("cpu")
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])

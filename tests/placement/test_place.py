@@ -33,15 +33,12 @@ from selfspec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from selfspec.model.fingerprint import fingerprint
-from selfspec.placement.byte_size import shown_bytes
+from selfspec.model.identity import fingerprint
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.place import default_draft, place
-from selfspec.placement.plan import SLOTS, Bandwidth, Plan
-from selfspec.placement.planned import PlannedCheckpoint, plan_checkpoint
+from selfspec.placement.place import PlannedCheckpoint, default_draft, place, plan_checkpoint
+from selfspec.placement.plan import SLOTS, Bandwidth, Plan, shown_bytes
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_files import ReadBuffer, StoredWeight, WeightFiles
-from selfspec.placement.weight_source import FromDisk
+from selfspec.placement.weight_source import FromDisk, ReadBuffer, StoredWeight, WeightFiles
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.placement.byte_size import parse_bytes
-from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, plan_memory
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, parse_bytes, plan_memory
 
 DISK = Bandwidth(memory=10e9, stream=1e9)
 FORMATS = ("int8", "int4")

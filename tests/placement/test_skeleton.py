@@ -23,8 +23,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.errors import CheckpointError
 from selfspec.model.checkpoint import load_model, read_config
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_files import ReadBuffer
-from selfspec.placement.weight_source import FromDisk
+from selfspec.placement.weight_source import FromDisk, ReadBuffer
 
 _FILE = "model.safetensors"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from selfspec.errors import CheckpointError, StorageError
-from selfspec.placement.weight_files import ReadBuffer, WeightFiles, stored_weights
+from selfspec.placement.weight_source import ReadBuffer, WeightFiles, stored_weights
 
 
 @settings(max_examples=20, deadline=None)
@@ -35,7 +35,7 @@ def test_weights_are_read_as_they_were_saved(
 
 
 def test_a_weight_of_more_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.placement.weight_files._MOST_AT_ONCE", 4096)
+    monkeypatch.setattr("selfspec.placement.weight_source._MOST_AT_ONCE", 4096)
     weight = torch.randn(5000)
     save_file({"w": weight}, tmp_path / "model.safetensors")
     found = stored_weights([tmp_path / "model.safetensors"])["w"]

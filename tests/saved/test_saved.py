@@ -18,7 +18,7 @@ from selfspec.accept import TokenLevel
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.layer_skip import write_skip_file
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.recipe import Recipe
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

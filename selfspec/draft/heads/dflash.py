@@ -23,9 +23,9 @@ from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 
 @dataclass(frozen=True)

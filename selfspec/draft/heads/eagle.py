@@ -21,9 +21,9 @@ from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, chec
 from selfspec.draft.heads.own_layers import causal_lm, layer_config
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 
 _FEWEST_LAYERS = 6
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format
+from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.model.vocabulary import weight_of
 
 
 class Fusion(nn.Module):

@@ -27,9 +27,9 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
+from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import vocabulary_size
 
 # The published spelling.
 _PREFIX = "prefix_embeding_layer."

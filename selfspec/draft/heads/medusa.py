@@ -21,9 +21,9 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.runtime import with_kernels
 
 

@@ -26,9 +26,9 @@ from selfspec.errors import CheckpointError, HeadError
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
+from selfspec.model.identity import weight_of
 from selfspec.model.registry import find_adapter, mtp_layout
 from selfspec.model.summary import cache_summary
-from selfspec.model.vocabulary import weight_of
 
 
 class MtpFusion(Fusion):

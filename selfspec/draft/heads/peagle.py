@@ -17,7 +17,7 @@ from selfspec.draft.heads.growing_head import LevelProposer
 from selfspec.draft.heads.head import Fusion
 from selfspec.draft.heads.pairs import PairState
 from selfspec.errors import HeadError
-from selfspec.model.vocabulary import weight_of
+from selfspec.model.identity import weight_of
 
 # Draft tokens of published heads, where the config.json does not say.
 _USUAL = 8

@@ -26,7 +26,7 @@ from selfspec.draft.tree_growth import Read
 from selfspec.errors import HeadError
 from selfspec.formats.format import Format
 from selfspec.model.features import Point
-from selfspec.model.vocabulary import vocabulary_size, weight_of
+from selfspec.model.identity import vocabulary_size, weight_of
 
 
 @drafter(

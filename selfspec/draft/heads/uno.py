@@ -29,10 +29,9 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
 from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.features import Features
-from selfspec.model.layer_path import WeightCopy
-from selfspec.model.row_lora import Lora, LoraRows
+from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.layer_path import Lora, LoraRows, WeightCopy
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.runtime.request import Behind, PassRequest, PassResult
 from selfspec.runtime.runtime import with_kernels
 

@@ -23,7 +23,7 @@ from selfspec.formats.format import formats
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import plain_head
-from selfspec.model.vocabulary import weight_of
+from selfspec.model.identity import weight_of
 
 # Acceptance while generating may be better than the formula's, which takes one rate for all positions.
 _WORTH_CONFIRMING = 0.9

@@ -20,12 +20,11 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import UnsupportedModelError
 from selfspec.files.writing import check_new, check_output_file, check_output_folder, whole, whole_folder, write_json
 from selfspec.model.checkpoint import without_progress_bar
+from selfspec.model.decodable import check_saved_whole
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.model.unwrap import check_saved_whole
-from selfspec.model.vocabulary import weight_of
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.export.cut_model import DraftLayers, cut_model, folded, layers_of, parameter_count

@@ -27,7 +27,7 @@ from selfspec.draft.early_exit import CONFIG
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
 from selfspec.files.json_text import read_json
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
 _RANDOM = re.compile(r"random:(\d{1,18})x(\d{1,18})", re.ASCII)

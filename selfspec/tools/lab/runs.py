@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from selfspec.environment import environment
 from selfspec.errors import BenchError, SelfSpecError
-from selfspec.files.json_text import parsed, sealed
-from selfspec.files.writing import check_output_file, writing
+from selfspec.files.json_text import parsed
+from selfspec.files.writing import check_output_file, sealed, writing
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import end_tokens
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 
 FILE = "runs.jsonl"
 

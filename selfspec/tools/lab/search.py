@@ -22,7 +22,7 @@ from selfspec.environment import environment
 from selfspec.errors import StudyError
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.lab.ablation import Progress, find_out, untold
 from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name, skip_set

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
-from selfspec.files.described_tensors import DescribedTensors, write_described
+from selfspec.files.json_text import DescribedTensors, write_described
 from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import Message

@@ -15,9 +15,8 @@ from selfspec.draft.early_exit import CONFIG, FORMAT, WEIGHTS, ExitAdapter
 from selfspec.files.writing import write_sealed
 from selfspec.measure.acceptance import Readout
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint, vocabulary_size
 from selfspec.model.registry import find_adapter
-from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import ExitMeter, Lesson
 from selfspec.tools.train.recipe import ExitHeadRecipe

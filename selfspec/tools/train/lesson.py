@@ -16,7 +16,7 @@ from selfspec.control.forecast import forecast
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.early_head import DraftHead
-from selfspec.model.weights_read import share_read
+from selfspec.model.summary import share_read
 from selfspec.tools.train.corpus import Blocks
 
 # Blocks of held-out text read at once.

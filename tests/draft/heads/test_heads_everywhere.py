@@ -22,9 +22,8 @@ from helpers.serving import Stepped
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, HeadError, UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.placement.place import place
+from selfspec.placement.place import place, plan_checkpoint
 from selfspec.placement.plan import Bandwidth, Plan
-from selfspec.placement.planned import plan_checkpoint
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk
 from selfspec.runtime.graph_cache import GraphCache

@@ -17,9 +17,8 @@ from helpers.joints import padded
 from helpers.shrunken import shrunken
 from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
 from selfspec.errors import HeadError, UnsupportedModelError
-from selfspec.model.layer_path import LayerPath
+from selfspec.model.layer_path import LayerPath, Lora, LoraRows
 from selfspec.model.registry import find_adapter
-from selfspec.model.row_lora import Lora, LoraRows
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 

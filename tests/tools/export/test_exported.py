@@ -23,7 +23,7 @@ from selfspec.errors import SelfSpecError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.export.exported import export_checkpoint
 

@@ -14,7 +14,7 @@ from helpers.made import cell_of, record
 from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate
-from selfspec.model.vocabulary import Vocabulary
+from selfspec.model.identity import Vocabulary
 from selfspec.runtime.named import RuntimeName
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
 from selfspec.tools.lab.bench_report import by_prompt

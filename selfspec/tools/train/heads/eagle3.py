@@ -11,8 +11,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from selfspec.draft.heads.eagle_layers import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
 from selfspec.model.features import Point
+from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
-from selfspec.model.vocabulary import vocabulary_size, weight_of
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import HeadLesson, UnrolledModule
 from selfspec.tools.train.recipe import HeadRecipe

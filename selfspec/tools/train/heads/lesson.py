@@ -19,8 +19,8 @@ from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
 from selfspec.measure.acceptance import ExitFigures, Readout
 from selfspec.model.features import FeatureTap, Point
+from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
-from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import HeadRecipe

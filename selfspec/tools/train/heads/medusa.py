@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedModel
 
-from selfspec.model.vocabulary import weight_of
+from selfspec.model.identity import weight_of
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe

@@ -12,10 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.compat import over_cache
 from selfspec.draft.heads.uno import BOUND, DEPTH, PREFIX, check_whole_passes, mask_ids
 from selfspec.model.gated_view import GatedModel
-from selfspec.model.layer_path import LayerPath
+from selfspec.model.identity import vocabulary_size
+from selfspec.model.layer_path import LayerPath, Lora, LoraRows
 from selfspec.model.registry import find_adapter
-from selfspec.model.row_lora import Lora, LoraRows
-from selfspec.model.vocabulary import vocabulary_size
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe

@@ -17,7 +17,7 @@ import selfspec
 from helpers import lessons, reference_heads, tiny
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.errors import TrainingError
-from selfspec.model.fingerprint import fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson, usual_points
 from selfspec.tools.train.recipe import HeadRecipe
