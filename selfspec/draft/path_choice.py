@@ -8,7 +8,6 @@ each given path, and along paths that dynamic programming makes during the pass,
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,14 +109,13 @@ class RecentPaths(DraftMemory):
     """Remembers the paths that a wrapper drafted along recently."""
 
     def __init__(self) -> None:
-        self._paths: OrderedDict[LayerPath, None] = OrderedDict()
+        self._paths: list[LayerPath] = []
 
     def use(self, path: LayerPath, rows: RowsView) -> None:
         """Note that a path drafts; beyond `FAMILY` paths, drop the recorded passes of the least recently used one."""
-        self._paths[path] = None
-        self._paths.move_to_end(path)
+        self._paths = [*(each for each in self._paths if each != path), path]
         if len(self._paths) > FAMILY:
-            rows.runner.forget(self._paths.popitem(last=False)[0])
+            rows.runner.forget(self._paths.pop(0))
 
 
 class ChosenPathProposer(LayerPathProposer):
@@ -331,6 +329,8 @@ class Trial(Behind):
 
     first: ClassVar[int]
     """The first node to try."""
+    agreement: ClassVar[float] = 1.0
+    """The weight of agreement beside the shared probability, under greedy decoding."""
 
     tokens: int
     greedy: bool
@@ -372,12 +372,9 @@ class Trial(Behind):
     def tried(self, logits: Tensor, behind: int, choices: list[Tensor]) -> Tried:
         probs = self.by_column(logits, behind).float().softmax(-1)
         best, shared = probs.argmax(-1), torch.minimum(probs, probs[:, :, :1]).sum(-1)
-        chances = self._chances(shared, (best == best[:, :, :1]).float()) if self.greedy else shared
+        weight = self.agreement if self.greedy else 0.0
+        chances = weight * (best == best[:, :, :1]).float() + (1 - weight) * shared
         return Tried(chances, torch.stack(choices, -1) if choices else None)
-
-    def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
-        """Return the acceptance rates under greedy decoding."""
-        return agree
 
 
 @dataclass(frozen=True)
@@ -426,6 +423,8 @@ class PathTrial(Trial):
     """
 
     first = 0
+    # All paths cost about the same; on few tokens, the shared probability tells more than agreement alone.
+    agreement = 0.5
 
     most: int
     skipped: tuple[frozenset[int], ...]
@@ -477,10 +476,6 @@ class PathTrial(Trial):
     def _columns(self, states: Tensor) -> Tensor:
         columns: Tensor = states.unflatten(-2, (-1, self.columns))
         return columns
-
-    def _chances(self, shared: Tensor, agree: Tensor) -> Tensor:
-        # All paths cost about the same; on few tokens, the shared probability tells more than agreement alone.
-        return (shared + agree) / 2
 
 
 @dataclass(frozen=True)
