@@ -26,7 +26,7 @@ from selfspec.arguments import check_kind, check_methods, check_weights, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsOfReading
-from selfspec.control.draft_policy import DraftChoice, DraftPolicy
+from selfspec.control.profile import DraftChoice, DraftPolicy
 from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput

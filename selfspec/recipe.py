@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfspec.accept import Rule, rule_name, rules
 from selfspec.control import Control, CostAware, FixedLength
-from selfspec.control.draft_policy import DraftPolicy
+from selfspec.control.profile import DraftPolicy
 from selfspec.draft import Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError

@@ -200,7 +200,7 @@ def generate(
     import torch
 
     from selfspec.accept import find_rule
-    from selfspec.control.draft_policy import DraftPolicy
+    from selfspec.control.profile import DraftPolicy
     from selfspec.decode.generation import has_own_generate
     from selfspec.decode.options import Scope, check_values
     from selfspec.draft.registry import draft_name

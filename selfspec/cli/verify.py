@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.control.draft_policy import DraftPolicy
+    from selfspec.control.profile import DraftPolicy
     from selfspec.draft import Drafter
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
@@ -165,7 +165,7 @@ def verify(
 def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:
     """The drafts, and in place of a profile those that it chooses."""
     from selfspec.control.auto import named_draft
-    from selfspec.control.draft_policy import DraftPolicy
+    from selfspec.control.profile import DraftPolicy
     from selfspec.model.registry import find_adapter
 
     found: list[Drafter] = []

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import forecast
-from selfspec.control.profile import Profile, find_profile
-from selfspec.control.setting import Setting
+from selfspec.control.costs import Costs, forecast
+from selfspec.control.profile import Profile, Setting, find_profile
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.draft.registry import AUTO, parse_draft
 from selfspec.errors import DraftConfigError

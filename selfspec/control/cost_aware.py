@@ -9,10 +9,18 @@ from functools import lru_cache
 
 from selfspec.arguments import check_kind
 from selfspec.cache.tree import Tree
-from selfspec.control.controller import Control, Controller, Evidence, check_length, check_nodes
-from selfspec.control.costs import Costs, CostsByRows, RaggedCosts
-from selfspec.control.forecast import Prospects
-from selfspec.control.loss_budget import MAY_LOSE, BatchProgress, Progress, may_lose
+from selfspec.control.controller import (
+    MAY_LOSE,
+    BatchProgress,
+    Control,
+    Controller,
+    Evidence,
+    Progress,
+    check_length,
+    check_nodes,
+    may_lose,
+)
+from selfspec.control.costs import Costs, CostsByRows, Prospects, RaggedCosts
 from selfspec.draft.draft import Budget, Draft, RowOutcome
 from selfspec.draft.drafter import MODEL
 from selfspec.draft.tree_growth import Shape, largest_products, sizes_within

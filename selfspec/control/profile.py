@@ -4,26 +4,122 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import transformers
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.control import CostAware
+from selfspec.control import Control, CostAware
 from selfspec.control.controller import MOST_NODES
-from selfspec.control.costs import BatchCosts, Costs
-from selfspec.control.draft_policy import DraftChoice, DraftPolicy
-from selfspec.control.setting import Setting
+from selfspec.control.costs import BatchCosts, Costs, CostsByRows
+from selfspec.draft import Drafter
 from selfspec.draft.registry import parse_draft
+from selfspec.environment import device_name
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_json
 from selfspec.files.writing import write_sealed
+from selfspec.kernels import native
 from selfspec.kernels.native import cache_folder
+from selfspec.model.identity import check_in_memory, fingerprint
 from selfspec.values import checked_path
+from selfspec.version import __version__
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """Says which draft serves a generation, and with which control and costs.
+
+    Attributes:
+        draft: proposes tokens; None: plain decoding.
+        control: default choice of draft lengths.
+        costs: measured costs of a round that drafts; None: not measured.
+        most_rows: the most rows of a batch that drafts; larger batches use plain decoding. None: any number.
+    """
+
+    draft: Drafter | None
+    control: Control = field(default_factory=CostAware)
+    costs: CostsByRows | None = None
+    most_rows: int | None = None
+
+    def in_batch(self, rows: int) -> DraftChoice:
+        """Return the choice for a batch of `rows` rows."""
+        return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
+
+
+class DraftPolicy(ABC):
+    """Chooses the drafter of a request. Like drafters, it is configuration."""
+
+    @abstractmethod
+    def choose_draft(self, greedy: bool) -> DraftChoice:
+        """Choose the draft of a generation that decodes greedily, or samples."""
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
+        """Refuse a model that the policy was not made for. Called once, when the model is wrapped.
+
+        Raises:
+            SelfSpecError: naming what does not fit.
+        """
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Identifies where costs and acceptance rates were measured; in other settings they differ.
+
+    Attributes:
+        fingerprint: of the weights.
+        device: the device's own name.
+        threads: of the CPU; 0 on other devices, where threads hardly matter.
+        kernels: whether the CPU kernels run.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    dtype: str
+    threads: int
+    kernels: bool
+    selfspec: str
+    torch: str
+    transformers: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Setting:
+        """Return the setting that a model would run in now.
+
+        Raises:
+            ProfileError: weights are offloaded, so they have no fingerprint.
+        """
+        try:
+            check_in_memory(model)
+        except ValueError as error:
+            raise ProfileError(
+                f"a calibration profile is bound to the weights, and {error}; load the model whole, or name a draft"
+            ) from error
+        device = model.device
+        return cls(
+            model=type(model).__name__,
+            fingerprint=fingerprint(model),
+            device=device_name(device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads() if device.type == "cpu" else 0,
+            kernels=device.type == "cpu" and native.load_kernels(),
+            selfspec=__version__,
+            torch=str(torch.__version__),
+            transformers=transformers.__version__,
+        )
+
+    def differences(self, other: Setting) -> dict[str, tuple[str | int, str | int]]:
+        """Return the values that differ, by name: this setting's and the other's."""
+        mine, others = asdict(self), asdict(other)
+        return {name: (mine[name], others[name]) for name in mine if mine[name] != others[name]}
+
 
 _WHAT_DIFFERS = {
     "fingerprint": "weights",

@@ -6,11 +6,10 @@ from selfspec.draft.draft import Budget, Draft, Offer, Resume, RowVerdict, Verdi
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
 from selfspec.draft.early_exit import EarlyExit, ExitHead
 from selfspec.draft.heads.dflash import DFlash
-from selfspec.draft.heads.eagle import Eagle
+from selfspec.draft.heads.eagle import Eagle, ParallelEagle
 from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
-from selfspec.draft.heads.peagle import ParallelEagle
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip, SkipFile

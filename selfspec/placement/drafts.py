@@ -11,7 +11,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
-from selfspec.control.draft_policy import DraftChoice
+from selfspec.control.profile import DraftChoice
 from selfspec.draft import Drafter, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from selfspec.control.auto import UNCALIBRATED, clear_gain
-from selfspec.control.profile import Profile, find_profile, folder
-from selfspec.control.setting import Setting
+from selfspec.control.profile import Profile, Setting, find_profile, folder
 from selfspec.draft.heads.mtp import HeldModules
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import ProfileError

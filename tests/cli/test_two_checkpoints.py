@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
-from selfspec.control.profile import VARIABLE, find_profile
-from selfspec.control.setting import Setting
+from selfspec.control.profile import VARIABLE, Setting, find_profile
 from selfspec.tools.lab.report import MARKDOWN
 from selfspec.tools.lab.runs import FILE, Origin
 

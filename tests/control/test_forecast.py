@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import forecast, speedup
+from selfspec.control.costs import Costs, forecast, speedup
 
 
 def test_speedup_is_the_formula() -> None:

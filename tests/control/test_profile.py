@@ -17,9 +17,7 @@ from helpers.profiles import GREEDY, SAMPLED, profile_of
 from selfspec import Profile
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs
-from selfspec.control.draft_policy import DraftChoice
-from selfspec.control.profile import VARIABLE, default_file, find_profile, folder
-from selfspec.control.setting import Setting
+from selfspec.control.profile import VARIABLE, DraftChoice, Setting, default_file, find_profile, folder
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.errors import ProfileError, StorageError
 

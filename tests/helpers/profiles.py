@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from transformers import PreTrainedModel
 
 from selfspec.control.costs import BatchCosts, Costs
-from selfspec.control.profile import Chosen, Profile
-from selfspec.control.setting import Setting
+from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate

@@ -17,8 +17,7 @@ from selfspec.device import to_device
 from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, check_for_head
-from selfspec.draft.heads.own_layers import causal_lm, layer_config
+from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, causal_lm, check_for_head, layer_config
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import HeadError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.drafter import OwnBytes, drafter, name_of
-from selfspec.draft.heads.eagle_layers import Eagle1Fusion, Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
-from selfspec.draft.heads.growing_head import HeadDrafter, share_of
-from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, check_for_head
-from selfspec.draft.heads.own_layers import causal_lm, layer_config
+from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
+from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, causal_lm, check_for_head, layer_config
+from selfspec.draft.heads.pairs import PairState
 from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size, weight_of
@@ -238,3 +237,150 @@ def _name(name: str) -> str:
 def _is_equal(given: Tensor, own: Tensor) -> bool:
     same = given.shape == own.shape and not own.is_meta
     return same and torch.equal(given.to(own.dtype), own.detach().cpu())
+
+
+class Eagle1Fusion(Fusion):
+    """Joins an embedding and a state by one linear layer (EAGLE 1 and 2; Li et al., 2024).
+
+    Args:
+        hidden: width of the target and the head.
+        bias: whether the linear layer has one.
+    """
+
+    def __init__(self, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
+        joined: Tensor = self.fc(torch.cat([embedded, state], -1))
+        return joined
+
+
+class Eagle3Fusion(Fusion):
+    """Joins states of several layers of the target (EAGLE-3; Li et al., 2025). The head's own states need no joining.
+
+    Args:
+        target: width of the target.
+        points: number of layers whose states are read.
+        hidden: width of the head.
+        norm: makes a norm of a given width; None: no norm.
+        each: whether each state has its own norm; else one norm covers all states together.
+    """
+
+    def __init__(self, target: int, points: int, hidden: int, norm: Any = None, each: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(points * target, hidden, bias=False)
+        self.fc_norm = nn.ModuleList(norm(target) for _ in range(points)) if norm is not None and each else None
+        self.input_norm = None if norm is None or each else norm(points * target)
+
+    def state(self, features: Sequence[Tensor]) -> Tensor:
+        if self.fc_norm is not None:
+            features = [norm(each) for norm, each in zip(self.fc_norm, features, strict=True)]
+        joined = torch.cat(list(features), -1)
+        state: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
+        return state
+
+    def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
+        return torch.cat([embedded, state], -1)
+
+
+class Eagle3Layer(nn.Module):
+    """Reads an embedding and a state, `[batch, tokens, 2 * hidden]`, and adds to the state, as a decoder layer.
+
+    Args:
+        layer: a stock layer, whose parts it takes.
+        config: configuration of the head's layers.
+        normed_residual: whether the residual is the state after its norm.
+    """
+
+    def __init__(self, layer: nn.Module, config: PreTrainedConfig, normed_residual: bool) -> None:
+        super().__init__()
+        parts: Any = layer
+        self.self_attn = parts.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(parts.self_attn, name)
+            wide = nn.Linear(2 * config.hidden_size, old.out_features, bias=old.bias is not None, device="meta")
+            setattr(self.self_attn, name, wide)
+        self.mlp = parts.mlp
+        self.input_layernorm = parts.input_layernorm
+        self.post_attention_layernorm = parts.post_attention_layernorm
+        with torch.device("meta"):
+            self.hidden_norm = type(parts.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
+        self._normed_residual = normed_residual
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        embedded, state = hidden_states.chunk(2, -1)
+        normed = self.hidden_norm(state)
+        attended = self.self_attn(hidden_states=torch.cat([self.input_layernorm(embedded), normed], -1), **kwargs)[0]
+        residual = (normed if self._normed_residual else state) + attended
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output
+
+
+def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residual: bool) -> PreTrainedModel:
+    """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs.
+
+    Args:
+        config: configuration of its layers.
+        attention: the attention kernel; None: the default.
+        normed_residual: see `Eagle3Layer`.
+    """
+    layers = causal_lm(config, attention)
+    inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
+    inside.layers[0] = Eagle3Layer(inside.layers[0], config, normed_residual)
+    inside.embed_tokens = nn.Identity()
+    return layers
+
+
+# Draft tokens of published heads, where the config.json does not say.
+_USUAL = 8
+
+
+@drafter(
+    "peagle",
+    argument=":FOLDER",
+    help="a published P-EAGLE head that was trained for this model",
+)
+@dataclass(frozen=True)
+class ParallelEagle(Eagle):
+    """Drafts with a P-EAGLE head (2026, arXiv 2602.01469).
+
+    Behind the last committed token it reads slots for the tokens to come. All slots have the embedding of a mask token
+    and a learnt state, so that one pass guesses every level, and no level depends on the tokens drafted before it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "mask_hidden" not in self._shapes or not self._is_third:
+            raise HeadError(f"{self.source} holds no P-EAGLE head: it has no weight mask_hidden; see docs/heads.md")
+
+    @property
+    def _mask_token(self) -> int:
+        config = HeadFolder.at(self.source).config()
+        found = next((config[name] for name in ("mask_token_id", "ptd_token_id") if config.get(name) is not None), None)
+        if type(found) is not int or found < 0:
+            raise HeadError(f"the config.json of {self.source} names no mask_token_id; copy it from the original again")
+        return found
+
+    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
+        own = self._shapes.get("embed_tokens.weight", (weight_of(model.get_input_embeddings()).shape[0],))[0]
+        if self._mask_token >= own:
+            raise HeadError(
+                f"{self.source} masks with token {self._mask_token}, and this model knows {own}: it is for another one"
+            )
+
+    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
+        # One pass drafts all tokens.
+        return super().cost(model, adapter) / _USUAL
+
+    def proposer(self, state: PairState) -> LevelProposer:
+        return LevelProposer(state)
+
+    def _masked(self, fusion: Fusion, embed: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+        table = weight_of(embed)
+        assert isinstance(table, Tensor)
+        count = len(self._config.points) or 3
+        parts = weights["mask_hidden"].flatten().to(table.device, table.dtype).chunk(count)
+        token = torch.tensor(self._mask_token, device=table.device)
+        return fusion.inputs(embed(token), fusion.state(parts))

@@ -20,8 +20,7 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill, linear_layers
 from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head, check_for_head, weight_bytes
-from selfspec.draft.heads.own_layers import causal_lm, one_layer_config
+from selfspec.draft.heads.head import Fusion, Head, causal_lm, check_for_head, one_layer_config, weight_bytes
 from selfspec.draft.heads.pairs import PairState
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read

@@ -15,10 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
-from selfspec.control.costs import BatchCosts
-from selfspec.control.forecast import Forecast
-from selfspec.control.profile import Chosen, Profile, default_file
-from selfspec.control.setting import Setting
+from selfspec.control.costs import BatchCosts, Forecast
+from selfspec.control.profile import Chosen, Profile, Setting, default_file
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft

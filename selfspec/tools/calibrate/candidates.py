@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import Forecast, forecast
+from selfspec.control.costs import Costs, Forecast, forecast
 from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, ReducedVocabulary, Suffixes, Union
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds

@@ -16,8 +16,8 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 
 from selfspec.accept import find_rule
 from selfspec.api import wrap
-from selfspec.control.draft_policy import DraftPolicy
 from selfspec.control.fixed import control_of
+from selfspec.control.profile import DraftPolicy
 from selfspec.device import has_graphs, on_host, random_state_kept
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft

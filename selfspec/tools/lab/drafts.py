@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
-from selfspec.control.draft_policy import DraftPolicy
+from selfspec.control.profile import DraftPolicy
 from selfspec.draft import Drafter, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import CONFIG

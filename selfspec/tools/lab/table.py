@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import wrap
 from selfspec.architecture import Adapter
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import speedup
+from selfspec.control.costs import Costs, speedup
 from selfspec.draft import EarlyExit, LayerSkip, SkipFile
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft

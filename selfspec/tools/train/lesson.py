@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.control.costs import Costs
-from selfspec.control.forecast import forecast
+from selfspec.control.costs import Costs, forecast
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.early_head import DraftHead

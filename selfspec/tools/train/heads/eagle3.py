@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from selfspec.draft.heads.eagle_layers import Eagle3Fusion, eagle3_layers
+from selfspec.draft.heads.eagle import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
 from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size, weight_of
