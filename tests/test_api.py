@@ -20,7 +20,7 @@ import selfspec
 from helpers import tiny
 from helpers.reference import layers_of, sublayer_module
 from helpers.snapshot import Snapshot
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.errors import ClosedError, DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.layer_path import Part, Sublayer
 

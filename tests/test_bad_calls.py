@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.profiles import profile_of
+from helpers.studies import profile_of
 from selfspec import drafts
 from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.errors import SelfSpecError

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.decode.output import Stats
 from selfspec.model.view import view_with
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import selfspec
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.compat import RENAMED_CACHE
 
 RECORDED = Path(__file__).parent / "data" / "pinned_outputs.json"

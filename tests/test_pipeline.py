@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import selfspec
-from helpers import speech, tiny
+from helpers import encoder_decoders, tiny
 
 TEXTS = ["some text", "and a longer one"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
@@ -76,8 +76,8 @@ def listening(model: Any) -> Any:
     return pipeline(
         "automatic-speech-recognition",
         model=model,
-        tokenizer=speech.tokenizer(),
-        feature_extractor=speech.feature_extractor(),
+        tokenizer=encoder_decoders.tokenizer(),
+        feature_extractor=encoder_decoders.feature_extractor(),
     )
 
 
@@ -94,7 +94,7 @@ def listening(model: Any) -> Any:
 def test_a_pipeline_of_speech_gives_the_models_text(options: dict[str, Any]) -> None:
     # Of several pieces only with timestamps.
     sound = SOUND if "return_timestamps" in options or "chunk_length_s" in options else SOUND[:12_000]
-    model = speech.whisper()
+    model = encoder_decoders.whisper()
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
     found = listening(spec)(sound.copy(), generate_kwargs=ONE_BEAM, **options)
     told = listening(model)(sound.copy(), generate_kwargs={**ONE_BEAM, "custom_generate": spec}, **options)
@@ -104,6 +104,6 @@ def test_a_pipeline_of_speech_gives_the_models_text(options: dict[str, Any]) -> 
 
 def test_a_pipeline_of_speech_that_asks_for_beams_is_refused() -> None:
     """It does so by default."""
-    spec = selfspec.wrap(speech.whisper(), selfspec.drafts.EarlyExit(2))
+    spec = selfspec.wrap(encoder_decoders.whisper(), selfspec.drafts.EarlyExit(2))
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="num_beams=5"):
         listening(spec)(SOUND[:12_000])

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from helpers import tiny, tiny_joint
 from helpers.accelerator.device import Accelerator
-from helpers.goodness import holm_rejects, p_value
 from helpers.http_server import running
-from helpers.joints import Warp
+from helpers.joints import Warp, holm_rejects, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
 from helpers.stories import checkpoint_folder
 

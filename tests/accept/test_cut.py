@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.chains import conditionals
-from helpers.exact import Chain, Committed, committed, committed_in_step, committed_when_cut
+from helpers.exact import Chain, Committed, committed, committed_in_step, committed_when_cut, conditionals
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.exact import Chain
-from helpers.goodness import p_value
+from helpers.joints import p_value
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.draft import Draft

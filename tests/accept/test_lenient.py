@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.chains import Case, cases, conditionals, tree_cases
-from helpers.exact import committed
+from helpers.exact import Case, cases, committed, conditionals, tree_cases
 from selfspec.accept import TokenLevel, find_rule
 from selfspec.accept.lenient import Lenience
 from selfspec.errors import UnsupportedOptionError

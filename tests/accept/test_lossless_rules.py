@@ -8,8 +8,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.chains import Case, cases, conditionals, tree_cases, without
-from helpers.exact import Chain, all_drafts, committed, committed_when_cut, committed_with_stops
+from helpers.exact import (
+    Case,
+    Chain,
+    all_drafts,
+    cases,
+    committed,
+    committed_when_cut,
+    committed_with_stops,
+    conditionals,
+    tree_cases,
+    without,
+)
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.chains import trees
+from helpers.exact import trees
 from selfspec.accept import Block, Coupled, Rule, TokenLevel
 from selfspec.accept.tree_paths import first_path, longest_path
 from selfspec.cache.tree import Tree

@@ -15,7 +15,7 @@ import selfspec
 import selfspec.adapters
 from helpers import tiny
 from helpers.reference import layers_of, sublayer_module
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.adapters.refused import BEFORE_5_21
 from selfspec.architecture import Adapter

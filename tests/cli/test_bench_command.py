@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import selfspec
-from helpers.budgets import tight_budget
-from helpers.running import Invoke
+from helpers.running import Invoke, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.measure.timing import Call
 from selfspec.tools.lab.arms import Cell, Prompts, StockArm

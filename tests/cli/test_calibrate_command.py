@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from helpers.profiles import calibrated
 from helpers.running import Invoke
+from helpers.studies import calibrated
 from selfspec import Profile
 from selfspec.control.profile import VARIABLE
 

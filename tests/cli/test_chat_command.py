@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chat_templates import PLAIN, written
 from helpers.running import Invoke
+from helpers.tokenizers import PLAIN, written
 
 ASKED = b"Tell me of Lily.\nAnd then?\n"
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
-from helpers.budgets import tight_budget
-from helpers.running import Invoke
+from helpers.running import Invoke, tight_budget
 from selfspec.cli.generate import PlainDisplay
 from selfspec.decode.output import RowRound
 

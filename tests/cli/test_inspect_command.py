@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from helpers import published_heads
 from helpers.encoder_decoders import encoder_decoder
-from helpers.profiles import profile_of
 from helpers.running import Invoke
+from helpers.studies import profile_of
 from selfspec.control.profile import VARIABLE, default_file
 from selfspec.model.summary import describe
 

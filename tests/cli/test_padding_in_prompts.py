@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.chat_templates import written
 from helpers.http_server import running
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import written
 
 pytest.importorskip("pandas")
 

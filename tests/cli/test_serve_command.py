@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.chat_templates import written
 from helpers.http_server import asked
 from helpers.running import Invoke
+from helpers.tokenizers import written
 from selfspec.cli.json_schema import OUTPUTS
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.budgets import tight_budget
-from helpers.running import Ending, Invoke
+from helpers.running import Ending, Invoke, tight_budget
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
 from selfspec.runtime.request import PassResult

@@ -14,8 +14,8 @@ import torch
 from pydantic import BaseModel, Field
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.chat_templates import BARE
 from helpers.http_server import NAME, Running, running
+from helpers.tokenizers import BARE
 
 pytest.importorskip("openai")
 pytest.importorskip("xgrammar")

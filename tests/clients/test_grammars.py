@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import selfspec
-from helpers.goodness import holm_rejects, p_value
+from helpers.joints import holm_rejects, p_value
 from selfspec.draft import Drafter
 
 for library in ("xgrammar", "outlines", "outlines_core", "llguidance", "lmformatenforcer"):

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import selfspec
-from helpers.chat_templates import PLAIN
 from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import PLAIN
 
 pytest.importorskip("openai")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.profiles import COSTS, GREEDY, SAMPLED, profile_of
+from helpers.studies import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import BatchCosts, FixedLength, Profile, wrap
 from selfspec.control.auto import uncalibrated_draft
 from selfspec.control.profile import VARIABLE, default_file

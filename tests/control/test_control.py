@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp, assert_rows_are_stock
-from helpers.tiers import in_turns
+from helpers.joints import Warp, assert_rows_are_stock, holm_rejects, p_value
+from helpers.tiny import in_turns
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
 from selfspec.control.costs import CostsByRows

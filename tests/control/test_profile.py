@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.profiles import GREEDY, SAMPLED, profile_of
+from helpers.studies import GREEDY, SAMPLED, profile_of
 from selfspec import Profile
 from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Costs

@@ -21,7 +21,7 @@ from transformers.generation import ClassifierFreeGuidanceLogitsProcessor, Confi
 
 import selfspec
 from helpers import tiny
-from helpers.profiles import GREEDY, profile_of
+from helpers.studies import GREEDY, profile_of
 from selfspec.arguments import check_scores
 from selfspec.control import Control
 from selfspec.draft.registry import parse_draft

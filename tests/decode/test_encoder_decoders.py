@@ -16,7 +16,7 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import near
 from helpers.encoder_decoders import START, encoder_decoder, joint
-from helpers.goodness import p_value
+from helpers.joints import p_value
 from selfspec.draft.prompt_lookup import OwnText, following, last_match
 from selfspec.errors import DraftConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
 

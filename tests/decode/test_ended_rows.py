@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import Drafter
 

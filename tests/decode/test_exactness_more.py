@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp
-from helpers.tiers import in_turns
+from helpers.drafting import Altered, Propose
+from helpers.joints import Warp, holm_rejects, p_value
+from helpers.tiny import in_turns
 from helpers.tiny_joint import PROMPT, ROWS, TOKENS, joint, network
 from selfspec.draft import Budget, Draft, Drafter
 

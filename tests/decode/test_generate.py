@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
 from helpers.captures import StandIn
-from helpers.goodness import holm_rejects, p_value
+from helpers.drafting import Altered, Propose
 from helpers.joints import (
     BATCHES,
     EOS,
@@ -26,11 +25,13 @@ from helpers.joints import (
     ROWS,
     Warp,
     assert_rows_are_stock,
+    holm_rejects,
     joint,
+    p_value,
     p_values,
     small,
 )
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.accept import TokenLevel
 from selfspec.decode.sampling import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
+from helpers.drafting import Altered, Propose
 from selfspec.draft import Budget
 
 

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, PROMPTS, TOKENS, Warp, p_values, small
+from helpers.drafting import Altered, Propose
+from helpers.joints import EOS, PROMPTS, TOKENS, Warp, holm_rejects, p_values, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.output import Round

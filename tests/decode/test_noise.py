@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny, tiny_joint
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp, p_values
+from helpers.joints import Warp, holm_rejects, p_value, p_values
 from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race, race_noise
 
 CPU = torch.device("cpu")

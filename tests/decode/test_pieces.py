@@ -14,8 +14,7 @@ from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers.drafting import near
-from helpers.encoder_decoders import START, encoder_decoder
-from helpers.speech import EOS, FRAMES, MELS, NO_TIMESTAMPS, whisper
+from helpers.encoder_decoders import EOS, FRAMES, MELS, NO_TIMESTAMPS, START, encoder_decoder, whisper
 from selfspec.decode.generation import Transcript
 from selfspec.errors import PromptError, UnsupportedOptionError
 

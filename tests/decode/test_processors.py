@@ -26,9 +26,8 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, drawn, enumerated, small
+from helpers.drafting import Altered, Propose
+from helpers.joints import EOS, drawn, enumerated, holm_rejects, small
 from selfspec.decode.group import Group, Sampling
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search

@@ -24,9 +24,8 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor, StoppingCr
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import TOKENS, drawn, enumerated, small
-from helpers.tiers import in_turns
+from helpers.joints import TOKENS, drawn, enumerated, holm_rejects, p_value, small
+from helpers.tiny import in_turns
 from selfspec.draft import Drafter
 
 WIDTH, NEW, PAD = 8, 20, 0

@@ -13,8 +13,7 @@ from transformers import LogitsProcessorList
 import selfspec
 from helpers import tiny
 from helpers.drafting import Oracle, Remembering
-from helpers.goodness import holm_rejects
-from helpers.joints import PROMPTS, TOKENS, VOCAB, Warp, p_values, small
+from helpers.joints import PROMPTS, TOKENS, VOCAB, Warp, holm_rejects, p_values, small
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget, Draft, Stateless
 

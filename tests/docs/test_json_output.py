@@ -12,9 +12,9 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from helpers.chat_templates import written
 from helpers.running import Invoke
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import written
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, Failed, schema_of
 from selfspec.control.profile import VARIABLE

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, stock
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
+from helpers.joints import Warp, holm_rejects, p_values
 from helpers.shrunken import shrunken
-from helpers.tiers import taking_turns
+from helpers.tiny import taking_turns
 from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.top_slots import CHUNK, EVERY, TopSlots

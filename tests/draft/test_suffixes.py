@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.described import Change, rewrite
 from helpers.drafting import GREEDY
 from helpers.joints import small
+from helpers.saved_folders import Change, rewrite
 from selfspec.draft import Suffixes
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.draft.suffixes import CorpusFile, TextMemory, write_corpus

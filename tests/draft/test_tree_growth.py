@@ -16,12 +16,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import selfspec
 from helpers import tiny
-from helpers.altered import Altered, Propose
 from helpers.any_rounds import FIRST_WORD
-from helpers.chains import trees
-from helpers.drafting import GREEDY, Remembering, stock
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
+from helpers.drafting import GREEDY, Altered, Propose, Remembering, stock
+from helpers.exact import trees
+from helpers.joints import Warp, holm_rejects, p_values
 from helpers.shrunken import shrunken
 from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.chains import conditionals
 from helpers.drafting import GREEDY, InLockstep, InTurns, ModelDrafts, Offering, _InLockstep, near
-from helpers.exact import committed_in_step_of
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, joint, padded, small
-from helpers.tiers import taking_turns
+from helpers.exact import committed_in_step_of, conditionals
+from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, holm_rejects, joint, padded, small
+from helpers.tiny import taking_turns
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength

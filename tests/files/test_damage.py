@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.described import rewrite
-from helpers.profiles import profile_of
+from helpers.saved_folders import rewrite
+from helpers.studies import profile_of
 from selfspec.control.profile import Profile
 from selfspec.draft.early_exit import CONFIG, WEIGHTS, ExitHead
 from selfspec.draft.layer_skip import SkipFile, write_skip_file

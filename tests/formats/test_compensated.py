@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.rounding import restored
+from helpers.reference import restored
 from selfspec.formats import int4
 from selfspec.formats.int4 import Int4
 from selfspec.formats.packed import Packed

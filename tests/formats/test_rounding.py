@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.rounding import restored
+from helpers.reference import restored
 from selfspec.formats import int4, rounding
 from selfspec.formats.int4 import Int4
 from selfspec.formats.int8 import Int8

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 import selfspec
-from helpers.pages import run_types
 from helpers.shrunken import PAD, shrunken
+from helpers.snippets import run_types
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 
 _TEXT_NAMES = """

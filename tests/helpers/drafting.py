@@ -1,10 +1,8 @@
-"""What tests of drafts share: how to decode greedily, the stock text, trees of a text, a processor that may
-remember, a control.
-"""
+"""What tests of drafts share: the stock text, drafters and controls that do as they are told, altered drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +16,9 @@ from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget, Draft, RowsView, Stateless
+from selfspec.draft import Budget, Draft, Drafter, Proposer, RowsView, Stateless
 from selfspec.draft.draft import Offer, TokenPath
-from selfspec.draft.drafter import FreeProposer
+from selfspec.draft.drafter import Exit, FreeProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -118,3 +116,51 @@ def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
     for weight in other.parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return other
+
+
+Propose = Callable[[Any, Budget], Draft]
+Altering = Callable[[Propose, Any, Budget], Draft]
+"""Makes a draft: takes what another proposer does, the rows, and the budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class Altered(Drafter):
+    """Drafts as a function makes of another drafter's proposals.
+
+    Attributes:
+        drafter: the other one.
+        alter: the function.
+    """
+
+    drafter: Drafter
+    alter: Altering
+
+    def begin(self, rows: RowsView) -> Proposer:
+        return _Altered(self.drafter.begin(rows), self.alter)
+
+    def check(self, depth: int) -> None:
+        self.drafter.check(depth)
+
+    def check_model(self, *given: Any) -> None:
+        self.drafter.check_model(*given)
+
+    def prepare(self, *given: Any) -> None:
+        self.drafter.prepare(*given)
+
+    def cost(self, *given: Any) -> float:
+        return self.drafter.cost(*given)
+
+
+class _Altered(Proposer):
+    def __init__(self, inner: Proposer, alter: Altering) -> None:
+        self._inner, self._alter = inner, alter
+
+    @property
+    def early_exit(self) -> Exit | None:
+        return self._inner.early_exit
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return self._alter(self._inner.propose, rows, budget)
+
+    def learn(self, *given: Any) -> None:
+        self._inner.learn(*given)

@@ -16,8 +16,8 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
-from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import PLAIN
 from selfspec.serve.app import create_app
 from selfspec.serve.client_limits import ServerLimits, bounded_headers
 from selfspec.serve.served import Served

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.compat import over_cache
+from selfspec.formats.packed import Packed
 from selfspec.model.layer_path import Part, Sublayer
 
 LAST_LINEAR = {
@@ -125,3 +126,17 @@ class Calls:
             self.tokens[name] += states.shape[1]
 
         return count
+
+
+def restored(weight: Packed) -> Tensor:
+    """The weight that a kernel multiplies by, inputs' factors and all."""
+    scales, factors = weight["scales"].float()[..., None], weight["factors"][..., None, :]
+    if "zeros" not in weight.parts:
+        return weight["levels"] * scales * factors
+    levels = (
+        torch.stack([weight["levels"] >> 4, weight["levels"] & 15], -1)
+        .flatten(-2)
+        .unflatten(-1, (scales.shape[-2], -1))
+    )
+    evened: Tensor = ((levels.float() - 8) * scales + weight["zeros"].float()[..., None]).flatten(-2)
+    return evened * factors

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import safe_open
 from transformers import dynamic_module_utils
 
 import selfspec
 from selfspec.draft import Budget, Draft, RowsView
 from selfspec.draft.along_layer_path import LayerPathProposer
+from selfspec.files.json_text import write_described
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +39,16 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(LayerPathProposer, "propose", counted)
     return drafted
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], object]
+
+
+def rewrite(file: str | Path, change: Change) -> None:
+    """Let `change` alter a file's tensors, and what it says of itself, in place."""
+    with safe_open(file, framework="pt") as opened:
+        ((key, said),) = opened.metadata().items()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    about = json.loads(said)
+    change(tensors, about)
+    write_described(Path(file), key, about, tensors)

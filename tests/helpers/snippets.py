@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -13,3 +21,37 @@ def snippets(page: str, language: str) -> list[str]:
     """The fenced blocks of a page that say they are in a language, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [body for named, body in _FENCED.findall(text) if named == language]
+
+
+def run_types(
+    description: str | None,
+    types: Sequence[str],
+    run: Callable[[str], tuple[str, bool]],
+    page: Callable[[list[str]], str],
+) -> int:
+    """Run the types that the command line names; return whether one does not hold, as an exit status.
+
+    Args:
+        description: of the command.
+        types: all that there are.
+        run: returns what is said of a type, and whether it holds.
+        page: makes the page of what was said of all of them.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; none: all")
+    parser.add_argument("--write", type=Path, help="file to write the page to, if all types hold")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    console = Console(stderr=True)
+    lines, broken = [], 0
+    for name in track(options.types or types, description="types", console=console):
+        said, holds = run(name)
+        console.print(said, highlight=False, markup=False)
+        lines.append(said)
+        broken += not holds
+    if options.write and not broken and not options.types:
+        options.write.write_text(page(lines), encoding="utf-8")
+    console.print(f"{len(lines) - broken} of {len(lines)} hold")
+    return int(broken > 0)

@@ -1,15 +1,28 @@
-"""A small study of the small trained model, for tests."""
+"""What tests of tools share: a small study, counted work, records and profiles that were made up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from helpers.stories import checkpoint_folder
+from selfspec.control.costs import BatchCosts, Costs
+from selfspec.control.profile import Chosen, Profile, Setting
+from selfspec.decode.output import Stats
+from selfspec.measure.acceptance import Acceptance, ExitFigures
+from selfspec.measure.costs import MeasuredCosts
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.registry import find_adapter
+from selfspec.tools.calibrate.confirm import Confirmed
+from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
+from selfspec.tools.lab.measured import MeasuredCell
+from selfspec.tools.lab.record import Record, Setup
 from selfspec.tools.lab.study import StudiedModel, Study
 
 TEXTS, PROMPT = 3, 6
@@ -41,3 +54,120 @@ def stories_loader() -> Callable[[str], StudiedModel]:
     prompts = torch.randint(3, 400, (TEXTS, PROMPT), generator=torch.Generator().manual_seed(0))
     studied = StudiedModel("stories", model, find_adapter(model), {"given": prompts.split(1)}, tokenizer)
     return lambda name: studied
+
+
+CELL = Cell("code", 0.0, 1, 8, 16)
+SETTINGS = Setup("tiny", "0" * 20, "0" * 20, 1000, "float64", "cpu", 1, 2, 2, "abc")
+ENVIRONMENT = {
+    "selfspec": "0",
+    "torch": "0",
+    "transformers": "0",
+    "python": "0",
+    "commit": None,
+    "processor": "p",
+    "device": "cpu",
+}
+
+
+def cell_of(*arms: Record, cell: Cell = CELL, settings: Setup = SETTINGS, free: float | None = None) -> MeasuredCell:
+    """A cell of some arms."""
+    return MeasuredCell(cell, settings, arms, ENVIRONMENT, SpareCores(2, free))
+
+
+def record(kind: ArmKind, seconds: Sequence[Sequence[float]], draft: str | None = None, **fields: Any) -> Record:
+    """An arm that made 16 tokens in each call, one of them in the first tenth of a second."""
+
+    def each(value: Any) -> list[list[Any]]:
+        return [[value for _ in repeat] for repeat in seconds]
+
+    counts = fields.get("counts")
+    given: dict[str, Any] = {
+        "first_seconds": each(0.1),
+        "tokens": each(16),
+        "first_tokens": each(1),
+        "passes": each(16),
+        "cycle_share": each(0.0),
+        "texts": each([[*range(16)]]),
+        "judged": each(counts.judged_per_depth if counts else []),
+        "accepted": each(counts.accepted_per_depth if counts else []),
+    }
+    return Record(ArmSpec(kind, draft), seconds=[*map(list, seconds)], **given | fields)
+
+
+def plain(seconds: Sequence[Sequence[float]]) -> Record:
+    """Selfspec's plain decoding, which spent all but a tenth of a second of each call in rounds."""
+    calls = sum(map(len, seconds))
+    counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
+    return record("plain", seconds, counts=counts)
+
+
+@dataclass
+class Counted:
+    """Tokens of all passes.
+
+    Attributes:
+        widths: tokens of each pass, all rows together.
+    """
+
+    widths: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """What they take, where a pass takes as long as ten tokens that are read in it."""
+        return sum(10 + width for width in self.widths)
+
+
+@contextmanager
+def counted(model: PreTrainedModel) -> Iterator[Counted]:
+    """Count what goes through the first linear layer of the model, whoever calls it."""
+    found = Counted()
+    linear = next(each for each in model.modules() if isinstance(each, torch.nn.Linear))
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        found.widths.append(inputs[0].numel() // inputs[0].shape[-1])
+
+    hook = linear.register_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)
+GREEDY = Chosen("lookup+exit:2", 5, BatchCosts((COSTS, replace(COSTS, widening=0.2, rows=4))), 0.0, (1.5, 1.4, 1.6), 4)
+SAMPLED = Chosen("exit:1", 3, BatchCosts((replace(COSTS, draft=0.125),)), 0.8, (1.2, 1.1, 1.3))
+
+
+def profile_of(model: PreTrainedModel, greedy: Chosen = GREEDY, sampled: Chosen = SAMPLED) -> Profile:
+    """A profile that fits the model here and now."""
+    return Profile(Setting.of(model), greedy, sampled, {"settings": {"prompts": 1}})
+
+
+def calibrated(model: PreTrainedModel) -> Profile:
+    """A calibration with one exit, of which greedy decoding made use and sampling did not."""
+    estimate = Estimate(1.25, 1.0, 1.5)
+    costs = MeasuredCosts(
+        step_seconds=estimate,
+        draft={"exit:2": estimate, "none": estimate},
+        verify={"exit:2": {2: estimate, 4: estimate}, "none": {1: estimate, 2: estimate, 4: estimate}},
+        overhead={"exit:2": estimate, "none": estimate},
+        context=8,
+        batch=1,
+        lengths=(1, 4),
+    )
+    confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
+    kind = {
+        "temperature": 0.0,
+        "acceptance": {"exit:2": Acceptance([ExitFigures(4, {0.0: 3.0, 0.8: 3.0})]).to_dict()},
+        "predictions": {"exit:2": {"draft_length": 3, "speedup": 1.375}},
+        "confirmed": [asdict(each) for each in confirmed],
+    }
+    lost = replace(confirmed[0], speedup=Estimate(0.75, 0.5, 1.0))
+    report = {
+        "doubts": ["the machine was busy"],
+        "costs": costs.to_dict(),
+        "in_batches": [replace(costs, batch=4, out_of_step=estimate).to_dict()],
+        "greedy": {**kind, "in_batches": {"4": asdict(confirmed[0]), "16": asdict(lost)}},
+        "sampled": {**kind, "temperature": 0.8, "in_batches": {}},
+    }
+    return Profile(Setting.of(model), GREEDY, Chosen("none", 5, None, 0.8, (1.0, 1.0, 1.0)), report)

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import InLockstep, InTurns, ModelDrafts
-from helpers.goodness import holm_rejects
-from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, VOCAB, Warp, drawn, joint, padded
+from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, VOCAB, Warp, drawn, holm_rejects, joint, padded
 from helpers.serving import Stepped
-from helpers.tiers import in_turns, taking_turns
+from helpers.tiny import in_turns, taking_turns
 from invariants.examples import EXAMPLES, Draft
 from selfspec.accept import rules
 from selfspec.control import ConfidenceStop, Control, CostAware, FixedLength
@@ -169,7 +168,7 @@ DRAWING: dict[str, Control] = {
 @pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), LOSSLESS))
 def test_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str) -> None:
     control = InTurns(2, nodes=5)
-    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[1], calls=2) == []
+    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[2], calls=2) == []
 
 
 @pytest.mark.statistical

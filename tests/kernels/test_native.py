@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import own_kernels, tiny
-from helpers.rounding import restored
+from helpers.reference import restored
 from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from helpers import goodness
+from helpers import joints
 from selfspec.measure.estimate import LEVEL, Estimate, holm_rejects
 
 
@@ -100,5 +100,5 @@ def test_two_shares_of_one_truth_agree_as_often_as_they_should() -> None:
 )
 def test_holm(p_values: list[float]) -> None:
     named = {str(index): value for index, value in enumerate(p_values)}
-    rejected = {int(name) for name in goodness.holm_rejects(named, 0.01)}
+    rejected = {int(name) for name in joints.holm_rejects(named, 0.01)}
     assert holm_rejects(p_values, 0.01) == [index in rejected for index in range(len(p_values))]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder as stories_folder
+from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.prompts import (

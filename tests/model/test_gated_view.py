@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.bench import Bench
 from helpers.reference import Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.errors import UnsupportedModelError

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn
-from helpers.chat_templates import PLAIN
 from helpers.proving import ticking
 from helpers.serving import Stepped
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import PLAIN
 from selfspec.compat import cache_argument
 from selfspec.decode.generation import Limits
 from selfspec.errors import UnsupportedOptionError

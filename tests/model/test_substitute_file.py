@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.described import Change, rewrite
+from helpers.saved_folders import Change, rewrite
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, StorageError
 from selfspec.formats.format import formats

@@ -30,6 +30,7 @@ class Mutation:
 
 _STOCK = "test_every_draft.py::test_greedy_text_is_stock_text"
 _SAMPLES = "test_every_draft.py::test_samples_follow_the_exact_joint"
+_MANY = "test_every_draft.py::test_many_samples_follow_the_exact_joint"
 _IN_BITS = ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")
 _JOINT = "test_generate.py::test_samples_follow_the_exact_joint"
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
@@ -135,7 +136,7 @@ CATALOGUE = (
     # Unions of sources.
     Mutation("unions: tokens that were not drawn are scored with the q of the model's first token",
         "UnionProposer._beside", "probs.new_zeros(*others.shape, probs.shape[-1]).scatter_(-1, others[..., None], 1.0)",
-        "probs[:, :1].expand(-1, others.shape[1], -1)", (_SAMPLES, "-k", "union")),
+        "probs[:, :1].expand(-1, others.shape[1], -1)", (_SAMPLES, _MANY, "-k", "union")),
     Mutation("unions: rows in lockstep share a shape that later tokens of each decide", "UnionProposer.propose",
         "rows.chains_only or rows.in_lockstep", "rows.chains_only", ("test_rows_in_lockstep_are_cut_exactly",)),
     Mutation("timestamps of tokens set the kernel of a model that other threads run", "generate_in_pieces",

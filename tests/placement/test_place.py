@@ -21,7 +21,7 @@ import selfspec
 from helpers import tiny
 from helpers.captures import Again
 from helpers.proving import ticking
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.decode.generation import Limits
 from selfspec.draft import ReducedVocabulary
 from selfspec.draft.registry import draft_name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.real import Real
+from helpers.engines import Real
 from helpers.running import Invoke
 
 VARIABLE = "SELFSPEC_REAL_CHECKPOINTS"

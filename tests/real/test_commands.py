@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.engines import Real
 from helpers.http_server import asked
-from helpers.real import Real
 from real.checkpoints import read_prompts
 
 pytestmark = pytest.mark.real

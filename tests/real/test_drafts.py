@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.real import Real
+from helpers.engines import Real
 from real.checkpoints import read_prompts
 
 pytestmark = pytest.mark.real

@@ -20,8 +20,7 @@ from transformers.generation import (
 
 import selfspec
 from helpers import tiny
-from helpers.goodness import holm_rejects
-from helpers.joints import Warp, p_values
+from helpers.joints import Warp, holm_rejects, p_values
 from helpers.proving import ticking, wrapped
 from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion

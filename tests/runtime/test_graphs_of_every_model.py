@@ -11,7 +11,7 @@ from helpers import tiny
 from helpers.captures import StandIn
 from helpers.proving import check_inference_mode, greedy_together, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.runtime import Eager
 
 PROMPT, NEW = 5, 24

@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from helpers import tiny
-from helpers.chat_templates import BARE
 from helpers.published_templates import HERMES, PUBLISHED, Published
+from helpers.tokenizers import BARE
 from selfspec.errors import CheckpointError
 from selfspec.serve.call_formats import CallFormat
 from selfspec.serve.chat_template import ChatTemplate

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from helpers.chat_templates import PLAIN
 from helpers.http_server import Running, running
+from helpers.tokenizers import PLAIN
 from selfspec.serve.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "Tell me of Lily."}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers import tiny
-from helpers.chat_templates import PLAIN
 from helpers.published_templates import PUBLISHED, READS_PARTS
+from helpers.tokenizers import PLAIN
 from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat_template import ChatTemplate
 

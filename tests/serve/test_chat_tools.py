@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from helpers.chat_templates import BARE, QWEN_CODER
 from helpers.http_server import Running, running
+from helpers.tokenizers import BARE, QWEN_CODER
 
 pytest.importorskip("xgrammar")
 

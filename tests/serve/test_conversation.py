@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicLayer
 
 import selfspec
 from helpers import tiny
-from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
+from helpers.tokenizers import PLAIN
 from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.serve.conversation import Conversation

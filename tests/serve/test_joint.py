@@ -8,8 +8,7 @@ import pytest
 
 import selfspec
 from helpers import tiny_joint
-from helpers.goodness import holm_rejects, p_value
-from helpers.joints import Warp
+from helpers.joints import Warp, holm_rejects, p_value
 from helpers.serving import Seen, Stepped
 from selfspec.control import Control, FixedLength
 from selfspec.serve.row_request import RowRequest, SamplingParams

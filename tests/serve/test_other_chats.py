@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from helpers.chat_templates import BARE
 from helpers.http_server import NAME, Reply, Running, running
+from helpers.tokenizers import BARE
 from selfspec.serve.call_formats import HERMES
 from selfspec.serve.chat_completions import call_grammar
 from selfspec.serve.messages import MessagesRequest

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from helpers.chat_templates import QWEN_CODER
+from helpers.tokenizers import QWEN_CODER
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.call_formats import HERMES, CallFormat, ResponseFormat
 from selfspec.serve.call_grammar import CallGrammar

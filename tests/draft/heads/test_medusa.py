@@ -11,11 +11,9 @@ from transformers import GenerationMixin
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
-from helpers.encoder_decoders import START, encoder_decoder, joint
-from helpers.goodness import p_value
-from helpers.joints import padded
+from helpers.encoder_decoders import FRAMES, MELS, START, encoder_decoder, joint
+from helpers.joints import p_value, padded
 from helpers.snippets import snippets
-from helpers.speech import FRAMES, MELS
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.errors import HeadError
 

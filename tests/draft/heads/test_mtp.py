@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 import selfspec
 from helpers import published_heads, reference_heads, tiny
 from helpers.joints import assert_rows_are_stock, padded
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
 from selfspec.errors import HeadError

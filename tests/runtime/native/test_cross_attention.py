@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers.encoder_decoders import START, encoder_decoder, joint
-from helpers.goodness import p_value
+from helpers.encoder_decoders import FRAMES, MELS, START, encoder_decoder, joint
+from helpers.joints import p_value
 from helpers.proving import wrapped
-from helpers.speech import FRAMES, MELS
 from selfspec.runtime import Eager, Native
 from selfspec.runtime.pass_function import PassTensors
 

@@ -18,7 +18,7 @@ import selfspec
 from helpers import tiny
 from helpers.proving import greedy_together, ragged_samples, ticking, wrapped
 from helpers.snapshot import Snapshot
-from helpers.tiers import in_turns
+from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter

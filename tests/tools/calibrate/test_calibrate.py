@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.counted_work import counted
+from helpers.studies import counted
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.counted_work import counted
-from helpers.studies import declared, stories_loader
+from helpers.studies import counted, declared, stories_loader
 from selfspec.errors import StudyError
 from selfspec.measure.expected_time import TokenTimes
 from selfspec.tools.lab import ablation

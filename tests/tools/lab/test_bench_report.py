@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from helpers.made import CELL, cell_of, plain, record
+from helpers.studies import CELL, cell_of, plain, record
 from selfspec.decode.output import Stats
 from selfspec.tools.lab import bench_report, report
 from selfspec.tools.lab.bench_report import draw, mark_of_arm

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from helpers.made import CELL, SETTINGS, cell_of, plain, record
+from helpers.studies import CELL, SETTINGS, cell_of, plain, record
 from selfspec.decode.output import Stats
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.bench_report import draw, overview, page

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers.made import cell_of, record
 from helpers.stories import checkpoint_folder
+from helpers.studies import cell_of, record
 from selfspec.accept import TopKTolerance
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.bench_report import quality_sentence

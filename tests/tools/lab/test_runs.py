@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.profiles import GREEDY, profile_of
+from helpers.studies import GREEDY, profile_of
 from selfspec.accept import TokenLevel
 from selfspec.draft import Assistant, ExitHead
 from selfspec.errors import BenchError, StorageError, StudyError

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.made import cell_of, record
+from helpers.studies import cell_of, record
 from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers.chat_templates import PLAIN
 from helpers.stories import checkpoint_folder
+from helpers.tokenizers import PLAIN
 from selfspec.errors import CorpusError
 from selfspec.measure.stock import until_end
 from selfspec.model.checkpoint import load_checkpoint

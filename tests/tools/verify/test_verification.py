@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import selfspec
 from helpers import tiny
-from helpers.counted_work import counted
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
+from helpers.studies import counted
 from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip, PromptLookup
