@@ -265,9 +265,10 @@ def _accept_by_triton(
 
 def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the function that accepts a draft: `accept`, or the same in one launch."""
-    tree, declared = seen.draft.tree, declaration_of(type(rule))
-    by_kernel = declared is not None and declared.by_kernel and len(tree) and tree.is_chain
-    return _accept_by_triton if by_kernel and runs_triton(seen.p.device) else accept
+    if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
+        return accept
+    declared = declaration_of(type(rule))
+    return accept if declared is None or not declared.by_kernel else _accept_by_triton
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:

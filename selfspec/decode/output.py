@@ -270,13 +270,14 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_streams = has_streams(device)
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of a `with` block towards `name`."""
-        if has_streams(self._device):
+        if self._has_streams:
             begin, end = (backend(self._device).Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
