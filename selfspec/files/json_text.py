@@ -41,11 +41,7 @@ FiniteFloat = Annotated[float, Check(math.isfinite, "a finite number")]
 
 
 def parse_json(text: str) -> Any:
-    """Return the value that a JSON text holds. All its integers fit a float.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deeply, or holds a number with too many digits or half a character.
-    """
+    """Return the value that a JSON text holds. All its integers fit a float."""
     try:
         value = json.loads(text)
         if _HALF_CHARACTER.search(text):
@@ -68,10 +64,6 @@ def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError]
     """Read a JSON file that holds a dataclass. Fields that the dataclass lacks are left out.
 
     Each field must have the type it declares; values are not converted.
-
-    Raises:
-        SelfSpecError: of type `error`, if the file cannot be read, is not JSON, or does not fit the dataclass; the
-            message names file, field and remedy.
     """
     try:
         return parsed(Path(file).read_bytes().decode(), kind)
@@ -82,11 +74,7 @@ def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError]
 
 
 def parsed(text: str, kind: type[_Content]) -> _Content:
-    """Return the dataclass that a JSON text holds, as `read_json` does.
-
-    Raises:
-        ValueError: a field is wrong (the message names the first), or the checksum does not fit the text.
-    """
+    """Return the dataclass that a JSON text holds, as `read_json` does."""
     content = parse_json(text)
     found: _Content = _fitted(content, kind, "")
     # Files that people write by hand have no checksum.
@@ -196,11 +184,7 @@ class DescribedTensors(Generic[_About]):
         self.check_names(self._sha256)
 
     def described_as(self, kind: type[_Kind]) -> _Kind:
-        """Read fields of the description as a dataclass.
-
-        Raises:
-            DraftConfigError: a field is missing or wrong.
-        """
+        """Read fields of the description as a dataclass."""
         with self._reading():
             return parsed(self._said, kind)
 
@@ -219,22 +203,14 @@ class DescribedTensors(Generic[_About]):
         return list(self._tensors.keys())
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Refuse a file whose tensors are not exactly these.
-
-        Raises:
-            DraftConfigError: it names a tensor that is missing or unexpected.
-        """
+        """Refuse a file whose tensors are not exactly these."""
         wanted, found = set(names), set(self.names)
         for what, others in (("lacks", wanted - found), ("has beside its own tensors", found - wanted)):
             if others:
                 raise DraftConfigError(f"{self.source} {what} {min(others)}; {self.remedy}")
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor.
-
-        Raises:
-            DraftConfigError: the file lacks it, or it is damaged.
-        """
+        """Read a tensor."""
         try:
             found: Tensor = self._tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -244,11 +220,7 @@ class DescribedTensors(Generic[_About]):
         return found
 
     def read_like(self, name: str, like: Tensor) -> Tensor:
-        """Read a tensor that must have the dtype and shape of `like`.
-
-        Raises:
-            DraftConfigError: the file lacks the tensor, or its dtype or shape differs.
-        """
+        """Read a tensor that must have the dtype and shape of `like`."""
         found = self.read(name)
         if (found.dtype, found.shape) != (like.dtype, like.shape):
             raise DraftConfigError(
@@ -259,11 +231,7 @@ class DescribedTensors(Generic[_About]):
 
 
 def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors and their description, under `key` of the metadata: the whole file or none of it.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write tensors and their description, under `key` of the metadata: the whole file or none of it."""
     said = sealed({**about, "sha256": {name: _digest(values) for name, values in tensors.items()}})
     with whole(file) as draft:
         save_file(dict(tensors), draft, {key: json.dumps(said)})

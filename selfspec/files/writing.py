@@ -29,9 +29,6 @@ def check_output_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written to, before there are results. Nothing is left there.
 
     If it does not exist, its nearest existing parent is checked.
-
-    Raises:
-        StorageError: it is not a folder, may not be written to, or the disk is full.
     """
     with writing(folder):
         there = folder.absolute()
@@ -43,11 +40,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def check_output_file(file: Path) -> None:
-    """Refuse a file that cannot be written to, before there are results. Its content does not change.
-
-    Raises:
-        StorageError: it is a folder or a device, may not be written to, or the disk is full.
-    """
+    """Refuse a file that cannot be written to, before there are results. Its content does not change."""
     with writing(file):
         if _exists(file):
             if not file.is_file():
@@ -62,9 +55,6 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
 
     Readers and other writers of the file see the old file or the new one. Missing folders are made. `kept` is as in
     `writing`.
-
-    Raises:
-        StorageError: it cannot be written; the old file is unchanged.
     """
     draft = file.parent / f".{uuid.uuid4().hex}{file.suffix}"
     with writing(file, kept):
@@ -78,11 +68,7 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
 
 
 def check_new(place: Path, remedy: str) -> None:
-    """Refuse a place that holds a file or a folder that is not empty.
-
-    Raises:
-        StorageError: the place is taken; the message says the remedy.
-    """
+    """Refuse a place that holds a file or a folder that is not empty."""
     with writing(place):
         if _exists(place) and not (place.is_dir() and not any(place.iterdir())):
             raise StorageError(f"{place} is there already; {remedy}")
@@ -93,9 +79,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it replaces the folder on success, and is deleted on failure.
 
     The old content stays until then, and is removed as a whole. Missing parent folders are made.
-
-    Raises:
-        StorageError: it cannot be written; the old folder is unchanged.
     """
     place = folder.absolute()
     draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
@@ -135,9 +118,6 @@ def writing(place: Path, kept: str = "") -> Iterator[None]:
     """Turn errors of a full disk or a missing permission into a one-line error.
 
     `kept` is text for it that says what is not lost and how to continue.
-
-    Raises:
-        StorageError: the place cannot be written.
     """
     try:
         yield
@@ -181,11 +161,7 @@ def _is_of_writing(error: Exception) -> bool:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a JSON file with a checksum, by which `parsed` detects changes.
-
-    Raises:
-        ValueError: it holds NaN or an infinite number, which JSON lacks.
-    """
+    """Return the content of a JSON file with a checksum, by which `parsed` detects changes."""
     kept = {name: value for name, value in content.items() if name != CHECKSUM}
     # Take the content as it will be read: JSON has other types than Python.
     read = json.loads(json.dumps(kept, allow_nan=False))

@@ -41,14 +41,7 @@ class Trial:
         self._passed: dict[Hashable, bool] = {}
 
     def run(self, kind: Hashable, kernel: Callable[[], Tensor], stock: Callable[[], Tensor], most: float) -> Tensor:
-        """Compute by the kernel if it is trusted, else by torch.
-
-        Args:
-            kind: kind of call.
-            kernel: computes the result by the kernel.
-            stock: computes the same by torch.
-            most: the largest difference allowed, relative to the largest number.
-        """
+        """Compute by the kernel if it is trusted, else by torch."""
         if kind not in self._passed:
             expected = stock()
             # A capture cannot wait; the same call ran before it and was tried then, unless the trial was undecided.

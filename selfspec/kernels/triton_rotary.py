@@ -89,9 +89,6 @@ def rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tu
         keys: `[batch, key_heads, tokens, width]`; all arguments have the same dtype.
         cosines: `[batch or 1, tokens, width]`.
         sines: the same shape and strides.
-
-    Returns:
-        Queries and keys, in their shapes.
     """
     (batch, heads, tokens, width), key_heads = queries.shape, keys.shape[1]
     turned = queries.new_empty(batch, tokens, heads, width), keys.new_empty(batch, tokens, key_heads, width)

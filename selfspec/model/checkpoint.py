@@ -57,11 +57,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a prompt, `[1, tokens]`, on the model's device; for an empty prompt, the bos token.
-
-        Raises:
-            PromptError: the prompt is empty, and the tokenizer has no bos token.
-        """
+        """Return the token ids of a prompt, `[1, tokens]`, on the model's device; of an empty one the bos token."""
         ids: list[int] = self.tokenizer(text).input_ids
         # Not all tokenizers put the bos token before a text.
         begun = ids or [self.tokenizer.bos_token_id]
@@ -71,18 +67,7 @@ class Checkpoint:
 
 
 def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
-    """Load model and tokenizer.
-
-    Args:
-        name: a folder, or a name on the model hub such as `org/model`.
-        dtype: see `DtypeName`.
-        device: as in `torch.device`, or "auto": the first CUDA GPU where there is one, else the CPU.
-
-    Raises:
-        CheckpointError: files are missing, truncated or unreadable, or the hub does not provide them.
-        UnsupportedModelError: selfspec has no adapter for the architecture.
-        UnsupportedOptionError: the device is not there.
-    """
+    """Load model and tokenizer."""
     find_device(device)
     config = read_config(name)
     folder = local_folder(name)
@@ -106,11 +91,7 @@ def load_without_tokenizer(name: str, dtype: DtypeName = "auto", device: str = "
 
 
 def find_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of a name or number; "auto" is the first CUDA GPU if there is one, else the CPU.
-
-    Raises:
-        UnsupportedOptionError: there is no such device here.
-    """
+    """Return the device of a name or number; "auto" is the first CUDA GPU if there is one, else the CPU."""
     if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = isinstance(device, torch.device) or type(device) in (str, int)
@@ -133,12 +114,7 @@ def find_device(device: torch.device | str | int) -> torch.device:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Read the configuration of a checkpoint, without its weights and tokenizer.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or its configuration is unreadable.
-        UnsupportedModelError: selfspec has no adapter for the architecture.
-    """
+    """Read the configuration of a checkpoint, without its weights and tokenizer."""
     folder = local_folder(name)
     if folder is None:
         check_on_hub(name, _CONFIG)
@@ -170,11 +146,7 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
+    """Load the tokenizer of a checkpoint."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
     # The tokenizers library raises plain Exception for a broken file.
@@ -197,9 +169,6 @@ def load_model(
 
     `tensors`, by their names in the files, replace the files. With them `kind` may give the class of the model; else
     the configuration says it.
-
-    Raises:
-        CheckpointError: the loader fails, or weights are missing or of another shape.
     """
     options = {
         "dtype": dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
@@ -236,11 +205,7 @@ def _causal_kind(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTr
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse a model that a checkpoint does not fill, by the `output_loading_info` of `transformers`.
-
-    Raises:
-        CheckpointError: weights are missing or of another shape.
-    """
+    """Refuse a model that a checkpoint does not fill, by the `output_loading_info` of `transformers`."""
     # transformers fills tensors that are missing or of another shape with random numbers.
     missing = sorted(report["missing_keys"])
     misfits = sorted(f"{key} is {found} and not {wanted}" for key, found, wanted in report["mismatched_keys"])
@@ -301,11 +266,7 @@ def _check_weights(files: Sequence[Path]) -> None:
 
 
 def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """Return the safetensors files of a checkpoint that `transformers` would read.
-
-    Raises:
-        CheckpointError: there are none, or some are missing.
-    """
+    """Return the safetensors files of a checkpoint that `transformers` would read."""
     chosen = getattr(config, "transformers_weights", None)
     names = (_WEIGHTS, _WEIGHTS_INDEX) if chosen is None else (str(chosen),)
     if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
@@ -394,11 +355,7 @@ _SECONDS = 10.0
 
 
 def check_on_hub(name: str, file: str) -> None:
-    """Refuse a name if neither the cache nor the hub has its `file`; makes one request, of at most ten seconds.
-
-    Raises:
-        CheckpointError: saying what to do about it.
-    """
+    """Refuse a name if neither the cache nor the hub has its `file`; makes one request, of at most ten seconds."""
     try:
         if try_to_load_from_cache(name, file) is None:
             get_hf_file_metadata(hf_hub_url(name, file), timeout=_SECONDS)

@@ -28,11 +28,7 @@ _ADAPTERS = {
 
 
 def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse a model that cannot be decoded as it is: layers, methods, attention kernel, modules, training mode.
-
-    Raises:
-        UnsupportedModelError: naming the obstacle.
-    """
+    """Refuse a model that cannot be decoded as it is: layers, methods, attention kernel, modules, training mode."""
     adapter.check(model)
     check_loop(model)
     cache_argument(model)
@@ -66,11 +62,7 @@ def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _check_one_device(model: nn.Module) -> None:
-    """Refuse a model whose layers are on several devices; offloaded layers do not count.
-
-    Raises:
-        UnsupportedModelError: naming the devices.
-    """
+    """Refuse a model whose layers are on several devices; offloaded layers do not count."""
     devices = sorted({str(weight.device) for weight in model.parameters() if not weight.is_meta})
     if len(devices) > 1:
         raise UnsupportedModelError(
@@ -81,11 +73,7 @@ def _check_one_device(model: nn.Module) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Refuse a model whose output for a token differs between passes over one and over several tokens.
-
-    Raises:
-        UnsupportedModelError: naming the cause.
-    """
+    """Refuse a model whose output for a token differs between passes over one and over several tokens."""
     rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
     if rounding is not None:
         name = next(name for name, module in model.named_modules() if module is rounding)
@@ -123,9 +111,6 @@ def stock_model(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers of `torch.compile` and PEFT; any other model as it is.
 
     PEFT puts adapters such as LoRA into the modules of the model, so they are part of the inner model.
-
-    Raises:
-        UnsupportedModelError: the wrapper adds a soft prompt, which is not in the model.
     """
     # Models wrapped by PEFT exist only once PEFT has been imported.
     peft = sys.modules.get("peft")
@@ -201,9 +186,6 @@ def check_loop(model: PreTrainedModel) -> None:
     """Refuse a model that overrides methods of the loop of `model.generate`, which does not run here.
 
     Soft prompts are fine: the instance's `prepare_inputs_for_generation` is called for the first inputs.
-
-    Raises:
-        UnsupportedModelError: naming the method.
     """
     # On the instance, these two call the method they replaced, or come from a folder with a recipe.
     kind, shadows = type(model), vars(model).keys() - {"generate", "prepare_inputs_for_generation"}

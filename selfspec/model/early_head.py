@@ -35,9 +35,6 @@ class DraftHead:
 
         `layer` is the view's layer whose input is the last state of the path, passed through; None: the path runs to
         the end, without adapter. `rows` computes the logits of `tokens`; None: the head's own rows do.
-
-        Raises:
-            UnsupportedModelError: this model's head cannot leave out rows.
         """
         if self.adapter is not None:
             assert layer is not None
@@ -141,11 +138,7 @@ def set_head(view: nn.Module, name: str, head: nn.Module) -> None:
 
 
 def head_name(model: PreTrainedModel) -> str:
-    """Return the attribute path to the language-model head.
-
-    Raises:
-        UnsupportedModelError: the head is no separate plain linear layer.
-    """
+    """Return the attribute path to the language-model head."""
     name = plain_head(model)
     if name is None:
         raise UnsupportedModelError(

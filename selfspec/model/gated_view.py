@@ -246,11 +246,7 @@ def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> 
 
 
 def _without(gives: str, returns: int, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a module that is left out.
-
-    If the layer adds the output to the residual stream, the output is zeros. The layer's own code then runs unchanged,
-    with post-norms, parallel residuals and multipliers, and adds nothing.
-    """
+    """Stand in for a module that is left out."""
     hidden = args[-1] if gives == "residual" else hidden_states(args, kwargs)
     return _values(torch.zeros_like(hidden) if gives == "zeros" else hidden, returns)
 

@@ -53,11 +53,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of an embedding or a head, also if another module wraps it, as PEFT's output cast does.
-
-    Raises:
-        UnsupportedModelError: it has none.
-    """
+    """Return the weight of an embedding or a head, also if another module wraps it, as PEFT's output cast does."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight
@@ -95,9 +91,6 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
     Values are rounded first: to bfloat16, so that a checkpoint has the same fingerprint in every dtype it is loaded in
     (except float16, whose own rounding may differ); to float32, so that rounded weights have another fingerprint.
     All weights are read, also those streamed from disk: 1e9 in bfloat16 take about .2 s on two cores.
-
-    Raises:
-        ValueError: a weight is on the meta device, and nothing streams it.
     """
     # Scales of packed weights are only in the state dict.
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -121,10 +114,7 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
 
 
 def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
-    """Sum up the bits of values in parts, as 64-bit words times an odd number of their place, modulo 2 ** 64.
-
-    So one changed value always shows; several, or swapped values, go unnoticed with a chance of 2 ** -64.
-    """
+    """Sum up the bits of values in parts, as 64-bit words times an odd number of their place, modulo 2 ** 64."""
     flat = whole(weight.detach()).reshape(-1)
     factors = torch.arange(_AT_ONCE, device=flat.device).mul_(_SPREAD).bitwise_or_(1)
     found = []
@@ -137,22 +127,14 @@ def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Refuse a model whose weights are not all in memory.
-
-    Raises:
-        ValueError: a weight is on the meta device; it is named.
-    """
+    """Refuse a model whose weights are not all in memory."""
     for name, weight in model.named_parameters():
         if weight.is_meta:
             raise ValueError(f"{name} is not in memory")
 
 
 def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:
-    """Refuse a model whose fingerprint is not the base of the source.
-
-    Raises:
-        SelfSpecError: of type `error`, naming the source and the remedy.
-    """
+    """Refuse a model whose fingerprint is not the base of the source."""
     try:
         check_in_memory(model)
     except ValueError as reason:

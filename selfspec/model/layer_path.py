@@ -31,13 +31,7 @@ class Lora:
     up: Mapping[str, nn.Module]
 
     def within(self, layers: Sequence[nn.Module], prefix: str, first: int) -> list[nn.Module]:
-        """Return views of decoder layers whose linear layers have the additions.
-
-        Args:
-            layers: all decoder layers of the model.
-            prefix: their name in the model.
-            first: first token of a pass that gets additions.
-        """
+        """Return views of decoder layers whose linear layers have the additions."""
         changed = list(layers)
         for number, layer in enumerate(layers):
             start = f"{prefix}.{number}."

@@ -57,10 +57,7 @@ def _by_ids(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) 
 
 
 def _by_length(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Embed the positions of a pass, `[rows, width, hidden]`, by a module that counts on from the length of the cache.
-
-    The module may skip padding as it counts, so it gets each token alone, as in a step of plain decoding.
-    """
+    """Embed the positions of a pass, `[rows, width, hidden]`, by a module that counts on from the cache."""
     given = _given(module, args, kwargs)
     length = next(name for name in CACHE_LENGTH_NAMES if name in signature(type(module).forward).parameters)
     given.pop("position_ids", None)
@@ -105,9 +102,6 @@ def check_rotary(
         max_new_tokens: the most tokens that each prompt may grow by.
         known: the fewest tokens of a prompt that a cache holds already and that are not read again.
         width: the most tokens of each prompt that one pass reads; None: any number.
-
-    Raises:
-        UnsupportedOptionError: naming the length that must not be crossed.
     """
     for boundary in boundaries(config):
         if max(prompts) + max_new_tokens <= boundary:

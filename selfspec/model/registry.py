@@ -29,9 +29,6 @@ def find_adapter(model: PreTrainedModel) -> Adapter:
 
     A multimodal model needs no declaration of its own: the adapter of its language model is used, with the place where
     the model keeps it.
-
-    Raises:
-        UnsupportedModelError: there is no adapter, or the model does not write text token by token.
     """
     check_causal(model)
     adapter = adapter_for(model.config)
@@ -83,11 +80,7 @@ def has_encoder(model: PreTrainedModel) -> bool:
 
 
 def check_reads_text(model: PreTrainedModel) -> None:
-    """Refuse a model with an encoder, for commands in which decoders read texts by themselves.
-
-    Raises:
-        UnsupportedModelError: it has one.
-    """
+    """Refuse a model with an encoder, for commands in which decoders read texts by themselves."""
     if has_encoder(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} has an encoder, and this command reads texts by decoders alone; decode with "
@@ -96,11 +89,7 @@ def check_reads_text(model: PreTrainedModel) -> None:
 
 
 def check_type(model_type: str) -> None:
-    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read.
-
-    Raises:
-        UnsupportedModelError: naming it.
-    """
+    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read."""
     if model_type in REFUSED:
         raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in ADAPTERS and model_type not in CONFIG_MAPPING:
@@ -108,11 +97,7 @@ def check_type(model_type: str) -> None:
 
 
 def adapter_for(config: PreTrainedConfig) -> Adapter:
-    """Return the declared adapter of a configuration's architecture, or of its text part.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """Return the declared adapter of a configuration's architecture, or of its text part."""
     try:
         text = config.get_text_config(decoder=True).model_type
     # For some configurations, `transformers` cannot tell which part writes the text.

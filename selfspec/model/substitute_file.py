@@ -73,11 +73,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
         return {name.rpartition(".")[0] for name in self.names}
 
     def check(self, format: Format, model: nn.Module) -> None:
-        """Refuse a file of another format, or of another model than this one with its present weights.
-
-        Raises:
-            DraftConfigError: naming what differs.
-        """
+        """Refuse a file of another format, or of another model than this one with its present weights."""
         if self.format != format:
             raise DraftConfigError(
                 f"{self.source} holds {self.format} by now, and not {format}; make the draft of it anew, or {REWRITE}"
@@ -85,11 +81,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
         check_base(model, self.about.base, self.source, DraftConfigError, REWRITE)
 
     def weight(self, name: str, shape: torch.Size, device: torch.device) -> Packed:
-        """Read a packed parameter of shape `[..., out, in]` to a device.
-
-        Raises:
-            DraftConfigError: the file does not have it, or not as its `about` says.
-        """
+        """Read a packed parameter of shape `[..., out, in]` to a device."""
         packed = self.format.empty(shape, device)
         for part, values in packed.parts.items():
             read = self.read_like(f"{name}.{part}", values)
@@ -102,11 +94,7 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 def write_substitutes(
     file: str | Path, about: AboutSubstitutes, format: Format, weights: Iterable[tuple[str, Packed]]
 ) -> None:
-    """Write substitutes, by parameter name, and their description: the whole file or none of it.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write substitutes, by parameter name, and their description: the whole file or none of it."""
     tensors = {f"{name}.{part}": values for name, weight in weights for part, values in weight.parts.items()}
     write_described(Path(file), _ABOUT, {**asdict(about), **asdict(format)}, tensors)
 

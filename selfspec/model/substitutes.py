@@ -151,9 +151,6 @@ class Substitutes:
         """Load all substitutes of a file. Those not in the file are made when first used.
 
         They belong to the model as it is now; weights that change later get new substitutes.
-
-        Raises:
-            DraftConfigError: the file has another format or base, is damaged, or has weights that the model lacks.
         """
         file.check(copy.format, model)
         unknown = file.weights
@@ -414,11 +411,7 @@ def _by_expert(format: Format, packed: Packed, product: _Product) -> list[Packed
 
 
 def _linear(format: Format, packed: Packed, bias: Tensor | None, weight: Tensor) -> PackedLinear:
-    """Make one product in fewer bits, and try it.
-
-    Raises:
-        RuntimeError: no kernel takes it.
-    """
+    """Make one product in fewer bits, and try it."""
     linear = format.layer(packed, bias, weight.dtype)
     device = next(iter(packed.parts.values())).device
     linear(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=device))

@@ -324,14 +324,7 @@ def _layer_cache(config: PreTrainedConfig, window: int | None) -> LayerCache:
 
 
 def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, lengths: Sequence[int]) -> float:
-    """Count the bytes of keys and values that a pass over one token per row reads.
-
-    Args:
-        config: of the text model.
-        dtype: of its keys and values.
-        path: of the pass.
-        lengths: tokens before it in each row.
-    """
+    """Count the bytes of keys and values that a pass over one token per row reads."""
     read = 0.0
     view = path.view
     of_view = None if view.window is None else view.window.recent + view.window.sinks

@@ -35,11 +35,7 @@ class Ranks:
         return int(shared.item())
 
     def check_alike(self, what: str, value: object) -> None:
-        """Refuse a value whose `repr` differs between ranks. All ranks must call this.
-
-        Raises:
-            UnsupportedOptionError: on every rank, if any has another value.
-        """
+        """Refuse a value whose `repr` differs between ranks. All ranks must call this."""
         # Take 48 bits and their negative: all ranks agree if the maxima of both cancel out.
         found = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big")
         largest = torch.tensor([found, -found], dtype=torch.long, device=self.device)
@@ -50,11 +46,7 @@ class Ranks:
             )
 
     def check_computes_alike(self) -> None:
-        """Refuse processes whose results may differ in the last bits, and so in a token. All ranks must call this.
-
-        Raises:
-            UnsupportedOptionError: they differ in versions, threads, processor or kernels.
-        """
+        """Refuse processes whose results may differ in the last bits, and so in a token. All ranks must call this."""
         self.check_alike(
             "what they compute with",
             (
@@ -69,11 +61,7 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the processes that hold a model's weights; None: only this one.
-
-    Raises:
-        UnsupportedModelError: weights are spread by something other than tensor parallelism.
-    """
+    """Return the processes that hold a model's weights; None: only this one."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     mesh = next((found.device_mesh for weight in model.parameters() if (found := _spread(weight)) is not None), None)
@@ -89,11 +77,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def check_on_one_process(model: nn.Module, what: str) -> None:
-    """Refuse a model that is split over several processes, for the operation `what`.
-
-    Raises:
-        UnsupportedModelError: it is; says what to do.
-    """
+    """Refuse a model that is split over several processes, for the operation `what`."""
     if ranks_of(model) is not None:
         raise UnsupportedModelError(f"{what} takes a model on one process; load it without tp_plan (docs/scaling.md)")
 

@@ -41,11 +41,7 @@ def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[n
 
 
 def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a view of `module` whose named children are replaced.
-
-    Raises:
-        UnsupportedModelError: its `forward` was replaced by a function that would run the old children.
-    """
+    """Return a view of `module` whose named children are replaced."""
     view = copied(module)
     # Iterate over a copy: in another thread `transformers` may set attributes on the module.
     for name, value in module.__dict__.copy().items():

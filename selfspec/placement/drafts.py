@@ -70,9 +70,6 @@ class Placement:
         """Return the choice fitted to this placement: streamed weights draft in fewer bits, the others as they are.
 
         A target pass that streams costs a transfer, so drafts may be long.
-
-        Raises:
-            DraftConfigError: the draft needs rounded copies that were not made.
         """
         if asked.draft is None:
             return asked
@@ -137,11 +134,7 @@ class Placement:
 
 
 def format_of(draft: Drafter) -> str | None:
-    """Return the name of the format of the copies that a draft needs; None if it needs none.
-
-    Raises:
-        DraftConfigError: it reads the copies from a file, or their settings are not those of a budget.
-    """
+    """Return the name of the format of the copies that a draft needs; None if it needs none."""
     rounded: list[LowPrecision] = []
 
     def seen(each: Drafter) -> Drafter:

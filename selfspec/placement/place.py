@@ -30,14 +30,7 @@ from selfspec.placement.weight_stream import WeightStream, stream_module
 
 
 def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
-    """Read the weights that stay in memory, and let the other layers stream theirs.
-
-    Returns:
-        The model, with its `Placement`.
-
-    Raises:
-        StorageError: the disk does not give the weights.
-    """
+    """Read the weights that stay in memory, and let the other layers stream theirs."""
     surveyed.source.prepare()
     made = surveyed.skeleton
     streamed = [module for layer in surveyed.layers[plan.resident :] for module in layer]

@@ -18,11 +18,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_bytes(name: str, size: str | int) -> int:
-    """Return a size in bytes: "6GiB", "500 MB" or a number of bytes.
-
-    Raises:
-        UnsupportedOptionError: it is not a size, has no unit, or is less than a byte; the message names the argument.
-    """
+    """Return a size in bytes: "6GiB", "500 MB" or a number of bytes."""
     if type(size) is int and size > 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -49,12 +45,7 @@ LONGEST = 32
 
 
 def tokens_at_once(context: int, scored_heads: int) -> int:
-    """Return the most tokens of prompts that a pass reads, of all rows together.
-
-    Args:
-        context: tokens that the cache holds.
-        scored_heads: number of heads whose scores attention holds at once.
-    """
+    """Return the most tokens of prompts that a pass reads, of all rows together."""
     return max(1, min(_TOKENS_AT_ONCE, context, _SCORED // (context * max(1, scored_heads))))
 
 
@@ -136,9 +127,6 @@ def plan_memory(
         bandwidth: bandwidth of this machine.
         formats: names of the formats that substitutes may have; empty: nothing drafts.
         beside: format of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
-
-    Raises:
-        UnsupportedOptionError: no plan fits; the message says how much is needed.
     """
     if _total(memory, len(memory.layers), beside) <= budget:
         return _predicted(memory, len(memory.layers), beside, bandwidth)

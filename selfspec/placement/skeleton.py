@@ -103,11 +103,7 @@ class DeferredTensor(Tensor):
         return self._step.nbytes() - self.nbytes
 
     def values(self) -> Tensor:
-        """Read and compute the values.
-
-        Raises:
-            StorageError: the disk does not give the values.
-        """
+        """Read and compute the values."""
         return self._step.values()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -199,9 +195,6 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
     """Make the model of a checkpoint with the loader of `transformers`, without reading its weights.
 
     If `dtype` is None, it is the checkpoint's own.
-
-    Raises:
-        CheckpointError: weights are missing, or of another shape, or the loader refuses.
     """
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(

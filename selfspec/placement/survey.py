@@ -76,11 +76,7 @@ class Survey:
         return cache in self.source.caches and not recurrent_layers(self.skeleton.model.config)
 
     def keeping(self, cache: CacheKind, context: int) -> Survey:
-        """Return the survey with another context, and another way to keep keys and values.
-
-        Raises:
-            UnsupportedOptionError: they cannot be kept in this way.
-        """
+        """Return the survey with another context, and another way to keep keys and values."""
         _check_cache(cache, self.skeleton.model, self.source)
         before = self.memory.process
         memory = _memory(self.skeleton, self.layers, before, context, self.dtype, self.source, cache)
@@ -91,10 +87,6 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
     """Survey a checkpoint in a folder, with room for a context of all rows together.
 
     Weights that can be read later are not read. If `dtype` is None, it is the checkpoint's.
-
-    Raises:
-        CheckpointError: files are missing, truncated or unreadable.
-        UnsupportedModelError: selfspec has no adapter for the architecture.
     """
     config, folder = read_config(name), local_folder(name)
     if folder is None:
@@ -154,10 +146,7 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
 
 
 def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[str, int]:
-    """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by format.
-
-    The largest counts once more for each copy of it while it is laid out and moved to large pages.
-    """
+    """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by format."""
     streamable = {module.name for layer in layers for module in layer}
     kept = [
         _packed_bytes(shapes.values())

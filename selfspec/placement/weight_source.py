@@ -68,11 +68,7 @@ class StoredWeight:
 
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
-    """Return the places of a checkpoint's tensors, by name. Only headers are read.
-
-    Raises:
-        CheckpointError: a file is damaged, or has a dtype that cannot be read here.
-    """
+    """Return the places of a checkpoint's tensors, by name. Only headers are read."""
     found = {}
     for file in files:
         try:
@@ -106,11 +102,7 @@ class ReadBuffer:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def read(self, files: WeightFiles, weight: StoredWeight) -> Tensor:
-        """Read a weight into this memory; the weight read before is overwritten.
-
-        Raises:
-            StorageError: the disk does not give the weight.
-        """
+        """Read a weight into this memory; the weight read before is overwritten."""
         first = weight.start - weight.start % _PAGE
         files.read_into(memoryview(self._memory)[: _up(weight.start + weight.nbytes - first)], weight, first)
         read = self._bytes[weight.start - first :][: weight.nbytes]
@@ -132,11 +124,7 @@ class WeightFiles:
             close(opened)
 
     def read_into(self, memory: memoryview, weight: StoredWeight, first: int) -> None:
-        """Fill memory with bytes of the weight's file from `first` on, at least to the weight's end.
-
-        Raises:
-            StorageError: the disk does not give the bytes.
-        """
+        """Fill memory with bytes of the weight's file from `first` on, at least to the weight's end."""
         done, least = 0, weight.start + weight.nbytes - first
         try:
             opened = self._open(weight.file)
@@ -204,20 +192,11 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check_streamed(self, size: int) -> None:
-        """Refuse more bytes of streamed weights than there is room for.
-
-        Raises:
-            UnsupportedOptionError: there is too little room.
-        """
+        """Refuse more bytes of streamed weights than there is room for."""
 
     @abstractmethod
     def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-        """Make `SLOTS` slots that weights are fetched into.
-
-        Raises:
-            UnsupportedOptionError: there is too little memory that a device can copy from.
-            StorageError: the disk does not give the weights.
-        """
+        """Make `SLOTS` slots that weights are fetched into."""
 
 
 class FromDisk(WeightSource):
@@ -312,11 +291,7 @@ def _product_bytes_a_second(weight: Tensor) -> float:
 
 
 def source_for(device: torch.device) -> WeightSource:
-    """Return the source of streamed weights for a device.
-
-    Raises:
-        UnsupportedOptionError: weights cannot be streamed to a device of this kind.
-    """
+    """Return the source of streamed weights for a device."""
     if device.type == "cpu":
         return FromDisk()
     if device.type == "cuda":
@@ -359,12 +334,7 @@ _ALIGNED = 256
 def host_slots(
     weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
 ) -> list[Slot]:
-    """Read weights into memory of the host in the model's dtype, and make slots on a device to copy them to.
-
-    Raises:
-        UnsupportedOptionError: there is too little memory that a device can copy from.
-        StorageError: the disk does not give the weights.
-    """
+    """Read weights into memory of the host in the model's dtype, and make slots on a device to copy them to."""
     kept = _HostWeights(weights, dtype, files, copies)
     size = max(weight.nbytes for weight in kept.weights)
     return [_DeviceSlot(kept, copies, size) for _ in range(count)]

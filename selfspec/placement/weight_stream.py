@@ -29,11 +29,7 @@ class DeviceCopies(ABC):
 
     @abstractmethod
     def host_memory(self, size: int) -> Tensor:
-        """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`.
-
-        Raises:
-            UnsupportedOptionError: there is too little memory.
-        """
+        """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`."""
 
     @abstractmethod
     def release(self, memory: Tensor) -> None:
@@ -169,11 +165,7 @@ class Slot(ABC):
 
     @abstractmethod
     def arrived(self) -> Tensor:
-        """Return the weight, ready for later computations.
-
-        Raises:
-            StorageError: the weight cannot be read.
-        """
+        """Return the weight, ready for later computations."""
 
     @abstractmethod
     def used(self) -> None:
@@ -206,11 +198,7 @@ class WeightStream:
 
     @contextmanager
     def lend(self, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Lend weights, by number, while a module uses them.
-
-        Raises:
-            StorageError: the weights cannot be read.
-        """
+        """Lend weights, by number, while a module uses them."""
         self._take_turn()
         try:
             yield self._lent_weights(numbers)
@@ -290,11 +278,7 @@ def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int
 
 
 def check_in_memory(model: nn.Module, what: str) -> None:
-    """Refuse an operation that needs all weights of a model in memory.
-
-    Raises:
-        UnsupportedModelError: some weights are streamed.
-    """
+    """Refuse an operation that needs all weights of a model in memory."""
     if any(map(is_streamed, model.modules())):
         raise UnsupportedModelError(
             f"{type(model).__name__} streams its weights, so it cannot be {what}; load it whole with from_pretrained"
