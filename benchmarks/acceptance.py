@@ -1,4 +1,4 @@
-"""How often the target would accept what drafts propose on held-out text: 1 - TV(p, q), and top-1 agreement.
+"""Measure how often the target would accept drafts on held-out text: 1 - TV(p, q), and top-1 agreement.
 
     python benchmarks/acceptance.py MODEL... --draft int8 --draft int4 --texts heldout.jsonl
     python benchmarks/acceptance.py MODEL --draft exit:2 --draft head:FOLDER@2 --texts 'heldout.jsonl#kind=code'

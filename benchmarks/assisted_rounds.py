@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 @dataclass(frozen=True)
 class AssistedRound:
-    """One round: tokens drafted, and how many of them were accepted."""
+    """One round: tokens drafted, and tokens accepted."""
 
     drafted: int
     accepted: int
@@ -21,7 +21,7 @@ class AssistedRound:
 
 @dataclass(frozen=True)
 class AssistedText:
-    """What assisted generation gave.
+    """Result of assisted generation.
 
     Attributes:
         ids: prompt and text, `[1, tokens]`.

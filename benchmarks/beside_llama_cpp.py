@@ -36,7 +36,7 @@ _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one call gave.
+    """Result of one call.
 
     Attributes:
         text: new token ids.
@@ -48,12 +48,12 @@ class Decoded:
 
 
 Decode = Callable[[list[int], float, int], Decoded]
-"""Of a prompt, a temperature (0: greedy) and a seed."""
+"""Decodes a prompt, at a temperature (0: greedy) and with a seed."""
 
 
 @dataclass
 class Arm:
-    """One way to decode.
+    """A way to decode.
 
     Attributes:
         decode: does it.

@@ -45,7 +45,7 @@ Texts = Sequence[Tensor]
 
 
 class Length(FixedLength):
-    """The same draft length in every round, of rows that may depend on each other."""
+    """Keeps the same draft length in every round; rows may depend on each other."""
 
     def begin(self, costs: CostsByRows) -> Controller:
         # Priced as they are counted here.
@@ -54,7 +54,7 @@ class Length(FixedLength):
 
 @dataclass
 class Read:
-    """What passes have read, in plain steps."""
+    """Counts the weights that passes have read, in plain steps."""
 
     drafts: float = 0.0
     trials: int = 0

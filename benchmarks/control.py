@@ -1,4 +1,4 @@
-"""The default control against every fixed draft length and against plain decoding: short texts, and useless drafts.
+"""Compare the default control with every fixed draft length and plain decoding: short texts, and useless drafts.
 
     python benchmarks/control.py --texts heldout.jsonl --untrained FOLDER --threads 2
 
@@ -42,7 +42,7 @@ _REPEATS = 25
 
 @dataclass(frozen=True)
 class Case:
-    """A draft and texts.
+    """A draft and its texts.
 
     Attributes:
         name: what the tables call it.
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass
 class Arm:
-    """One way to decode, and for each text what it took.
+    """A way to decode, and the cost of each text.
 
     Attributes:
         spec: decodes.
@@ -77,7 +77,7 @@ class Arm:
 
     @property
     def drafted(self) -> float:
-        """Tokens drafted in a round that drafts; 0 where none does."""
+        """Return the tokens drafted in a round that drafts; 0 where none does."""
         drafting = self.rounds.total() - self.rounds[0]
         return sum(length * number for length, number in self.rounds.items()) / max(drafting, 1)
 
@@ -150,7 +150,7 @@ def _measured(case: Case, costs: MeasuredCosts, options: argparse.Namespace) -> 
 
 
 def _cost(costs: MeasuredCosts, exit_layer: int, length: int) -> float:
-    """Plain steps of a round."""
+    """Return the plain steps of a round."""
     return 1.0 if length == 0 else costs.of(f"exit:{exit_layer}").of_round(length, length)
 
 

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def decoded(spec: selfspec.SelfSpeculative, job: dict[str, Any]) -> dict[str, Any]:
-    """What a job gave and took.
+    """Return the result of a job and its time.
 
     Args:
         spec: decodes.
@@ -59,7 +59,7 @@ def decoded(spec: selfspec.SelfSpeculative, job: dict[str, Any]) -> dict[str, An
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far, by Linux; 0 elsewhere."""
+    """Return the most memory that this process has held so far, by Linux; 0 elsewhere."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     return 1024 * int(found[1]) if found else 0

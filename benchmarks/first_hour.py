@@ -1,4 +1,4 @@
-"""What a new user types in the first hour, by a stop-watch: a clean clone, a fresh environment, empty caches.
+"""Time a new user's first hour: a clean clone, a fresh environment, empty caches.
 
     python benchmarks/first_hour.py MODEL
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _fresh(clone: Path, caches: Path) -> dict[str, str]:
-    """That of a shell in which nothing was ever run, the clone's environment activated."""
+    """Return the environment of a fresh shell with the clone's environment activated."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "OMP"))}
     fresh = {"XDG_CACHE_HOME": caches, "TORCH_EXTENSIONS_DIR": caches / "extensions", "HF_HOME": caches / "hub"}
     return (
@@ -78,7 +78,7 @@ def _fresh(clone: Path, caches: Path) -> dict[str, str]:
 
 
 def _ran(command: str, clone: Path, shell: Mapping[str, str]) -> dict[str, float]:
-    """Seconds until a command had written its first line, if it wrote any, and until its end."""
+    """Return the seconds until a command had written its first line, if it wrote any, and until its end."""
     started, times = time.perf_counter(), {}
     with _started(command, clone, shell) as process:
         assert process.stdout is not None
@@ -91,7 +91,7 @@ def _ran(command: str, clone: Path, shell: Mapping[str, str]) -> dict[str, float
 
 
 def _served(command: str, clone: Path, shell: Mapping[str, str]) -> dict[str, float]:
-    """Seconds until a server had answered a request."""
+    """Return the seconds until a server had answered a request."""
     started = time.perf_counter()
     with _started(command, clone, shell) as server:
         while not _answers():

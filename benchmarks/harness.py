@@ -1,4 +1,4 @@
-"""What benchmarks share: where results are kept, timing, and workers in processes of their own."""
+"""Shared by benchmarks: the place of results, timing, and workers in processes of their own."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Decoder:
         self._context = llama_cpp.llama_init_from_model(self._model, options)
 
     def decoded(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What a job gave and took.
+        """Return the result of a job and its time.
 
         Args:
             job: `ids` of a prompt; `tokens`, how many to add; `temperature`, 0 for greedy text; `seed`. Or `encode`, a

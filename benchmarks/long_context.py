@@ -117,7 +117,7 @@ def _behind(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> di
 
 @dataclass(frozen=True)
 class WentOn:
-    """What one call wrote.
+    """Text of one call.
 
     Attributes:
         text: new token ids.

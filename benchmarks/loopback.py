@@ -30,7 +30,7 @@ class ServerProcess:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def metrics(self) -> dict[str, float]:
-        """The values of /metrics, by name without labels."""
+        """Return the values of /metrics, by name without labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
             lines = [line for line in reply.read().decode().splitlines() if line and not line.startswith("#")]
         return {line.split("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
@@ -46,7 +46,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
+    """Return a port of the loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -95,7 +95,7 @@ def serving(
 
 @dataclass
 class Answer:
-    """What came back of one request.
+    """Answer to one request.
 
     Attributes:
         status: of HTTP; 0: the connection broke before there was one.

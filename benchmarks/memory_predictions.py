@@ -1,4 +1,4 @@
-"""What to expect of models that do not fit, by the plan of `selfspec.load` and stated bandwidths. Nothing is measured.
+"""Predict speeds of models that do not fit, by the plan of `selfspec.load` and stated bandwidths; measure nothing.
 
     python benchmarks/memory_predictions.py
 
@@ -57,7 +57,7 @@ def models() -> dict[str, PreTrainedConfig]:
 
 
 def table(machine: Machine) -> str:
-    """What to expect of a machine, as Markdown: a row for each model, a column for each budget."""
+    """Return predictions for a machine, as Markdown: a row for each model, a column for each budget."""
     lines = ["| bfloat16 | " + " | ".join(BUDGETS) + " |", "|---" * (1 + len(BUDGETS)) + "|"]
     for name, config in models().items():
         memory = memory_of(config, torch.bfloat16, CONTEXT, machine.process)

@@ -1,4 +1,4 @@
-"""How often an exported draft is accepted: by selfspec without the export, by `transformers`, and by vLLM.
+"""Measure how often an exported draft is accepted: by selfspec without the export, by `transformers`, and by vLLM.
 
     python benchmarks/other_engines.py MODEL --draft exit:8 --texts 'heldout.jsonl#kind=code' --vllm PYTHON
 
@@ -33,7 +33,7 @@ from selfspec.tools.export.exported import export_checkpoint
 
 @dataclass(frozen=True)
 class Count:
-    """What became of drafts over all texts.
+    """Counts of drafts over all texts.
 
     Attributes:
         rounds: passes of the target with a draft.

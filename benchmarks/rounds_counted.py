@@ -1,4 +1,4 @@
-"""How often a round waits for a device, what it launches and what it copies: counted without one.
+"""Count the waits, launches and copies of a round on a device, without one.
 
     python benchmarks/rounds_counted.py after --to benchmarks/results/rounds_counted.json
 

@@ -69,7 +69,7 @@ class Server:
         return self.ask("/v1/chat/completions", messages=messages or _HELLO, **body)
 
     def said(self, messages: Any = None, **body: Any) -> str:
-        """The text of an answer."""
+        """Return the text of an answer."""
         return str(self.chat(messages, **body)["choices"][0]["message"]["content"])
 
     def complete(self, **body: Any) -> Any:
@@ -186,7 +186,7 @@ _REFUSALS: dict[str, Callable[[Server], Any]] = {
 
 
 def feature(server: Server, works: Callable[[Server], bool]) -> str:
-    """What became of the requests for one."""
+    """Return the results of requests for one feature."""
     try:
         return "yes" if works(server) else "ignored"
     except RefusedError as error:
@@ -200,7 +200,7 @@ def feature(server: Server, works: Callable[[Server], bool]) -> str:
 
 
 def refusal(server: Server, sends: Callable[[Server], Any]) -> str:
-    """What became of a request that cannot be honoured."""
+    """Return the result of a request that cannot be honoured."""
     try:
         sends(server)
         return "ignored"

@@ -74,7 +74,7 @@ _HEAVY = _fitting({"type": "string", "pattern": "([a-z]{1,60}[0-9]{1,60}){1,40}"
 
 @dataclass(frozen=True)
 class Job:
-    """A request and what its answer has to be."""
+    """A request and its expected answer."""
 
     body: dict[str, Any] | bytes
     expected: str | None = None
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What kind of client sends it."""
+        """Kind of the client that sends it."""
         if self.expected is None:
             return "heavy" if self.body is _HEAVY else "bad"
         return "whole" if self.leave_after is None else "leaves"
@@ -115,7 +115,7 @@ def jobs(prompts: Sequence[str], texts: dict[tuple[int, int, int | None], str], 
 def expected_texts(
     place: str, draft: str, prompts: Sequence[str], threads: int
 ) -> dict[tuple[int, int, int | None], str]:
-    """What `spec.generate` writes, by prompt, length and seed."""
+    """Return the texts of `spec.generate`, by prompt, length and seed."""
     torch.set_num_threads(threads)
     checkpoint = load_checkpoint(place, "float32", "cpu")
     spec = selfspec.wrap(bare(checkpoint.model), draft)
@@ -137,7 +137,7 @@ def expected_texts(
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """Counts the outcomes of requests."""
 
     right: int = 0
     wrong: int = 0
@@ -152,7 +152,7 @@ class Tally:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The counts, and when first tokens came."""
+        """Return the counts, and when first tokens came."""
         found = {name: value for name, value in vars(self).items() if name != "first_tokens"}
         if len(self.first_tokens) > 1:
             cuts = statistics.quantiles(self.first_tokens, n=20)
@@ -228,7 +228,7 @@ async def watched(server: ServerProcess, work: Sequence[Job], clients: int, tall
 
 
 async def first_token(port: int) -> float:
-    """Seconds until the first token of a short answer."""
+    """Return the seconds until the first token of a short answer."""
     answer = await ask(
         port, _PATH, {"model": "m", "prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
     )

@@ -38,7 +38,7 @@ _MAY_GROW = {"memory", "repeats", "arms"}
 
 @dataclass(frozen=True)
 class Call:
-    """What one process gave.
+    """Result of one process.
 
     Attributes:
         text: new tokens.

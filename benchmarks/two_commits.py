@@ -1,4 +1,4 @@
-"""Whether a change made decoding faster or slower: an older commit and this tree decode in turns.
+"""Tell whether a change made decoding faster or slower: an older commit and this tree decode in turns.
 
     python benchmarks/two_commits.py COMMIT --threads 2
 
@@ -46,7 +46,7 @@ _MEASURED |= {"verifying passes/s": ("rounds", "verify seconds"), "tokens a row'
 
 @dataclass
 class Case:
-    """A way to decode, and what each turn of it gave: `draft` and `length` (0: the default control) as in `wrap`."""
+    """A way to decode, and the results of its turns: `draft` and `length` (0: the default control) as in `wrap`."""
 
     draft: str
     length: int
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def equal(self) -> bool:
-        """Whether both trees gave the same texts."""
+        """Return whether both trees gave the same texts."""
         return all(old["text"] == new["text"] for old, new in zip(self.turns[_OLD], self.turns[_NEW], strict=True))
 
     def result(self) -> dict[str, Any]:

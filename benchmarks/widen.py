@@ -160,7 +160,7 @@ def padding_chance(wide: LlamaForCausalLM, small: LlamaForCausalLM, prompt: Tens
 
 
 def widened_config(small: LlamaConfig, size: Size) -> LlamaConfig:
-    """The configuration of a widened model. Errors are those of `widened`."""
+    """Return the configuration of a widened model; errors are those of `widened`."""
     group = small.num_attention_heads // small.num_key_value_heads
     wants = {
         "hidden": (size.hidden, small.hidden_size),

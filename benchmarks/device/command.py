@@ -1,4 +1,4 @@
-"""The command line: which stages run, where, and where their results go."""
+"""The command line: chooses stages, device and the folder of results."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _measured(case: Case, around: dict[str, Any]) -> CaseRecord:
 
 
 def _is_alive(device: torch.device) -> bool:
-    """Whether the device still works for this process; after some errors it does not until the process ends."""
+    """Return whether the device still works; after some errors it does not until the process ends."""
     try:
         return torch.zeros(1, device=device).item() == 0
     except RuntimeError:

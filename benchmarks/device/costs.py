@@ -24,7 +24,7 @@ _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What one case measures."""
+    """Settings of one case."""
 
     runtime: RuntimeName
     draft: str
@@ -38,7 +38,7 @@ class _Wanted:
 
 
 def cost_cases(shape: str, bench: Bench) -> Iterator[Case]:
-    """Each runtime with an exit at a quarter of the depth and with fewer bits."""
+    """Return cases of each runtime, with an exit at a quarter of the depth and with fewer bits."""
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
     context, longer = (16, 24) if bench.miniature else (512, 4096)
 
@@ -82,7 +82,7 @@ def _measured(shape: str, bench: Bench, wanted: _Wanted) -> Rows:
 
 
 def _programs(base: SelfSpeculative) -> dict[str, Figure]:
-    """How many kinds of passes programs ran; a figure without them would be the stock modules'."""
+    """Return how many kinds of passes programs ran; a figure without them would be the stock modules'."""
     if base.runtime.after is None:
         return {}
     refused = Counter(base.programs.refusals.values())

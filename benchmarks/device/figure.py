@@ -10,7 +10,7 @@ from selfspec.errors import DraftConfigError, UnsupportedModelError, Unsupported
 from selfspec.measure.estimate import Estimate
 
 REFUSALS = (DraftConfigError, UnsupportedModelError, UnsupportedOptionError)
-"""What selfspec raises where a device, or a model on it, lacks what is asked for; the message names it."""
+"""Errors of selfspec where a device, or a model on it, lacks something; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Figure:
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: str) -> Figure:
-        """The median of some samples, at least one, with its interval."""
+        """Return the median of some samples, at least one, with its interval."""
         estimate = Estimate.of_median(samples)
         return cls(estimate.value, unit, estimate.low, estimate.high, tuple(samples))
 
@@ -54,7 +54,7 @@ class Figure:
 
     @classmethod
     def number(cls, value: float | None, unit: str = "", lacking: str = "it is not known here") -> Figure:
-        """A count, or a mean; what is lacking where there is none."""
+        """Return a count or a mean; without one, what is lacking."""
         if value is None or not math.isfinite(value):
             return cls(cannot=lacking)
         return cls(value, unit)
@@ -73,11 +73,11 @@ class Figure:
 
 
 Rows = Mapping[str, Mapping[str, Figure]]
-"""What a case found: figures by name, in rows by name. The name of a case's only row may be empty."""
+"""Results of a case: figures by name, in rows by name. The name of a case's only row may be empty."""
 
 
 def lacking(error: Exception) -> Figure:
-    """The figure that was refused, or that failed, with this error."""
+    """Return the figure that was refused, or that failed, with this error."""
     words = " ".join(str(error).split())
     if isinstance(error, REFUSALS):
         return Figure(cannot=words)

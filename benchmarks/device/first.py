@@ -1,4 +1,4 @@
-"""Whether all is well: drafts give the text of plain decoding, rounds wait once, and kernels in Triton are trusted."""
+"""Check the basics: drafts give the text of plain decoding, rounds wait once, and kernels in Triton are trusted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def first_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
-    """What a draft writes, and what is said of kernels meanwhile."""
+    """Return the text of a draft, and messages about kernels meanwhile."""
     heard, logger = _Heard(), logging.getLogger(trial.__name__)
     logger.addHandler(heard)
     try:
@@ -59,7 +59,7 @@ def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
 
 
 def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Figure]:
-    """What a draft writes with the small trained model in float32, and how often a round waits."""
+    """Return the text of a draft with the small trained model in float32, and the waits of a round."""
     checkpoint = bench.models.small("float32")
     model, (draft, length) = bare(checkpoint.model), _DRAFTS[name]
     context, tokens, rounds = (8, 12, 2) if bench.miniature else (_PROMPT, _TOKENS, _ROUNDS)

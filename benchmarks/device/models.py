@@ -82,24 +82,24 @@ class Models:
         self._held: tuple[str, Any] = ("", None)
 
     def config(self, shape: str) -> LlamaConfig:
-        """The configuration of a shape."""
+        """Return the configuration of a shape."""
         small = {**_SMALL, "num_hidden_layers": _LAYERS[shape]} if self._miniature else {}
         return LlamaConfig(**{**SHAPES[shape], **small})
 
     def random(self, shape: str) -> PreTrainedModel:
-        """A model of a shape with random weights, always the same on one device."""
+        """Return a model of a shape with random weights, always the same on one device."""
         return self._kept(f"random {shape}", lambda: self._drawn(shape))
 
     def small(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Checkpoint:
-        """The small trained model."""
+        """Return the small trained model."""
         return self._kept(f"small {dtype}", lambda: self._loaded(dtype))
 
     def trained(self, shape: str) -> Checkpoint:
-        """A model of about a shape that says what the small trained one says, up to rounding."""
+        """Return a model of about a shape that computes what the small trained one does, up to rounding."""
         return self._kept(f"trained {shape}", lambda: self._widened(shape))
 
     def exit_layer(self, shape: str, share: float) -> int:
-        """The exit of a trained model that has so large a share of the small model's layers before it."""
+        """Return the exit of a trained model behind this share of the small model's layers."""
         own: int = self._small_config.num_hidden_layers
         return places(own, self.size(shape).layers)[max(1, round(share * own)) - 1] + 1
 
@@ -128,7 +128,7 @@ class Models:
         return Checkpoint(widened(small.model, self.size(shape)), small.tokenizer)
 
     def size(self, shape: str) -> Size:
-        """What a trained model is widened to."""
+        """Return the size that a trained model is widened to."""
         if not self._miniature:
             return SIZES[shape]
         small = self._small_config

@@ -1,4 +1,4 @@
-"""The pieces of a pass by themselves: products in fewer bits, attention of blocks, and over lengths that are new."""
+"""Time the pieces of a pass: products in fewer bits, attention of blocks, and over lengths that are new."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _layers(bench: Bench, rounded: Packed, kind: type[PackedLinear]) -> list[tor
 
 @torch.inference_mode()
 def _timed(bench: Bench, product: Callable[..., Tensor], weights: list[Tensor] | list[torch.nn.Module]) -> Figure:
-    """One product, launched with the others of a graph where there are such, as a pass launches it."""
+    """Time one product, launched with the others of a graph where there are such, as a pass launches it."""
     timer = Timer(time.perf_counter, bench.device)
 
     def all_of_them() -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def _by_triton(bench: Bench, queries: Tensor, mask: Tensor, caches: Tensor) -> F
 
 @torch.inference_mode()
 def _attention(bench: Bench) -> Rows:
-    """Each length once: what is measured is what the first pass over it takes."""
+    """Time each length once: its first pass is what is measured."""
     timer = Timer(time.perf_counter, bench.device)
     query = torch.randn(1, _HEADS, _TOKENS, _HEAD_DIM, device=bench.device, dtype=DTYPE)
 

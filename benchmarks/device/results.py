@@ -1,4 +1,4 @@
-"""The files of a stage: what its cases found, saved as each ends, so that a stage that was killed goes on."""
+"""Results of the cases of a stage, saved as each ends, so that a stage that was killed goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDY = "remove it, or name another folder with --to"
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be the same for the cases of a stage to stand in one table.
+    """Conditions that the cases of one table share.
 
     Attributes:
         device: as on the command line.
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """What is kept of a case.
+    """Record of a case.
 
     Attributes:
         seconds: that it took.
@@ -55,19 +55,19 @@ class CaseRecord:
 
     @property
     def all_figures(self) -> list[Figure]:
-        """All there is of it, reasons included."""
+        """All figures of the case, reasons included."""
         own = [] if self.reason is None else [self.reason]
         return [*own, *(figure for row in self.rows.values() for figure in row.values())]
 
     @property
     def failed(self) -> bool:
-        """Whether some of it should have been measured and was not."""
+        """True if something should have been measured and was not."""
         return any(figure.failed is not None for figure in self.all_figures)
 
 
 @dataclass
 class StageRecord:
-    """What is kept of a stage.
+    """Record of a stage.
 
     Attributes:
         stage: its name.
@@ -97,7 +97,7 @@ class StageFile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return self._complete.exists()
 
     def read(self, settings: Settings) -> StageRecord:
@@ -131,7 +131,7 @@ class StageFile:
 
 
 def read_all(folder: Path, names: list[str]) -> Mapping[str, StageRecord]:
-    """The stages that have results, complete or not, by name in the order given.
+    """Return the stages that have results, complete or not, by name in the order given.
 
     Raises:
         StorageError: a file is unreadable.

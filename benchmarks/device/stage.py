@@ -1,4 +1,4 @@
-"""What a stage is: a function that names its cases, each to be measured by itself."""
+"""A stage: a function that names its cases, each measured by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from device.models import Models
 
 @dataclass(frozen=True)
 class Bench:
-    """What all stages work on.
+    """Device and models of all stages.
 
     Attributes:
         device: where models run.
@@ -27,7 +27,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured and kept as one.
+    """A measurement that is kept as one.
 
     Attributes:
         name: no other case of the stage has it.

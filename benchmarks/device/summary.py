@@ -14,7 +14,7 @@ _MOST_PLACES = 3
 
 
 def summary(stages: Sequence[Stage], records: Mapping[str, StageRecord]) -> str:
-    """A page: what it ran on, a table for each stage, and what did not work.
+    """Return a page: what it ran on, a table for each stage, and what did not work.
 
     Args:
         stages: all there are.
@@ -60,7 +60,7 @@ def _table(record: StageRecord) -> Iterator[str]:
 
 
 def _reasons(records: Mapping[str, StageRecord]) -> Iterator[str]:
-    """Each reason once for a stage, with the first places that have it; failures first."""
+    """Return each reason once for a stage, with the first places that have it; failures first."""
     places: dict[tuple[bool, str, str], list[str]] = {}
     for stage, record in records.items():
         for case, found in record.cases.items():

@@ -1,4 +1,4 @@
-"""How often a round waits for the device, and how long it takes."""
+"""Count the waits of a round for the device, and time it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WAITS = "called a synchronizing CUDA operation"
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What one case counts: `length` is None for the default control."""
+    """Settings of one case: `length` is None for the default control."""
 
     runtime: RuntimeName
     draft: str
