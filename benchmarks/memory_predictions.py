@@ -70,7 +70,7 @@ def table(machine: Machine) -> str:
 def _cell(memory: Memory, budget: int, bandwidth: Bandwidth) -> str:
     depth = len(memory.layers) - 1
     try:
-        plan = plan_memory(memory, budget, bandwidth, (8, 4))
+        plan = plan_memory(memory, budget, bandwidth, ("int8", "int4"))
     except UnsupportedOptionError as error:
         least = str(error).partition("at least ")[2].partition(" (")[0]
         try:
@@ -80,7 +80,7 @@ def _cell(memory: Memory, budget: int, bandwidth: Bandwidth) -> str:
         return f"{plain.resident} of {depth} layers, no drafts: {plain.plain:.2f}; drafts from {least}"
     if plan.drafting is None:
         return f"all stays: {plan.plain:.1f}"
-    return f"{plan.resident} of {depth} layers, int{plan.bits}: {plan.plain:.2f}, **{plan.drafting:.1f}**"
+    return f"{plan.resident} of {depth} layers, {plan.format}: {plan.plain:.2f}, **{plan.drafting:.1f}**"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -112,8 +112,13 @@ def _fitted(value: Any, kind: Any, place: str) -> Any:
         _check(value in arguments and type(value) in map(type, arguments), " or ".join(map(repr, arguments)), place)
         return value
     if origin in (Union, UnionType):
-        (some,) = (each for each in arguments if each is not NoneType)
-        return None if value is None else _fitted(value, some, place)
+        if value is None and NoneType in arguments:
+            return None
+        *others, last = (each for each in arguments if each is not NoneType)
+        for each in others:
+            with suppress(ValueError):
+                return _fitted(value, each, place)
+        return _fitted(value, last, place)
     if origin in (list, tuple):
         _check(isinstance(value, list), "an array", place)
         alike = origin is list or arguments[1:] == (...,)
