@@ -171,6 +171,40 @@ def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tup
             break
 
 
+def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[TokenPath, float]:
+    """Return the probability of each token of weighted continuations after the tokens before it, by its count.
+
+    Unseen tokens have a share by the number of distinct tokens seen (Witten and Bell, 1991, method C).
+    """
+    counts: dict[TokenPath, float] = {(): 0.0}
+    kinds: dict[TokenPath, int] = {}
+    for weight, tokens in continuations:
+        counts[()] += weight
+        for length in range(1, len(tokens) + 1):
+            path = tuple(tokens[:length])
+            if path not in counts:
+                counts[path] = 0.0
+                kinds[path[:-1]] = kinds.get(path[:-1], 0) + 1
+            counts[path] += weight
+    return {path: count / (counts[path[:-1]] + kinds[path[:-1]]) for path, count in counts.items() if path}
+
+
+class TextMemory(DraftMemory):
+    """Keeps the latest texts that fit into its bytes, with `NONE` after each. A search reads through all of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes // 4
+        self.tokens: Tokens = np.empty(0, dtype=np.int32)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text, and drop the oldest tokens that no longer fit."""
+        if not self._most:
+            return
+        # Those who hold the array see no change: adding makes a new one.
+        kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
+        self.tokens = kept[max(len(kept) - self._most, 0) :]
+
+
 _ABOUT = "corpus"
 _REWRITE = "write it again: selfspec index"
 LONGEST = 16
@@ -230,40 +264,6 @@ def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: V
     parts_of_it = {"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}
     write_described(Path(file), _ABOUT, asdict(_About(2, vocabulary)), parts_of_it)
     return len(tokens) - len(parts) // 2
-
-
-def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[TokenPath, float]:
-    """Return the probability of each token of weighted continuations after the tokens before it, by its count.
-
-    Unseen tokens have a share by the number of distinct tokens seen (Witten and Bell, 1991, method C).
-    """
-    counts: dict[TokenPath, float] = {(): 0.0}
-    kinds: dict[TokenPath, int] = {}
-    for weight, tokens in continuations:
-        counts[()] += weight
-        for length in range(1, len(tokens) + 1):
-            path = tuple(tokens[:length])
-            if path not in counts:
-                counts[path] = 0.0
-                kinds[path[:-1]] = kinds.get(path[:-1], 0) + 1
-            counts[path] += weight
-    return {path: count / (counts[path[:-1]] + kinds[path[:-1]]) for path, count in counts.items() if path}
-
-
-class TextMemory(DraftMemory):
-    """Keeps the latest texts that fit into its bytes, with `NONE` after each. A search reads through all of them."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._most = nbytes // 4
-        self.tokens: Tokens = np.empty(0, dtype=np.int32)
-
-    def add(self, text: Sequence[int]) -> None:
-        """Add a text, and drop the oldest tokens that no longer fit."""
-        if not self._most:
-            return
-        # Those who hold the array see no change: adding makes a new one.
-        kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
-        self.tokens = kept[max(len(kept) - self._most, 0) :]
 
 
 class SortedCorpus:

@@ -18,7 +18,7 @@ from helpers.proving import ticking
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.auto import uncalibrated_draft
-from selfspec.draft.registry import draft_name, parse_draft
+from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
@@ -430,11 +430,6 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
     assert eight == pytest.approx(0.25, abs=0.02)
     assert four == pytest.approx(0.125, abs=0.02)
     assert selfspec.drafts.LowPrecision(exit=2).cost(model, adapter) < eight
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "int4+exit:3", "lookup+int8", "lookup+int4+exit:2"])
-def test_names(name: str) -> None:
-    assert draft_name(parse_draft(name)) == name
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,12 @@ def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
 
 
 NAMES = """
-exit:4 int8 int4+exit:20 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4 skip:attn=3,5;mlp=4;layers=7,8,9 clasp:2
-del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup recycle+exit:2 lookup+recycle+int8
-lookup+suffix+recycle+int8+exit:3 union:suffix+recycle union:lookup+recycle+exit:4 lookup+union:suffix+int8
-union:exit:4+suffix experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8 experts:1+int8+kv4 int8+kv4
-exit:4+kv8 lookup+int8+kv4 int8+window:512+kv4 int8+window:512 exit:4+window:64 lookup+int8+window:128 int8+top:512
-exit:4+top:256 lookup+int8+top:128 int8+kv4+top:512 none
+exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4
+skip:attn=3,5;mlp=4;layers=7,8,9 clasp:2 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
+recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3 union:suffix+recycle union:lookup+recycle+exit:4
+lookup+union:suffix+int8 union:exit:4+suffix experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
+experts:1+int8+kv4 int8+kv4 exit:4+kv8 lookup+int8+kv4 int8+window:512+kv4 int8+window:512 exit:4+window:64
+lookup+int8+window:128 int8+top:512 exit:4+top:256 lookup+int8+top:128 int8+kv4+top:512 none
 """
 
 
