@@ -23,9 +23,9 @@ from transformers.utils import logging
 
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
-from selfspec.environment import environment
 from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
 from selfspec.measure.embedded import model_place
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
 from selfspec.model.checkpoint import load_checkpoint

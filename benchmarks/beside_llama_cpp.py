@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
 import selfspec
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.gguf_file import write_gguf

@@ -32,9 +32,9 @@ from selfspec.draft.draft import Budget
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.path_choice import Trial
 from selfspec.draft.registry import draft_name
-from selfspec.environment import environment
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.embedded import model_place
+from selfspec.measure.environment import environment
 from selfspec.measure.own_text import Continuation, own_text
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint

@@ -17,7 +17,7 @@ from harness import keep, seconds_of
 from rich.progress import track
 from torch import nn
 
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 from selfspec.runtime.few_rows import for_few_rows
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))

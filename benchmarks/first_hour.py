@@ -23,7 +23,7 @@ import torch
 from harness import HERE, keep
 from rich.progress import track
 
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 
 _INSTALL = "pip install -q -c constraints.txt"
 _DEMO = "first text, first comparison"

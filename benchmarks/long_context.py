@@ -25,12 +25,12 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 import selfspec
-from selfspec.environment import environment
 from selfspec.measure.embedded import model_place
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.timing import peak_memory
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.process_memory import resident_bytes
+from selfspec.process import resident_bytes
 
 _PLAIN = "plain"
 

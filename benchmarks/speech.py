@@ -33,7 +33,7 @@ from scipy.signal import resample_poly
 from transformers import AutoProcessor, PreTrainedModel, WhisperForConditionalGeneration
 
 import selfspec
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 
 TEXTS = HERE / "prompts" / "spoken.jsonl"
 RATE = 16_000

@@ -27,7 +27,7 @@ import torch
 from harness import HERE, RESULTS, equal_tokens, keep, prompts_of
 from rich.progress import track
 
-from selfspec.environment import commit, environment
+from selfspec.measure.environment import commit, environment
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.placement.plan import parse_bytes, shown_bytes

@@ -33,7 +33,7 @@ from rich.progress import track
 from transformers import AutoTokenizer
 
 from selfspec import demo
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 
 _OLD, _NEW = "old", "new"

@@ -22,7 +22,7 @@ from transformers import (
 
 from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.architecture import Adapter
-from selfspec.arguments import check_kind, check_methods, check_weights, shown
+from selfspec.arguments import check_kind, check_methods, check_weights, checked_path, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsOfReading
@@ -60,7 +60,6 @@ from selfspec.placement.weight_stream import check_in_memory
 from selfspec.recipe import Recipe
 from selfspec.runtime import CudaGraphs, Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.values import checked_path
 
 _OF_THE_MODEL = frozenset(
     {

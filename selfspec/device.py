@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,19 @@ def wait_for(device: torch.device) -> None:
         backend(device).current_stream(device).synchronize()
     elif not on_host(device):
         backend(device).synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device calls itself: the name of its processor."""
+    if not on_host(device):
+        ask = getattr(backend(device), "get_device_name", None)
+        return device.type if ask is None else str(ask(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def random_state_kept() -> AbstractContextManager[None]:
@@ -80,3 +95,27 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._values.cpu()
+
+
+class Timer:
+    """Times work to its end on the device.
+
+    Args:
+        clock: seconds.
+        device: what to wait for.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+
+    def now(self) -> float:
+        """Return the time after all work of the device is done."""
+        wait_for(self._device)
+        return self._clock()
+
+    def of(self, work: Callable[[], object]) -> float:
+        """Return the seconds that a piece of work takes."""
+        began = self.now()
+        work()
+        return self.now() - began

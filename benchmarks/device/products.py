@@ -14,14 +14,13 @@ from device.stage import Bench, Case
 from torch import Tensor
 from torch.nn import functional
 
-from selfspec.device import has_graphs
+from selfspec.device import Timer, has_graphs
 from selfspec.formats.format import formats
 from selfspec.formats.packed import Packed, PackedLinear
 from selfspec.formats.rounding import kernels_of
 from selfspec.kernels.trial import runs_triton
-from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.cuda_graphs import Recorder
-from selfspec.runtime.timer import Timer
 
 # Of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B: outputs and inputs.
 _SHAPES = ((576, 576), (1536, 576), (2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048), (4096, 4096))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from device.figure import Figure
 
-from selfspec.environment import environment
 from selfspec.errors import StorageError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_json
+from selfspec.measure.environment import environment
 
 _PARTIAL = ".partial.json"
 _REMEDY = "remove it, or name another folder with --to"

@@ -16,11 +16,11 @@ from harness import sampling
 
 from selfspec.api import wrap
 from selfspec.decode.generation import Generation
+from selfspec.device import Timer
 from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.runtime.named import RuntimeName, runtime_named
-from selfspec.runtime.timer import Timer
+from selfspec.runtime import RuntimeName, runtime_named
 
 _LENGTH = 3
 # Texts long enough that programs of every kind are made and proved, and that no round is the last.

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from selfspec.accept.rule import rule
 from selfspec.accept.token_level import TokenLevel
+from selfspec.arguments import is_finite, shown
 from selfspec.draft.draft import Draft
 from selfspec.errors import UnsupportedOptionError
-from selfspec.values import is_finite, shown
 
 
 @rule(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from selfspec.accept.rule import rule
 from selfspec.accept.tree_paths import at_parents, longest_path
+from selfspec.arguments import is_finite, is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 from selfspec.errors import UnsupportedOptionError
-from selfspec.values import is_finite, is_whole, shown
 
 
 @dataclass(frozen=True)

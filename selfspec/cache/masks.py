@@ -16,8 +16,8 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.cursors import OpenBlock
-from selfspec.cache.top_slots import sees as sees_top
 from selfspec.cache.view import Window
+from selfspec.cache.view import sees as sees_top
 
 Pattern = Callable[..., Tensor]
 """Says whether a query sees a key, from row, head and positions: tensors that broadcast against each other."""

@@ -21,13 +21,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from selfspec.cache.cursors import Cursors, OpenBlock
 from selfspec.cache.masks import attention_mask
-from selfspec.cache.recurrent import RecurrentLayer
-from selfspec.cache.rounded_copy import CacheBits, RoundedCopy
-from selfspec.cache.shared_layer import CacheKind, HostLayer, RoundedLayer, SharedLayer
+from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
-from selfspec.cache.top_slots import TopSlots
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import WHOLE, CacheView
+from selfspec.cache.view import WHOLE, CacheBits, CacheView, RoundedCopy, TopSlots
 from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton

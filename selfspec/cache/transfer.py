@@ -16,9 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from selfspec.cache.recurrent import RecurrentLayer, Snapshot
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.shared_layer import SharedLayer
+from selfspec.cache.shared_layer import RecurrentLayer, SharedLayer, Snapshot
 from selfspec.errors import UnsupportedOptionError
 
 # Exact classes only: sliding-window, quantised and static layers hold something else.

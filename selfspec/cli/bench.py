@@ -129,7 +129,7 @@ class Arms:
         from selfspec.control.fixed import control_of
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.runtime.named import RuntimeName, usual_runtime
+        from selfspec.runtime import RuntimeName, usual_runtime
         from selfspec.tools.lab.arms import ASSISTANT, ArmSpec
 
         depth = model.prepare()

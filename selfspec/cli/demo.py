@@ -257,7 +257,7 @@ def _about(spare: SpareCores, device: torch.device) -> str:
     """Say what runs where."""
     import torch
 
-    from selfspec.environment import device_name
+    from selfspec.device import device_name
 
     threads = torch.get_num_threads()
     on_cpu = device.type == "cpu"

@@ -37,7 +37,7 @@ class Diagnosis:
         return "\n".join([*self._lines(), "", *said, *(f"- {each}." for each in self.findings)])
 
     def _lines(self) -> Iterator[str]:
-        from selfspec.environment import versions
+        from selfspec.measure.environment import versions
 
         machine, numbers = self.machine, versions()
         built = "" if self.commit is None else f" (commit {self.commit})"
@@ -67,7 +67,7 @@ def doctor() -> Diagnosis:
     """
     watch = CoreWatch()
     with Console(stderr=True).status("Looking around"):
-        from selfspec.environment import commit
+        from selfspec.measure.environment import commit
         from selfspec.tools.doctor import findings, read_machine, read_packages, time_products
 
         machine, packages = read_machine(watch.read()), read_packages()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 from typer.models import OptionInfo
 
+from selfspec.arguments import Option as Described
 from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.values import Option as Described
 
 if TYPE_CHECKING:
     from selfspec.api import SelfSpeculative

@@ -76,7 +76,7 @@ def print_json(result: Result | None, failure: Failure | None = None) -> None:
     """
     content: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
     if result is not None:
-        from selfspec.environment import versions
+        from selfspec.measure.environment import versions
 
         absent = {each.name for each in fields(result) if each.default is None and getattr(result, each.name) is None}
         content |= {name: value for name, value in asdict(result).items() if name not in absent}

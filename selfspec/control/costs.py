@@ -9,9 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from selfspec.arguments import check_kind
+from selfspec.arguments import check_kind, is_whole
 from selfspec.errors import DraftConfigError
-from selfspec.values import is_whole
 
 # A round that drafts runs a whole target pass, parts computed by the draft included; measured times below that are
 # noise.

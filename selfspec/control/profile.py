@@ -16,19 +16,19 @@ import transformers
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import checked_path
 from selfspec.control import Control, CostAware
 from selfspec.control.controller import MOST_NODES
 from selfspec.control.costs import BatchCosts, Costs, CostsByRows
+from selfspec.device import device_name
 from selfspec.draft import Drafter
 from selfspec.draft.registry import parse_draft
-from selfspec.environment import device_name
 from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_json
 from selfspec.files.writing import write_sealed
 from selfspec.kernels import native
 from selfspec.kernels.native import cache_folder
 from selfspec.model.identity import check_in_memory, fingerprint
-from selfspec.values import checked_path
 from selfspec.version import __version__
 
 

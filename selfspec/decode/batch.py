@@ -23,8 +23,8 @@ from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.features import Point
-from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.request import Draws
 from selfspec.runtime.runner import ModelRunner
 
 

@@ -17,7 +17,7 @@ from selfspec.decode.output import ScoreRecords
 from selfspec.decode.processors import Processing, SequentialProcessing, Suppression, Warping, choice_of
 from selfspec.decode.sequences import Sequences
 from selfspec.decode.stopping import Stopping
-from selfspec.runtime.chain import Choice
+from selfspec.runtime.request import Choice
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, generation
 from selfspec.arguments import check_scores
 from selfspec.decode.sequences import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime.chain import Choice
+from selfspec.runtime.request import Choice
 
 
 class LogitBias(LogitsProcessor):

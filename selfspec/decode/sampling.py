@@ -14,7 +14,7 @@ from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.sequences import Prefixes
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft
-from selfspec.runtime.chain import Choice
+from selfspec.runtime.request import Choice
 
 
 @dataclass(frozen=True)

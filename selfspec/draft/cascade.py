@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from selfspec.arguments import shown
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
 from selfspec.draft.rows_view import RowsView, filled_up, lengths_of
 from selfspec.errors import DraftConfigError
 from selfspec.model.features import Features
 from selfspec.runtime.request import PassResult
-from selfspec.values import shown
 
 
 @dataclass(frozen=True, init=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError, ExitHeadError
@@ -23,7 +24,6 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.values import checked_path
 
 
 @drafter("exit", argument=":E", example="exit:4", help="early exit: the first E layers, then the head")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import drafter, read_number
 from selfspec.errors import DraftConfigError
@@ -19,7 +20,6 @@ from selfspec.files.json_text import read_json
 from selfspec.files.writing import write_sealed
 from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.values import checked_path
 
 MOST_LAYERS = 10_000
 """More layers than any model has; a larger number is a mistake."""

@@ -10,18 +10,16 @@ from typing import ClassVar, get_args
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import shown
 from selfspec.cache.masks import all_layers_slide
-from selfspec.cache.rounded_copy import CacheBits, copied_bytes
-from selfspec.cache.top_slots import CHUNK
-from selfspec.cache.view import CacheView, Window
+from selfspec.cache.view import CHUNK, CacheBits, CacheView, Window, copied_bytes
 from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
 from selfspec.model.summary import cache_summary
-from selfspec.runtime.attention_shares import AttentionShares
-from selfspec.values import shown
+from selfspec.runtime.attention import AttentionShares
 
 LONG = 1024
 """Tokens of a text from which on it may pay to read less than the whole cache."""

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import checked_path, shown
 from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError
@@ -18,7 +19,6 @@ from selfspec.model.experts import experts_of
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.values import checked_path, shown
 
 
 class _WholeNetwork(LayerPathDrafter):

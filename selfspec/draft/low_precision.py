@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.arguments import check_module
+from selfspec.arguments import check_module, checked_path, shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
@@ -30,7 +30,6 @@ from selfspec.model.substitutes import (
     substituted_weights,
     weights_of,
 )
-from selfspec.values import checked_path, shown
 
 # Acceptance rates of siblings by rank that are assumed at first.
 _CHANCES = (0.95, 0.03, 0.01)

@@ -19,6 +19,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget, Draft, Verdict
@@ -31,7 +32,6 @@ from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.registry import find_adapter
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.request import Behind, PassRequest, PassResult
-from selfspec.values import shown
 
 # The most paths of a family, and the most paths whose recorded passes a wrapper keeps.
 FAMILY = 6

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy
 from selfspec.draft.draft import Budget, Draft, Offer, Verdict
@@ -20,7 +21,6 @@ from selfspec.draft.rows_view import RowsView, chains, guesses
 from selfspec.draft.tree_growth import RankChances, best_shape, largest_products
 from selfspec.errors import DraftConfigError
 from selfspec.runtime.request import PassResult
-from selfspec.values import shown
 
 # The match length of all drafts of recycled candidates, which count as one source.
 _CANDIDATES = 1

@@ -13,8 +13,8 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
-from selfspec.runtime.chain import Draws
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.request import Draws
 from selfspec.runtime.runner import ModelRunner
 
 

@@ -17,8 +17,7 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Proposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.runtime.chain import Chain
-from selfspec.runtime.request import PassResult
+from selfspec.runtime.request import Chain, PassResult
 
 Read = Callable[[Tensor, int], Tensor]
 """A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""

@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor, nn
 
-from selfspec.process_memory import free_bytes
+from selfspec.process import free_bytes
 
 _PAGE = 1 << 21
 _MOST_PAGES = 32

@@ -27,6 +27,7 @@ from selfspec.control.costs import Costs
 from selfspec.decode.batch import Batch
 from selfspec.decode.generation import Generation
 from selfspec.decode.loop import verify
+from selfspec.device import Timer
 from selfspec.draft import Budget, Draft, Drafter, Proposer, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
@@ -35,7 +36,6 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare
 from selfspec.runtime import Eager, Native
-from selfspec.runtime.timer import Timer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 LENGTHS = (1, 3, 7)

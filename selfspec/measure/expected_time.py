@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.runtime.timer import Timer
+from selfspec.device import Timer
 
 # Tokens of a timed pass over several, and times that passes are timed while they take less than some seconds.
 _READ, _TIMES, _ENOUGH = 32, 3, 0.5

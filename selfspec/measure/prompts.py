@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.arguments import shown
 from selfspec.decode.prompt import checked_ids
 from selfspec.errors import PromptError
 from selfspec.files.json_text import parse_json
@@ -18,7 +19,6 @@ from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.own_text import own_text
 from selfspec.measure.stock import end_tokens, until_end
 from selfspec.model.checkpoint import Checkpoint
-from selfspec.values import shown
 
 BUILT_IN = "demo"
 """Name of the default workload: beginnings of four Python files."""

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from selfspec.decode.output import Stats
-from selfspec.device import backend, on_host
-from selfspec.process_memory import give_back_free_memory, status_bytes
-from selfspec.runtime.timer import Timer
+from selfspec.device import Timer, backend, on_host
+from selfspec.process import give_back_free_memory, status_bytes
 
 
 @dataclass(frozen=True, order=True)

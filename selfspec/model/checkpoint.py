@@ -29,11 +29,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from selfspec.arguments import shown
 from selfspec.errors import CheckpointError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
 from selfspec.model.registry import adapter_for, auto_class, check_type
-from selfspec.values import shown
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """Dtype of weights and computation; "auto" is the checkpoint's own."""

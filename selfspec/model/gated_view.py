@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from selfspec.architecture import Adapter
-from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import CacheReader
+from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.compat import cache_name
 from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead

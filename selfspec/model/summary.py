@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.architecture import Adapter
-from selfspec.cache.rounded_copy import copied_bytes
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.cache.top_slots import EVERY
+from selfspec.cache.view import EVERY, copied_bytes
 from selfspec.formats.format import Format, formats
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import experts_of, shares_read, widening_by_experts

@@ -23,7 +23,7 @@ from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import CheckpointError, StorageError, UnsupportedOptionError
 from selfspec.placement.plan import SLOTS, Bandwidth, shown_bytes
 from selfspec.placement.weight_stream import CudaCopies, DeviceCopies, HostMemory, Slot
-from selfspec.process_memory import give_large_blocks_back, machine_bytes, resident_bytes
+from selfspec.process import give_large_blocks_back, machine_bytes, resident_bytes
 
 # Direct reads begin and end at multiples of this, in files and in memory.
 _PAGE = 4096

@@ -27,8 +27,7 @@ from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.model.registry import has_encoder
 from selfspec.model.view import is_streamed, view_of, view_running, view_with
-from selfspec.runtime.few_rows import is_plain
-from selfspec.runtime.grouped_queries import asks_for_kernel, runs_stock_kernel, with_kernel
+from selfspec.runtime.few_rows import asks_for_kernel, is_plain, runs_stock_kernel, with_kernel
 from selfspec.runtime.runtime import Eager
 
 _Module = TypeVar("_Module", bound=nn.Module)

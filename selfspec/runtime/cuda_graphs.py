@@ -12,9 +12,9 @@ from torch import Tensor
 from selfspec.cache.cursors import WIDEST_ROUND
 from selfspec.device import backend, has_graphs
 from selfspec.errors import UnsupportedOptionError
+from selfspec.process import ProcessLock
+from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassTensors
-from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
 
 # The most graphs of one kind of pass: it has one for each bucket of slots and each cache.

@@ -1,4 +1,6 @@
-"""Linear layers over a few tokens on a CPU: by the extension if it was built, else with the weight on the left.
+"""Views of a model that compute few tokens fast: linear layers, attention with grouped queries, norms and rotations.
+
+**Linear layers** run by the extension if it was built, else with the weight on the left.
 
 torch computes x W^T for one row as a matrix times a vector, at the speed of memory. More rows are much slower: without
 AVX-512 two to eight rows take 1.4 to 3 times as long, which makes speculation useless; with AVX-512 this begins at more
@@ -6,21 +8,34 @@ rows, and sixteen rows take up to twice as long as with the weight as the left f
 read it once for all rows. The extension of `selfspec.kernels.native` is faster than both, and than torch's product of
 hundreds of rows. Processor, rows and width decide which product runs, by benchmarks/few_rows.py. Weights are not
 copied.
+
+**Attention** reads key heads of grouped queries in place. `transformers` repeats keys and values for all heads of a
+group wherever there is a mask, since some GPU kernels want it so: whole copies of the cache in each layer, for every
+pass over more than one token. The CPU's kernel reads shared heads in place and gives the same bits; on a CUDA device
+one in Triton does, and gives the same up to rounding.
+
+**RMSNorm** runs in one step: as six operations it takes longer than a product. So do **rotary positions**, by Triton.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeGuard
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec.kernels import native
-from selfspec.model.view import runs_as_written, view_of, view_running
+from selfspec.kernels.trial import runs_triton
+from selfspec.model.view import copied, runs_as_written, same_code, view_of, view_running, view_with
 
 Pays = Callable[[int, int], bool]
 """Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
@@ -121,3 +136,233 @@ def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
     if linear.bias is not None:
         product += linear.bias
     return product.view(*shape[:-1], linear.out_features)
+
+
+_NAME = "selfspec_grouped_sdpa"
+
+
+def for_grouped_queries(module: nn.Module) -> nn.Module:
+    """Make a view of a module whose attentions share key heads without copies; the module itself if none do.
+
+    Args:
+        module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
+    """
+    return with_kernel(module, _NAME, _shares_heads)
+
+
+def with_kernel(module: nn.Module, name: str, takes: Callable[[nn.Module], bool]) -> nn.Module:
+    """Make a view of a module whose attentions ask for another kernel; the module itself if none do.
+
+    Args:
+        module: a model, or a part of one. It is neither changed nor copied.
+        name: by which `transformers` knows the kernel.
+        takes: whether an attention that asks its configuration for a kernel is to ask for this one.
+    """
+    return view_of(module, partial(_asking, name, takes, {}))
+
+
+def _asking(
+    name: str,
+    takes: Callable[[nn.Module], bool],
+    configs: dict[int, Any],
+    module: nn.Module,
+    others: Mapping[str, nn.Module],
+) -> nn.Module | None:
+    if not asks_for_kernel(module) or not takes(module):
+        return None
+    if id(module.config) not in configs:
+        config: Any = copy.copy(module.config)
+        config._attn_implementation_internal = name
+        configs[id(module.config)] = config
+    view = view_with(module, others)
+    # Layers that had one configuration have one still.
+    view.__dict__["config"] = configs[id(module.config)]
+    return view
+
+
+def asks_for_kernel(module: nn.Module) -> bool:
+    """Return whether a module is an attention that asks its configuration for a kernel."""
+    code = getattr(written_forward(module), "__code__", asks_for_kernel.__code__)
+    return "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _shares_heads(module: nn.Module) -> bool:
+    groups = getattr(module, "num_key_value_groups", 1)
+    return isinstance(groups, int) and groups > 1 and runs_stock_kernel(module)
+
+
+def written_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of a module's class without decorators, which may accept older names."""
+    forward: Callable[..., Any] = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def runs_stock_kernel(module: nn.Module) -> bool:
+    """Return whether an attention asks for sdpa, with the unchanged code of `transformers` and torch."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        return False
+    kernels = written_forward(module).__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+    product = runs_as_written(functional.scaled_dot_product_attention, functional.__name__)
+    return product and runs_as_written(kernels.get("sdpa"), sdpa_attention_forward.__module__)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `transformers` asks: queries `[batch, heads, tokens, head_dim]`, keys and values with fewer heads."""
+
+    def stock() -> Tensor:
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )[0]
+        return output
+
+    usual = dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
+    if attention_mask is None or not usual:
+        return stock(), None
+    if runs_triton(query.device) and _is_for_inference(query, key, value, attention_mask):
+        from selfspec.kernels.triton_attention import tried_attention
+
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return tried_attention(query, key, value, attention_mask, scale, stock=stock), None
+    if query.device.type != "cpu" or query.shape[2] == 1:
+        return stock(), None
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _is_for_inference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether attention is over few tokens, needs no gradient, and has one dtype for all inputs."""
+    from selfspec.kernels.triton_attention import MOST_OFF, MOST_TOKENS
+
+    alike = query.dtype in MOST_OFF and query.dtype == key.dtype == value.dtype
+    free = not query.requires_grad and not torch.is_autocast_enabled(query.device.type)
+    return alike and free and query.shape[2] <= MOST_TOKENS and mask.dim() == 4
+
+
+_UNUSUAL = ("position_bias", "cache", "softcap")
+AttentionInterface.register(_NAME, _attend)
+
+
+def for_norms(module: nn.Module) -> nn.Module:
+    """Make a view of a model, or a part of one, whose norms are one operation each; itself if there are none."""
+    return view_of(module, _norm_in_one_step)
+
+
+def _norm_in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    weight = getattr(module, "weight", None)
+    if type(weight) is not nn.Parameter or not same_code(type(module).forward, _rms_norm):
+        return None
+    step = _step(weight)
+    return None if step is None else view_running(module, partial(step, module))
+
+
+def _step(weight: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
+    if runs_triton(weight.device):
+        return _by_triton
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return _norm_natively if fits and native.load_kernels() else None
+
+
+def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:
+    if states.dtype != torch.float32:
+        return _rms_norm(module, states)
+    return native.rms_norm(states, module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+
+
+def _by_triton(module: nn.Module, states: Tensor) -> Tensor:
+    # It is not everywhere.
+    from selfspec.kernels.triton_norms import MOST_OFF, tried_norm
+
+    stock, weight = partial(_rms_norm, module, states), module.weight
+    assert isinstance(weight, Tensor)
+    needs_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
+    if needs_gradient or states.dtype not in MOST_OFF or states.dtype != weight.dtype or states.numel() == 0:
+        return stock()
+    return tried_norm(states, weight, float(module.variance_epsilon), stock=stock)  # type: ignore[arg-type]
+
+
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019) as the modules of `transformers` compute it, most of them to the letter."""
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
+
+
+_ROTATE, _HALF = "apply_rotary_pos_emb", "rotate_half"
+
+
+def for_rotary(module: nn.Module) -> nn.Module:
+    """Make a view of a model, or a part of one, whose attentions rotate queries and keys in one step; else itself."""
+    devices = {weight.device for weight in module.parameters()}
+    return view_of(module, _rotate_in_one_step) if any(map(runs_triton, devices)) else module
+
+
+def _rotate_in_one_step(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or others or not _turns_halves(forward):
+        return None
+    weight = next(module.parameters(), None)
+    if weight is None or not runs_triton(weight.device):
+        return None
+    names = {**forward.__globals__, _ROTATE: partial(_rotated, forward.__globals__[_ROTATE])}
+    written = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    written.__kwdefaults__ = forward.__kwdefaults__
+    view = copied(module)
+    # Bound, so that a view of this one binds it to itself.
+    view.__dict__["forward"] = MethodType(written, view)
+    return view
+
+
+def _turns_halves(forward: FunctionType) -> bool:
+    """Return whether the code of an attention rotates queries and keys as `_apply_rotary_pos_emb` does."""
+    if _ROTATE not in forward.__code__.co_names:
+        return False
+    rotate, half = (forward.__globals__.get(name) for name in (_ROTATE, _HALF))
+    return same_code(rotate, _apply_rotary_pos_emb) and same_code(half, rotate_half)
+
+
+def _rotated(stock: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    tensors = q, k, cos, sin
+    usual = unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and cos.dim() == 3 and _fit(*tensors)
+    alike = len({each.dtype for each in tensors}) == 1 and not any(each.requires_grad for each in tensors)
+    if not usual or not alike or not runs_triton(q.device) or q.numel() == 0:
+        return stock(q, k, cos, sin, unsqueeze_dim)
+    from selfspec.kernels.triton_rotary import DTYPES, rotated
+
+    return rotated(q, k, cos, sin) if q.dtype in DTYPES else stock(q, k, cos, sin, unsqueeze_dim)
+
+
+def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel reads these shapes and layouts: cosines and sines must have the same layout."""
+    rows, _, tokens, width = q.shape
+    turns = cos.shape[0] in (1, rows) and cos.shape[1:] == (tokens, width) and width % 2 == 0
+    same = cos.shape == sin.shape and cos.stride() == sin.stride()
+    return turns and same and (k.shape[0], *k.shape[2:]) == (rows, tokens, width)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """Exchange the halves of a head, one with its sign changed, as the modules of `transformers` compute it."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """Rotary positions (Su et al., 2021) as the modules of `transformers` compute them, most of them to the letter."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed

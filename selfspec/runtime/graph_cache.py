@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.device import Timer
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.chain import Chain, Draws
-from selfspec.runtime.model_state import ModelState
+from selfspec.process import ProcessLock
+from selfspec.runtime.model_state import ModelState, why_not
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
-from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.recordable import why_not
+from selfspec.runtime.request import Chain, Draws
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
-from selfspec.runtime.timer import Timer
 
 # Number of comparisons over one number of slots after which a program is used for that number alone.
 _SAME = 3

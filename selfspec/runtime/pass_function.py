@@ -13,9 +13,9 @@ from transformers import Cache, PreTrainedConfig
 from selfspec.architecture import takes
 from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
-from selfspec.cache.rounded_copy import CacheBits, seen_by_copies
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.source import ReadSource, Source
+from selfspec.cache.view import CacheBits, seen_by_copies
 from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath

@@ -14,11 +14,10 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
-from selfspec.runtime.chain import Chain, ChainStep, Draws
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
+from selfspec.runtime.model_state import frozen_view, is_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
-from selfspec.runtime.recordable import frozen_view, is_watched
-from selfspec.runtime.request import PassRequest, Runs
+from selfspec.runtime.request import Chain, ChainStep, Draws, PassRequest, Runs
 from selfspec.runtime.runner import ModelRunner
 
 

@@ -26,11 +26,9 @@ from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.attention_kernels import for_new_lengths
-from selfspec.runtime.attention_shares import AttentionShares
-from selfspec.runtime.chain import Chain, Draws
+from selfspec.runtime.attention import AttentionShares, for_new_lengths
 from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
-from selfspec.runtime.request import Change, PassRequest, PassResult, Runs
+from selfspec.runtime.request import Chain, Change, Draws, PassRequest, PassResult, Runs
 from selfspec.runtime.runtime import Eager, Runtime
 
 

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.runtime.chain import Chain, Draws
-from selfspec.runtime.few_rows import for_few_rows
-from selfspec.runtime.grouped_queries import for_grouped_queries
-from selfspec.runtime.norms import for_norms
+from selfspec.process import ProcessLock
+from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms, for_rotary
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.process_lock import ProcessLock
-from selfspec.runtime.rotary import for_rotary
+from selfspec.runtime.request import Chain, Draws
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -11,14 +11,13 @@ from typing import TypeVar
 import torch
 
 from selfspec.api import SelfSpeculative
-from selfspec.arguments import check_callables, check_kind, shown
+from selfspec.arguments import check_callables, check_kind, is_finite, shown
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import EngineStats, Event
 from selfspec.serve.row_request import RowRequest, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 from selfspec.serve.ticket import Ticket
-from selfspec.values import is_finite
 
 _Found = TypeVar("_Found")
 

@@ -10,12 +10,11 @@ from typing import Any
 
 from transformers import LogitsProcessor
 
-from selfspec.arguments import check_callables, shown
+from selfspec.arguments import check_callables, is_finite, shown
 from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias, OccurrencePenalty
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
-from selfspec.values import is_finite
 
 _LEAST = 1e-6
 

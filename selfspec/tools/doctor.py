@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from selfspec.compat import NEWEST_TESTED
-from selfspec.environment import device_name
+from selfspec.device import device_name
 from selfspec.kernels import native
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.process_memory import machine_bytes
+from selfspec.process import machine_bytes
 
 # Of a layer of a model of 1B: larger than caches.
 _INPUTS, _OUTPUTS = 2048, 5632

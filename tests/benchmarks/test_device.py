@@ -29,8 +29,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import trial
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.model.checkpoint import read_config
-from selfspec.runtime import named
-from selfspec.runtime.named import RuntimeName
+from selfspec.runtime import RuntimeName, named
 
 STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
 MINIATURE = ["--device", "cpu", "--miniature", "--model", STORIES]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from selfspec.cache.recurrent import RecurrentLayer
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.model.gated_view import token_by_token
 
 ROWS, WIDTH, KERNEL = 3, 2, 3

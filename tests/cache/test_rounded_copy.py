@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from selfspec.cache import rounded_copy
-from selfspec.cache.rounded_copy import CacheBits, copied_bytes, rounded, through_copy
+from selfspec.cache import view
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import CacheView
+from selfspec.cache.view import CacheBits, CacheView, copied_bytes, rounded, through_copy
 from selfspec.errors import DraftConfigError
 from selfspec.kernels import native
 from selfspec.model.layer_path import LayerPath
@@ -107,13 +106,13 @@ def test_a_copy_follows_its_rows(bits: CacheBits) -> None:
 @torch.no_grad()
 def test_a_copy_is_made_once_of_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[tuple[list[int], list[int]]] = []
-    inner = rounded_copy._round_slots
+    inner = view._round_slots
 
     def noting(exact: list[Tensor], parts: list[Tensor], begins: list[int], ends: list[int], bits: int) -> None:
         spans.append((begins, ends))
         inner(exact, parts, begins, ends, bits)
 
-    monkeypatch.setattr(rounded_copy, "_round_slots", noting)
+    monkeypatch.setattr(view, "_round_slots", noting)
     rows = Rows(tiny.llama(), [6, 9])
     rows.drafted(8)
     rows.drafted(8)

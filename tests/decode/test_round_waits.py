@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.runtime.recordable import reads_values
+from selfspec.runtime.model_state import reads_values
 
 NEW = 30
 DRAFTS = {

@@ -17,9 +17,8 @@ from helpers.shrunken import shrunken
 from helpers.tiny import taking_turns
 from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.top_slots import CHUNK, EVERY, TopSlots
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import CacheView, Window
+from selfspec.cache.view import CHUNK, EVERY, CacheView, TopSlots, Window
 from selfspec.decode.generation import Limits
 from selfspec.draft import (
     CacheInBits,

@@ -14,7 +14,7 @@ import selfspec
 from helpers import tiny
 from helpers.encoder_decoders import encoder_decoder
 from helpers.shrunken import shrunken
-from selfspec.cache.top_slots import CHUNK
+from selfspec.cache.view import CHUNK
 from selfspec.draft import (
     CacheInBits,
     CacheWindow,

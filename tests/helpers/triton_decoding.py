@@ -19,9 +19,9 @@ from selfspec.kernels import triton_attention, triton_judge, triton_norms, trito
 SEAMS = (
     "selfspec.cache.shared_cache",
     "selfspec.decode.judge",
-    "selfspec.runtime.grouped_queries",
-    "selfspec.runtime.norms",
-    "selfspec.runtime.rotary",
+    "selfspec.runtime.few_rows",
+    "selfspec.runtime.few_rows",
+    "selfspec.runtime.few_rows",
 )
 KERNELS = {
     triton_attention: "block_attention",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import tiny
-from selfspec import process_memory
+from selfspec import process
 from selfspec.kernels.large_pages import LargePages, move_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
@@ -65,7 +65,7 @@ def test_a_model_is_the_same_in_large_pages(tmp_path: Path) -> None:
 
 
 def test_without_free_memory_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.process_memory.os.sysconf", lambda _: 1)
+    monkeypatch.setattr("selfspec.process.os.sysconf", lambda _: 1)
     model = tiny.llama()
     places = [weight.data_ptr() for weight in model.parameters()]
     move_weights(model)
@@ -73,7 +73,7 @@ def test_without_free_memory_weights_stay(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(process, "_GROUP", tmp_path)
     model = tiny.llama()
     places = [weight.data_ptr() for weight in model.parameters()]
     (tmp_path / "memory.max").write_text("1000000\n")

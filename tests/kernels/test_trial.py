@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels.trial import Trial, runs_triton
-from selfspec.runtime.recordable import run_watched
+from selfspec.runtime.model_state import run_watched
 
 RIGHT = torch.tensor([1.0, -4.0])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from helpers import tiny, triton_attention, triton_judge, triton_slots, triton_steps
 from selfspec import kernels
 from selfspec.formats.format import formats
-from selfspec.runtime.grouped_queries import for_grouped_queries
+from selfspec.runtime.few_rows import for_grouped_queries
 
 triton = pytest.importorskip("triton")
 
@@ -97,7 +97,7 @@ def test_attention_over_few_tokens_without_gradients_is_for_triton(
     model, ids = tiny.llama(), tiny.prompt(tokens)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
     given = mock.Mock(side_effect=lambda *tensors, stock: stock())
-    monkeypatch.setattr("selfspec.runtime.grouped_queries.runs_triton", lambda _: True)
+    monkeypatch.setattr("selfspec.runtime.few_rows.runs_triton", lambda _: True)
     monkeypatch.setattr("selfspec.kernels.triton_attention.tried_attention", given)
     with inside():
         found = for_grouped_queries(model)(ids, attention_mask=mask, use_cache=False).logits

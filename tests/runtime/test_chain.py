@@ -28,10 +28,9 @@ from selfspec.decode.processors import Suppression, SuppressionAt, Warping, choi
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
-from selfspec.runtime.chain import Chain, Choice, Draws
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.recorded import RecordedRunner, runner_for
-from selfspec.runtime.request import PassRequest
+from selfspec.runtime.request import Chain, Choice, Draws, PassRequest
 
 pytestmark = pytest.mark.kernels
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import selfspec
 from helpers import tiny
+from helpers.bench import Bench
 from helpers.snapshot import Snapshot
-from selfspec.runtime.few_rows import for_few_rows
+from selfspec.adapters import ADAPTERS
+from selfspec.cache.shared_cache import SharedCache
+from selfspec.runtime import few_rows
+from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +188,149 @@ def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr("selfspec.runtime.few_rows.torch.mm", spy)
     return widths
+
+
+class DoubledNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = 2 * super().forward(hidden_states)
+        return doubled
+
+
+def with_weights(norm: nn.Module, size: int) -> nn.Module:
+    norm.weight = nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(size)))
+    return norm
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("size", [1, 15, 16, 100, 1003])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (40,)])
+@torch.no_grad()
+def test_norms_are_those_of_the_modules(size: int, shape: tuple[int, ...]) -> None:
+    norm = with_weights(LlamaRMSNorm(size, eps=1e-3), size)
+    states = 10 * torch.randn(*shape, size, generator=torch.Generator().manual_seed(0))
+    view = for_norms(norm)
+    assert view is not norm
+    torch.testing.assert_close(view(states), norm(states), rtol=1e-6, atol=1e-6)
+    assert torch.equal(view(states.transpose(0, -1).contiguous().transpose(0, -1)), view(states))
+    # A token's norm has the same bits beside others.
+    assert torch.equal(view(states)[..., -1:, :], view(states[..., -1:, :]))
+
+
+@pytest.mark.kernels
+@torch.no_grad()
+def test_other_formulas_and_dtypes_stay_as_they_are() -> None:
+    for other in (
+        DoubledNorm(8),
+        GemmaRMSNorm(8),
+        nn.LayerNorm(8),
+        LlamaRMSNorm(8).bfloat16(),
+        LlamaRMSNorm(8).double(),
+    ):
+        assert for_norms(other) is other
+    norm = LlamaRMSNorm(8)
+    states = torch.randn(2, 8, dtype=torch.float64)
+    assert torch.equal(for_norms(norm)(states), norm(states))
+
+
+@pytest.mark.kernels
+@torch.no_grad()
+def test_hooks_see_norms_run_and_the_model_stays_as_it_is() -> None:
+    model = tiny.llama().float()
+    before = Snapshot(model)
+    seen: list[str] = []
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append("norm"))
+    for_norms(model)(tiny.prompt(3))
+    handle.remove()
+    assert seen == ["norm"]
+    before.assert_same(model)
+
+
+def test_without_the_kernels_no_norm_is_replaced() -> None:
+    model = tiny.llama()
+    assert for_norms(model) is model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_grouped_queries_give_the_same_bits(architecture: str, dtype: torch.dtype) -> None:
+    model = tiny.BUILDERS[architecture](dtype=dtype)
+    for width, masked in itertools.product((1, 2, 5), (False, True)):
+        ids, given = tiny.prompt(width, batch=2), None
+        if masked:
+            given = torch.ones(width, width, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+            if getattr(model.config, "layer_types", None):
+                given = dict.fromkeys(model.config.layer_types, given)  # type: ignore[assignment]
+        expected = model(ids, attention_mask=given, use_cache=False).logits
+        assert torch.equal(for_grouped_queries(model)(ids, attention_mask=given, use_cache=False).logits, expected)
+
+
+def test_a_model_with_grouped_queries_stays_as_it_is(llama: PreTrainedModel) -> None:
+    before = Snapshot(llama)
+    view = for_grouped_queries(llama)
+    assert view is not llama
+    assert {id(weight) for weight in view.parameters()} == {id(weight) for weight in llama.parameters()}
+    before.assert_same(llama)
+
+
+def test_without_groups_or_on_another_kernel_it_is_the_model_itself() -> None:
+    for model in (tiny.gpt2(), tiny.llama(attention="eager"), tiny.llama(num_key_value_heads=4)):
+        assert for_grouped_queries(model) is model
+
+
+def test_what_replaces_a_forward_is_left_alone(llama: PreTrainedModel) -> None:
+    for layer in llama.model.layers:
+        layer.self_attn.forward = layer.self_attn.forward
+    assert for_grouped_queries(llama) is llama
+
+
+@torch.no_grad()
+def test_nothing_of_the_cache_is_copied() -> None:
+    past, width = 40, 3
+    model = tiny.llama()
+    cache = SharedCache(tiny.DEPTH, batch=1, limit=64, slack=4, device=torch.device("cpu"))
+    bench = Bench(model, ADAPTERS["llama"], cache, tiny.prompt(past + width), past)
+
+    class Copies(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            output = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.clone.default:
+                self.largest = max(self.largest, output.numel())
+            return output
+
+    whole = (past + width) * model.config.hidden_size
+    with Copies() as stock:  # type: ignore[no-untyped-call]
+        every = torch.ones(1, 1, past + width, past + width, dtype=torch.bool)
+        model(tiny.prompt(past + width), attention_mask=every.tril())
+    assert stock.largest >= whole
+    with Copies() as ours:  # type: ignore[no-untyped-call]
+        bench.logits(bench.full)
+    assert ours.largest < whole
+
+
+Q, K, TURN = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8)
+OTHERWISE = {
+    "sines laid out in another way": (Q, K, TURN, TURN.transpose(1, 2).contiguous().transpose(1, 2)),
+    "sines of one row": (Q, K, TURN, TURN[:1]),
+    "one token for all": (Q, K, TURN[:, :1], TURN[:, :1]),
+    "part of a head": (Q, K, TURN[..., :4], TURN[..., :4]),
+    "keys of other tokens": (Q, K[:, :, :2], TURN, TURN),
+    "an odd width": (Q[..., :7], K[..., :7], TURN[..., :7], TURN[..., :7]),
+    "another dtype": (Q, K, TURN.double(), TURN.double()),
+    "gradients": (Q.clone().requires_grad_(), K, TURN, TURN),
+}
+
+
+@pytest.mark.parametrize("given", OTHERWISE.values(), ids=OTHERWISE)
+def test_other_layouts_are_left_to_torch(given: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "runs_triton", lambda _: True)
+    stock = mock.Mock(return_value="torch's")
+    q, k, cosines, sines = given
+    assert few_rows._rotated(stock, q, k, cosines, sines) == "torch's"
+    stock.assert_called_once()
+
+
+def test_on_a_cpu_nothing_is_replaced() -> None:
+    model = tiny.llama()
+    assert few_rows.for_rotary(model) is model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.runtime.process_lock import ProcessLock
+from selfspec.process import ProcessLock
 
 CHILD = """
 import os, signal, threading

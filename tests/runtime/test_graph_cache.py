@@ -21,8 +21,8 @@ from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
 from selfspec.runtime import Eager
 from selfspec.runtime.graph_cache import GraphCache, _Candidate
+from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.recordable import run_watched
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import Function, close

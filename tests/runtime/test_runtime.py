@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime, RuntimeName, runtime_named
 from selfspec.runtime.runtime import close
 
 
@@ -34,3 +35,18 @@ def test_drafts_may_be_further_off() -> None:
     logits = torch.randn(1, 1, 50)
     for error, closes in ((0.24, True), (0.26, False)):
         assert close((logits * (1 + error),), (logits,), 0.25) is closes
+
+
+NAMED = {
+    RuntimeName.EAGER: Eager(),
+    RuntimeName.NATIVE: Native(),
+    RuntimeName.GRAPHS: CudaGraphs(),
+    RuntimeName.INVARIANT: BatchInvariant(),
+}
+
+
+@pytest.mark.parametrize("name", RuntimeName)
+def test_every_name_has_its_runtime(name: RuntimeName) -> None:
+    runtime: Runtime = NAMED[name]
+    assert runtime_named(name) == runtime
+    assert runtime_named(name, after=3).after == (3 if name in (RuntimeName.NATIVE, RuntimeName.GRAPHS) else None)

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from selfspec.arguments import checked_path
 from selfspec.draft.drafter import Drafter, name_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
-from selfspec.values import checked_path
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from selfspec.formats.format import formats
 from selfspec.kernels import native
-from selfspec.runtime.native import patterns
+from selfspec.runtime.native import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
     DTYPES,
@@ -76,7 +76,7 @@ class Copy:
     """Keys or values of committed tokens in fewer bits.
 
     Attributes:
-        levels, factors: see `selfspec.cache.rounded_copy.through_copy`.
+        levels, factors: see `selfspec.cache.view.through_copy`.
         lengths: of each row, how many slots are seen so.
         bits: of a level.
     """
@@ -136,7 +136,7 @@ def lowered(
     Raises:
         RecordingError: it computes what programs do not.
     """
-    patterns.joined(noted.graph)
+    noting.joined(noted.graph)
     return _Lowering(noted, sights, uniform, tree, buffers, source).run()
 
 
@@ -177,9 +177,9 @@ class _Lowering:
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
             torch.ops.selfspec.through_copy.default: self._through_copy,
-            patterns.rms_norm: self._rms_norm,
-            patterns.rotate: self._rotate,
-            patterns.gated: self._gated,
+            noting.rms_norm: self._rms_norm,
+            noting.rotate: self._rotate,
+            noting.gated: self._gated,
         }
         for name, number in [each for kind in formats().values() for each in kind.program_products.items()]:
             overloads: Any = getattr(torch.ops.selfspec, name)
@@ -312,7 +312,7 @@ class _Lowering:
         return self._emit(Kind.MAP, [*words, result.place, *[0] * missing, *strides], result)
 
     def _activation(self, node: Any) -> Value:
-        name = patterns.activation(node)
+        name = noting.activation(node)
         assert name is not None
         return self._map(_ACTIVATIONS[name], [self._value(node.args[0])], self._new(node.meta["val"].shape))
 

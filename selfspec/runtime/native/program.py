@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,12 @@ from transformers import AttentionInterface
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.runtime.chain import Chain, ChainStep, Draws
-from selfspec.runtime.few_rows import most_native_rows
-from selfspec.runtime.grouped_queries import with_kernel
-from selfspec.runtime.native.instructions import MOST_NODES, Sight, encoded
+from selfspec.runtime.few_rows import most_native_rows, with_kernel
+from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
-from selfspec.runtime.native.memory import planned, with_waits
 from selfspec.runtime.native.noting import Noted, noted
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.request import Chain, ChainStep, Draws
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -35,7 +33,7 @@ _MAKING_SECONDS = 0.25
 _OF_DRAFTS = 0.25
 # Bytes of weights that threads read between two waits, below which they take longer to wait than to read.
 _WORTH_A_THREAD = 1 << 15
-# Of a cache, in bytes.
+# Of a cache line, in bytes. Vectors may be read and written a line past the end.
 _LINE = 64
 
 
@@ -180,6 +178,79 @@ def _constants(pass_: Lowered) -> Sequence[Tensor]:
     """Return the weights that a program reads, which must outlive it."""
     read = (storage.constant for operation in pass_.operations for storage in operation.reads)
     return list({id(each): each for each in read if each is not None}.values())
+
+
+def with_waits(operations: Iterable[Operation]) -> list[Operation | None]:
+    """Let threads wait, None, before an operation that reads what others of them may be writing, or the reverse."""
+    found: list[Operation | None] = []
+    written: set[int] = set()
+    read: set[int] = set()
+    for operation in operations:
+        reads = set(map(id, operation.reads))
+        if reads & written or id(operation.writes) in read:
+            found.append(None)
+            written, read = set(), set()
+        found.append(operation)
+        written.add(id(operation.writes))
+        read |= reads
+    return found
+
+
+def planned(operations: Sequence[Operation | None]) -> tuple[dict[int, int], int]:
+    """Place every temporary storage; those that live at different times may lie in the same memory.
+
+    Memory is used again only behind a wait: without one, a thread that is ahead would write what another still reads.
+
+    Args:
+        operations: with waits.
+
+    Returns:
+        Offsets in bytes by id of the storage, and the bytes that all take.
+    """
+    last: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        if operation is not None:
+            last |= {id(storage): number for storage in (operation.writes, *operation.reads) if storage.is_temporary}
+    offsets: dict[int, int] = {}
+    free: list[tuple[int, int]] = []
+    freed: list[tuple[int, int]] = []
+    ending: dict[int, list[Storage]] = {}
+    end = 0
+    for number, operation in enumerate(operations):
+        if operation is None:
+            free, freed = _merged([*free, *freed]), []
+            continue
+        storage = operation.writes
+        if storage.is_temporary and id(storage) not in offsets:
+            offsets[id(storage)], free, end = _taken(_bytes(storage), free, end)
+            ending.setdefault(last[id(storage)], []).append(storage)
+        freed += [(offsets[id(each)], _bytes(each)) for each in ending.pop(number, [])]
+    return offsets, end
+
+
+def _bytes(storage: Storage) -> int:
+    return (4 * storage.numbers + 2 * _LINE - 1) // _LINE * _LINE
+
+
+def _taken(size: int, free: list[tuple[int, int]], end: int) -> tuple[int, list[tuple[int, int]], int]:
+    """Take the smallest free piece that is large enough, or more memory: its offset, what is free then, and the end."""
+    fitting = [piece for piece in free if piece[1] >= size]
+    if not fitting:
+        return end, free, end + size
+    piece = min(fitting, key=lambda piece: piece[1])
+    rest = (piece[0] + size, piece[1] - size)
+    others = [each for each in free if each is not piece]
+    return piece[0], [*others, rest] if rest[1] else others, end
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for offset, size in sorted(pieces):
+        if merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((offset, size))
+    return merged
 
 
 _NAME = "selfspec_recorded_attention"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.early_exit import ExitAdapter
@@ -18,7 +19,6 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.tensor_parallel import whole
-from selfspec.values import shown
 
 # Lists in a config that are as long as a model is deep by chance.
 _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")

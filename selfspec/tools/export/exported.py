@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.architecture import Adapter, takes
-from selfspec.arguments import check_module
+from selfspec.arguments import check_module, checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
@@ -28,7 +28,6 @@ from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.export.cut_model import DraftLayers, cut_model, folded, layers_of, parameter_count
-from selfspec.values import checked_path
 from selfspec.version import __version__
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]

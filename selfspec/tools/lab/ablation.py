@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from selfspec.accept import find_rule
-from selfspec.environment import environment
 from selfspec.errors import StudyError
+from selfspec.measure.environment import environment
 from selfspec.measure.expected_time import FittedWork, Size, TokenTimes, Work, fit
 from selfspec.tools.lab.drafts import content, is_judged_by_teacher_forcing, named_drafts
 from selfspec.tools.lab.estimates import confirm, confirm_asked, count, estimate, estimate_asked

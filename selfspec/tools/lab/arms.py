@@ -27,7 +27,7 @@ from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.named import RuntimeName, runtime_named
+from selfspec.runtime import RuntimeName, runtime_named
 from selfspec.serve.chat_template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.accept import Rule
-from selfspec.arguments import check_module
+from selfspec.arguments import check_module, checked_path
 from selfspec.draft import Drafter
 from selfspec.errors import BenchError, PromptError, StudyError
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
-from selfspec.runtime.named import usual_runtime
+from selfspec.runtime import usual_runtime
 from selfspec.tools.lab.ablation import work_on
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
 from selfspec.tools.lab.bench_report import write_report
@@ -26,7 +26,6 @@ from selfspec.tools.lab.report import require_packages
 from selfspec.tools.lab.runs import Runs
 from selfspec.tools.lab.session import Part, Session
 from selfspec.tools.lab.study import StudiedModel, Study
-from selfspec.values import checked_path
 
 _GIVEN = "given"
 

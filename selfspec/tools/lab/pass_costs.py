@@ -22,8 +22,8 @@ from selfspec.measure.stock import bare
 from selfspec.measure.timing import peak_memory
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import whole
-from selfspec.process_memory import resident_bytes
-from selfspec.runtime.named import RuntimeName, runtime_named
+from selfspec.process import resident_bytes
+from selfspec.runtime import RuntimeName, runtime_named
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, make_arm
 
 _LENGTHS = (1, 2, 3, 5, 7)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.environment import environment
 from selfspec.errors import BenchError, SelfSpecError
 from selfspec.files.json_text import parsed
 from selfspec.files.writing import check_output_file, sealed, writing
+from selfspec.measure.environment import environment
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import end_tokens
 from selfspec.model.identity import fingerprint

@@ -18,8 +18,8 @@ from torch import Tensor
 from selfspec.draft import LayerSkip
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import parse_draft
-from selfspec.environment import environment
 from selfspec.errors import StudyError
+from selfspec.measure.environment import environment
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.model.identity import fingerprint

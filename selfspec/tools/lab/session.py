@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.environment import environment
+from selfspec.measure.environment import environment
 from selfspec.measure.expected_time import Watch
 from selfspec.measure.spare_cores import CoreWatch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from selfspec.arguments import shown
 from selfspec.errors import TrainingError
 from selfspec.files.json_text import read_json
 from selfspec.files.writing import check_output_folder, write_json, write_sealed, writing
-from selfspec.values import shown
 
 # Read by torch when the first CUDA product is computed.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from selfspec.arguments import Option, check_numbers, shown
 from selfspec.errors import UnsupportedOptionError
-from selfspec.values import Option, check_numbers, shown
 
 if TYPE_CHECKING:
     from selfspec.accept import Rule

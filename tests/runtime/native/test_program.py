@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +26,9 @@ from selfspec.model.registry import find_adapter
 from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
+from selfspec.runtime.native.instructions import Kind, Operation, Place, Storage
+from selfspec.runtime.native.noting import noted
+from selfspec.runtime.native.program import planned, with_waits
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -325,3 +329,122 @@ def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatc
     # The target's own passes are not let off.
     assert {kind.path.copy is not None for kind in spec.programs.proved} == {True}
     assert {kind.path.copy is not None for kind in spec.programs.refusals} == {False}
+
+
+WEIGHT = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
+
+
+def written(states: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+    cache.index_copy_(0, torch.arange(2, device=states.device), states @ WEIGHT)
+    return cache * 2, cache[:1]
+
+
+def parted(states: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    first, last = states.split([1, 2], -1)
+    return torch.cat([last, first], -1), states.transpose(0, 1)
+
+
+def computed(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
+    """What the graph of a function gives."""
+    found = noted(function, given)
+    values: dict[Any, Any] = {}
+    left = iter(given)
+    for node in found.graph.nodes:
+        match node.op:
+            case "placeholder":
+                values[node] = next(left)
+            case "get_attr":
+                values[node] = found.held[node.target]
+            case "output":
+                return [values[each] for each in node.args[0]]
+            case _:
+                args = torch.fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = node.target(*args, **torch.fx.node.map_arg(node.kwargs, values.__getitem__))
+                if node.target is not operator.getitem and isinstance(values[node], Tensor):
+                    assert values[node].stride() == node.meta["val"].stride()
+    raise AssertionError("no output")
+
+
+@pytest.mark.parametrize("function", [written, parted])
+def test_a_graph_computes_what_the_function_does(function: Callable[..., Sequence[Tensor]]) -> None:
+    with torch.no_grad():
+        given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
+        wanted = [each.clone() for each in function(given[0], given[1].clone())]
+        for found, expected in zip(computed(function, given), wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_graph_in_inference_mode_is_the_same() -> None:
+    given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
+    with torch.inference_mode():
+        inside = noted(written, [*map(torch.clone, given)])
+    assert str(inside.graph) == str(noted(written, given).graph)
+
+
+def test_nothing_is_computed() -> None:
+    with torch.no_grad():
+        given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
+        noted(written, given)
+        assert not given[1].any()
+
+
+def test_what_a_function_holds_is_held_itself_and_once() -> None:
+    with torch.no_grad():
+        found = noted(lambda states: (states @ WEIGHT, states @ WEIGHT), [torch.ones(2, 3)])
+    (held,) = found.held.values()
+    assert held is WEIGHT
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist()])
+def test_a_function_that_reads_values_has_no_graph(read: Callable[[Tensor], object]) -> None:
+    with torch.no_grad(), pytest.raises((RuntimeError, NotImplementedError)):
+        noted(lambda x: (x * (2 if read(x) else 3),), [torch.ones(2)])
+
+
+def chain(count: int) -> list[Operation]:
+    """Operations that each read what the one before and the one before that wrote."""
+    storages = [Storage(100 + 10 * number) for number in range(count)]
+    return [
+        Operation(Kind.MAP, [Place(each) for each in storages[max(0, number - 2) : number + 1]], storages[number])
+        for number in range(count)
+    ]
+
+
+def test_threads_wait_for_what_others_write() -> None:
+    assert [operation is None for operation in with_waits(chain(3))] == [False, True, False, True, False]
+
+
+def test_threads_wait_before_they_write_what_others_read() -> None:
+    cache, states = Storage(argument=0), Storage(8)
+    read = Operation(Kind.ATTEND, [Place(cache), Place(states)], states)
+    write = Operation(Kind.WRITE, [Place(cache)], cache)
+    assert with_waits([read, write]) == [read, None, write]
+
+
+def test_independent_operations_run_without_waiting() -> None:
+    x = Storage(argument=0)
+    operations = [Operation(Kind.PRODUCT, [Place(x), Place(y)], y) for y in (Storage(8), Storage(8), Storage(8))]
+    assert None not in with_waits(operations)
+
+
+def test_what_lives_at_the_same_time_does_not_overlap() -> None:
+    operations = with_waits(chain(40))
+    offsets, size = planned(operations)
+    used = [operation for operation in operations if operation is not None]
+    for number, operation in enumerate(used):
+        # Its result is read twice more.
+        living = {id(each.writes): each.writes for each in used[number : number + 3]}
+        for later in used[number + 1 : number + 3]:
+            first, second = sorted((operation.writes, later.writes), key=lambda each: offsets[id(each)])
+            assert offsets[id(first)] + 4 * first.numbers <= offsets[id(second)]
+        assert max(offsets[key] + 4 * each.numbers for key, each in living.items()) <= size
+    assert size < sum(4 * operation.writes.numbers for operation in used) / 4
+
+
+def test_memory_is_not_used_again_before_a_wait() -> None:
+    first, second = Storage(64), Storage(64)
+    operations = [Operation(Kind.MAP, [Place(each)], each) for each in (first, second)]
+    offsets, _ = planned(operations)
+    assert offsets[id(first)] != offsets[id(second)]
+    offsets, _ = planned([operations[0], None, operations[1]])
+    assert offsets[id(first)] == offsets[id(second)]

@@ -15,7 +15,7 @@ from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import BenchError
 from selfspec.measure.estimate import Estimate
 from selfspec.model.identity import Vocabulary
-from selfspec.runtime.named import RuntimeName
+from selfspec.runtime import RuntimeName
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
 from selfspec.tools.lab.bench_report import by_prompt
 from selfspec.tools.lab.measured import KIND, MeasuredCell

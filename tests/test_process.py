@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from selfspec.process_memory import status_bytes
+from selfspec.process import status_bytes
 
 _FREED = """
-from selfspec.process_memory import give_large_blocks_back, status_bytes
+from selfspec.process import give_large_blocks_back, status_bytes
 {prepare}
 # The allocator learns from the largest that was freed.
 del (largest := [bytearray(30 << 20)])[:]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import tiny
-from selfspec.runtime.attention_kernels import for_new_lengths
+from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.model_state import ModelState
 
 CUDA = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""What a measurement was made with: versions, commit, machine."""
+"""Say what a measurement was made with: versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from selfspec.device import backend, on_host
+from selfspec.device import device_name, on_host
 from selfspec.kernels import native
 from selfspec.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Versions of what runs."""
+    """Return the versions of what runs."""
     return {
         "selfspec": __version__,
         "torch": str(torch.__version__),
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
-    """Versions of what runs, the commit of selfspec's source, and what it runs on."""
+    """Return the versions of what runs, the commit of selfspec's source, and what it runs on."""
     return {
         **versions(),
         "commit": commit(),
@@ -36,22 +36,9 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     }
 
 
-def device_name(device: torch.device) -> str:
-    """What a device calls itself: the name of its processor."""
-    if not on_host(device):
-        ask = getattr(backend(device), "get_device_name", None)
-        return device.type if ask is None else str(ask(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()
-
-
 def commit() -> str | None:
-    """The commit of selfspec's source, with a `+` where it was changed since; None where it is no git checkout."""
-    folder = Path(__file__).resolve().parents[1]
+    """Return the commit of selfspec's source, with a `+` if it was changed since; None without a git checkout."""
+    folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
     head = _git(folder, "rev-parse", "--short=12", "HEAD")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.environment import commit, environment
+from selfspec.measure.environment import commit, environment
 
 
 def test_the_commit_is_named_where_there_is_one() -> None:
-    if not (Path(__file__).resolve().parents[1] / ".git").exists():
+    if not (Path(__file__).resolve().parents[2] / ".git").exists():
         assert commit() is None
         pytest.skip("no git checkout")
     named = commit()

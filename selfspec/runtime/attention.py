@@ -1,17 +1,69 @@
-"""Measure how much the target attends to each slot: a pass that records attention weights over all heads and layers."""
+"""Views of attention: without cuDNN on a CUDA device, or with a record of what is attended to.
+
+cuDNN makes a plan for each new number of tokens and slots, which takes 40 ms on an H100 (torch 2.11), and every round
+has new numbers. torch's other kernels take 0.1 ms and make no plans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from selfspec.runtime.grouped_queries import asks_for_kernel, with_kernel, written_forward
+from selfspec.process import ProcessLock
+from selfspec.runtime.few_rows import asks_for_kernel, with_kernel, written_forward
+
+
+def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention is fast over new lengths. The settings of torch are restored after it."""
+    return _WITHOUT_CUDNN if device.type == "cuda" else nullcontext()
+
+
+def attends_by_cudnn() -> bool:
+    """Return whether passes may use cuDNN's attention inside and outside of `for_new_lengths`: no other may run."""
+    kernels = torch.backends.cuda
+    return bool(kernels.cudnn_sdp_enabled()) and not _allows_others()
+
+
+def _allows_others() -> bool:
+    kernels = torch.backends.cuda
+    # A caller that allows only cuDNN must not be left without a kernel.
+    return any((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()))
+
+
+class _WithoutCudnn(AbstractContextManager[None]):
+    """Turns cuDNN's attention off for all threads; the last thread to leave restores torch's process-wide setting."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._inside = 0
+        self._changed = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._changed = _allows_others() and torch.backends.cuda.cudnn_sdp_enabled()
+                if self._changed:
+                    torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._changed:
+                torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+
 
 _NAME = "selfspec_noted_attention"
 
