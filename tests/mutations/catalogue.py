@@ -530,7 +530,7 @@ CATALOGUE = (
     Mutation("a weight is overwritten as it is rounded", "evened",
         "weight.float() / factors.clamp(min=_SMALLEST)", "weight.float().div_(factors)",
         ("test_compensated.py",)),
-    Mutation("the columns of a head are divided, whose inputs do not make up for them", "Substitutes._rounded",
+    Mutation("the columns of a head are divided, whose inputs do not make up for them", "Substitutes._packed",
         "name == self._head", "False", ("test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns",)),
     Mutation("inputs of products in few bits are not multiplied by what columns were divided by",
         "RoundedLinear.scaled", "(states * self.factors)", "states", ("test_low_precision.py",)),

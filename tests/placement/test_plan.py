@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, parse_bytes, plan_memory
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, parse_bytes, plan_memory, shown_bytes
 
 DISK = Bandwidth(memory=10e9, stream=1e9)
 FORMATS = ("int8", "int4")
@@ -90,3 +90,26 @@ def test_copies_of_weights_that_always_stay_count_where_all_layers_stay() -> Non
     assert streams.resident < 4
     # There they are not made.
     assert streams.total < room
+
+
+@pytest.mark.parametrize(
+    ("size", "bytes_"),
+    [(1, 1), ("6GiB", 6 * 2**30), ("1.5 gib", 3 * 2**29), (" 500 MB ", 500_000_000), ("64B", 64), ("1TiB", 2**40)],
+)
+def test_sizes_are_read(size: str | int, bytes_: int) -> None:
+    assert parse_bytes("memory", size) == bytes_
+
+
+# Digits and letters of other scripts, too.
+WORDS = ["", "6", "6 G", "-1GiB", "0GiB", "0.1B", "1e3GiB", "6 GiB each", "\uff16GiB", "\u0666GiB", "6\uff27iB"]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, None, *WORDS, "9" * 5000 + "GiB"], ids=lambda size: str(size)[:20])
+def test_what_is_no_size_is_refused_by_name(size: object) -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"memory=.*6GiB"):
+        parse_bytes("memory", size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "text"), [(512, "0.5 KiB"), (3 * 2**19, "1.50 MiB"), (6 * 2**30, "6.00 GiB")])
+def test_sizes_are_shown(size: int, text: str) -> None:
+    assert shown_bytes(size) == text
