@@ -199,16 +199,6 @@ def test_greedy_equals_stock_generate_in_many_more_cases(case: Case) -> None:
     assert_case_is_stock(case)
 
 
-@pytest.mark.parametrize(
-    "draft", [selfspec.drafts.LayerSkip(attention=[2], mlp=[3]), selfspec.drafts.LowPrecision(4, layers=[2, 3])]
-)
-def test_ragged_rows_equal_the_rows_alone(architecture: str, draft: Drafter) -> None:
-    model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, draft, draft_length=3)
-    prompts = [tiny.prompt(length, seed=length) for length in (1, 9, 4)]
-    assert_rows_are_stock(model, spec, prompts, max_new_tokens=20, eos_token_id=[3, 11])
-
-
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("length", [1, 3, 6])
 def test_max_new_tokens_is_exact_to_the_token(llama: PreTrainedModel, new: int, length: int) -> None:

@@ -13,7 +13,6 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import Remembering
 from selfspec.cache.tree import Tree
-from selfspec.control import Control
 from selfspec.decode.judge import ended, within
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter
@@ -99,17 +98,6 @@ def test_rows_apart_teach_later_calls(llama: PreTrainedModel, draft: str) -> Non
     options = {**options, **prompts()}
     first, again = (spec.generate(**options, seed=4).stats for _ in range(2))
     assert again.mean_accepted_length > first.mean_accepted_length
-
-
-@pytest.mark.parametrize("control", [selfspec.ConfidenceStop(0.3), selfspec.CostAware(), 3], ids=str)
-@pytest.mark.parametrize("draft", ["exit", "cascade"])
-def test_a_coupled_row_is_the_same_under_any_control(
-    llama: PreTrainedModel, draft: str, control: Control | int
-) -> None:
-    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=control, accept="coupled")
-    whole = texts(spec, prompts(), seed=3)
-    for size in (1, 2, 4):
-        assert texts(spec, chosen(prompts(), list(range(size))), seed=3) == whole[:size]
 
 
 def in_order() -> LogitsProcessorList:

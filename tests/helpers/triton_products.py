@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def check(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32
     from selfspec.kernels.triton_products import low_bits_product
 
     for outputs, inputs in SIZES:
-        kind = formats()[f"int{bits}"]
+        kind: Any = formats()[f"int{bits}"]
         format = kind() if bits == 8 else kind(group)
         rounded = format.pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
         states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]

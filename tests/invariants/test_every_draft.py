@@ -57,7 +57,7 @@ WARPS = (
     Warp(temperature=1.2),
     Warp(temperature=0.7),
     Warp(temperature=1.4, top_k=4, top_p=0.9),
-    Warp(top_p=0.8),
+    Warp(temperature=1.4, top_p=0.8),
     Warp(temperature=1.5, top_k=3, min_p=0.05),
 )
 
@@ -146,7 +146,7 @@ def rejected(example: tuple[PreTrainedModel, Draft], rule: str, control: Control
     spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
     # Of few rows in lockstep the slowest often commits several tokens, and the others lose some of theirs.
     in_step = isinstance(control, InLockstep)
-    prompts, rows = (EQUALLY_LONG, 16) if in_step else (PROMPTS, 512)
+    prompts, rows = (EQUALLY_LONG, 16) if in_step else (RAGGED, 512)
     batches = calls * 512 // rows
     found = drawn(spec, prompts, rows=rows, batches=batches, eos_token_id=EOS, **warp.options)
     assert found.accepted > rows * batches / 50
@@ -157,6 +157,8 @@ def of_five_tokens(name: str, folder: Path) -> tuple[PreTrainedModel, Draft]:
     return EXAMPLES[name].made(folder, vocabulary=VOCAB, num_hidden_layers=3, initializer_range=0.25)
 
 
+# Prompts after which there are many texts of some chance.
+RAGGED = (EQUALLY_LONG[0], PROMPTS[1])
 DRAWING: dict[str, Control] = {
     "chain": FixedLength(2),
     "turns": InTurns(2, nodes=5),
@@ -168,7 +170,7 @@ DRAWING: dict[str, Control] = {
 @pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), LOSSLESS))
 def test_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str) -> None:
     control = InTurns(2, nodes=5)
-    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[2], calls=2) == []
+    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[0], calls=2) == []
 
 
 @pytest.mark.statistical

@@ -37,7 +37,7 @@ _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _ROWS = "test_rows_of_one_prompt_are_independent_samples"
 _COUPLED = "test_coupled_drafts_are_accepted_as_often_as_is_promised"
 _GREEDY = "test_greedy_equals_stock_generate"
-_RAGGED = "test_ragged_rows_equal_the_rows_alone"
+_RAGGED = _STOCK
 _EXACT_LENGTH = "test_max_new_tokens_is_exact_to_the_token"
 _EOS = "test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row"
 _SEEDS = "test_a_seed_gives_the_same_tokens_and_another_seed_others"
@@ -910,7 +910,7 @@ CATALOGUE = (
         "fingerprint(model, torch.float32)", "type(model).__name__ * 3",
         ("test_each_gets_its_own_figures", "test_what_figures_depend_on_makes_another")),
     Mutation("figures of a model are those of another configuration", "Origin.of",
-        "json.loads(model.config.to_json_string(use_diff=False), object_hook=_said)", "model.config.model_type",
+        "json.loads(model.config.to_json_string(use_diff=False), object_hook=_1)", "model.config.model_type",
         ("test_what_figures_depend_on_makes_another",)),
     Mutation("the report of a search is of all models of its folder", "Runs.used",
         "self._used.values()", "[run.asked for run in self._runs.values()]",
