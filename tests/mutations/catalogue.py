@@ -275,7 +275,7 @@ CATALOGUE = (
     Mutation("trees: rows share the shape of what is offered to them although tokens are drawn",
         "MergingProposer.look_up", "self.rows_apart", "False", (_ALONE,)),
     Mutation("trust in sources is that of all rows although tokens are drawn", "MergingProposer.trust",
-        "row if self.rows_apart else -1", "-1", (_ALONE, "test_trust_is_a_rows_own_where_rows_are_apart")),
+        "row if self.rows_apart else -1", "-1", ("test_trust_is_a_rows_own_where_rows_are_apart",)),
     Mutation("a cascade takes one source for all rows although tokens are drawn", "CascadeProposer.propose",
         "rows.rows_apart", "False", (_ALONE,)),
     Mutation("rows apart: what was looked up is judged by the chances of another draft", "filled_up",
