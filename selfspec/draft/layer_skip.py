@@ -25,7 +25,8 @@ MOST_LAYERS = 10_000
 """More layers than any model has; a larger number is a mistake."""
 
 
-_PARTS = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
+_NAMES = {"attn": "attention", "mlp": "mlp", "layers": "layers"}
+_PARTS = {"attention": (Part.ATTENTION,), "mlp": (Part.MLP,), "layers": tuple(Part)}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 
 
@@ -53,11 +54,8 @@ class LayerSkip(LayerPathDrafter):
 
     def path(self, depth: int) -> LayerPath:
         skipped: set[Sublayer] = set()
-        for name, numbers, parts in (
-            ("attention", self.attention, (Part.ATTENTION,)),
-            ("mlp", self.mlp, (Part.MLP,)),
-            ("layers", self.layers, tuple(Part)),
-        ):
+        for name, parts in _PARTS.items():
+            numbers: tuple[int, ...] = getattr(self, name)
             for layer in numbers:
                 if not 0 <= layer < depth:
                     raise DraftConfigError(
@@ -88,18 +86,18 @@ class LayerSkip(LayerPathDrafter):
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> LayerSkip:
-        skipped: dict[str, list[int]] = {kind: [] for kind in _PARTS.values()}
+        skipped: dict[str, list[int]] = {kind: [] for kind in _PARTS}
         for part in (argument or "").split(";"):
             kind, _, ranges = part.strip().partition("=")
-            if kind not in _PARTS or skipped[_PARTS[kind]]:
+            if kind not in _NAMES or skipped[_NAMES[kind]]:
                 raise ValueError(argument)
             for numbers in ranges.split(","):
-                skipped[_PARTS[kind]] += _range(numbers.strip())
-        return cls(skipped["attention"], skipped["mlp"], skipped["layers"])
+                skipped[_NAMES[kind]] += _range(numbers.strip())
+        return cls(**skipped)
 
     @property
     def spelling(self) -> str:
-        parts = ((name, getattr(self, part)) for name, part in _PARTS.items())
+        parts = ((name, getattr(self, part)) for name, part in _NAMES.items())
         return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
 
 
