@@ -8,12 +8,11 @@ exact, too: times of earlier rounds do not depend on the verdict on the next dra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from statistics import median
 
-from selfspec.cache.tree import Tree
-from selfspec.control.controller import Controller, Evidence
+from selfspec.control.controller import Controller
 from selfspec.draft.draft import Budget, Draft, RowOutcome
 
 # In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
@@ -149,6 +148,10 @@ class LoadGate:
         return self._loads[size]
 
 
+# Decisions about a draft, once the round may have one.
+_LEFT_TO_INNER = ("tries", "prefers", "price", "round_cost", "shape", "look_up_length", "goes_on", "learn_prompt")
+
+
 class ControllerByLoad(Controller):
     """Decides for a batch whose rows come and go.
 
@@ -164,6 +167,8 @@ class ControllerByLoad(Controller):
         self._gate = gate
         self.most_rows = most_rows
         self._opened = False
+        for name in _LEFT_TO_INNER:
+            setattr(self, name, getattr(inner, name))
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         rows = len(unfinished)
@@ -176,32 +181,8 @@ class ControllerByLoad(Controller):
         if self._gate is not None and (self.most_rows is None or rows <= self.most_rows):
             self._gate.count(rows, self._opened, tokens, seconds)
 
-    def tries(self, match: int) -> bool:
-        return self._inner.tries(match)
-
-    def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        return self._inner.prefers(match, behind)
-
-    def price(self, steps: float, nodes: int) -> float:
-        return self._inner.price(steps, nodes)
-
-    def round_cost(self, steps: int, nodes: int) -> float:
-        return self._inner.round_cost(steps, nodes)
-
-    def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
-        return self._inner.shape(chances, budget)
-
-    def look_up_length(self, share: float) -> int:
-        return self._inner.look_up_length(share)
-
-    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        return self._inner.goes_on(confidences)
-
     def keeps_lockstep(self) -> bool:
         return False
-
-    def learn_prompt(self, evidence: Evidence) -> None:
-        self._inner.learn_prompt(evidence)
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         if self._opened:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.device import to_device
 from selfspec.draft.drafter import OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
+from selfspec.draft.heads.folder import FromFolder, drafted_tokens, fill, output_layer
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, causal_lm, check_for_head, layer_config
 from selfspec.draft.heads.pairs import PairState
@@ -83,24 +82,18 @@ class DFlash(FromFolder, HeadDrafter):
     Its layers take keys and values of the text from the target's states, and keep none of drafted tokens.
     """
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: BlockConfig = field(init=False, repr=False, compare=False)
+    holds = "DFlash head"
+    essential = ("fc.weight", "hidden_norm.weight", "norm.weight")
 
     def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        folder.check_kind("dflash")
-        try:
-            config = BlockConfig.of(folder.config())
-        except ValueError as error:
-            raise HeadError(f"{self.source} holds no DFlash head ({error}); see docs/heads.md") from error
-        shapes = folder.shapes()
-        lacks = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in shapes]
-        if lacks:
-            raise HeadError(f"{self.source} holds no DFlash head: it has no weight {lacks[0]}; see docs/heads.md")
-        if "sliding_attention" in (config.layers.get("layer_types") or ()):
+        super().__post_init__()
+        if "sliding_attention" in (self._config.layers.get("layer_types") or ()):
             raise HeadError(f"{self.source} has layers with sliding windows, which are not read yet")
-        object.__setattr__(self, "_shapes", shapes)
-        object.__setattr__(self, "_config", config)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> BlockConfig:
+        return BlockConfig.of(config)
 
     @property
     def passes(self) -> type[PairState]:  # type: ignore[override]
@@ -154,7 +147,7 @@ class DFlash(FromFolder, HeadDrafter):
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
-        weights = HeadFolder(Path(self.source).expanduser()).tensors()
+        weights = self.weights()
         layers = causal_lm(self._layers_config(), None)
         adapter = find_adapter(layers)
         inside: Any = layers.get_submodule(adapter.base(layers))
@@ -168,12 +161,7 @@ class DFlash(FromFolder, HeadDrafter):
         embed: Any = model.get_input_embeddings()
         if self._shapes["fc.weight"][0] != weight_of(embed).shape[1]:
             embed = nn.Embedding.from_pretrained(weights["embed_tokens.weight"].to(model.device, model.dtype))
-        output = weights.get("lm_head.weight")
-        if output is not None:
-            layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
-            fill(layers.lm_head, {"weight": output.to(model.device, model.dtype)}, self.source)
-        else:
-            layers.lm_head = model.get_output_embeddings()
+        layers.lm_head = output_layer(weights, "lm_head.", model, self.source)
         layers.set_input_embeddings(embed)
         tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), self.source)
         return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device))
@@ -183,14 +171,7 @@ class DFlash(FromFolder, HeadDrafter):
 
 
 class BlockFusion(Fusion):
-    """Joins states of several layers of the target, and norms them.
-
-    Args:
-        config: description of the blocks.
-        read: width of these states together.
-        hidden: width of the head.
-        norm: a norm of the kind and epsilon to use.
-    """
+    """Joins states of several layers of the target, of width `read` together, and norms them as `norm` does."""
 
     def __init__(self, config: BlockConfig, read: int, hidden: int, norm: nn.Module) -> None:
         super().__init__()

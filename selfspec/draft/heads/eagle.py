@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.drafter import OwnBytes, drafter, name_of
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill
+from selfspec.draft.drafter import OwnBytes, drafter
+from selfspec.draft.heads.folder import FromFolder, HeadFolder, drafted_tokens, fill, output_layer
 from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, causal_lm, check_for_head, layer_config
 from selfspec.draft.heads.pairs import PairState
@@ -94,21 +93,17 @@ class Eagle(FromFolder, HeadDrafter):
     2503.01840) those of three layers, and may draft from a vocabulary of fewer tokens.
     """
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: EagleConfig = field(init=False, repr=False, compare=False)
+    holds = "EAGLE head"
+    essential: ClassVar[tuple[str, ...]] = ("fc.weight",)
 
-    def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        folder.check_kind(name_of(type(self)))
-        try:
-            config = EagleConfig.of(folder.config())
-        except ValueError as error:
-            raise HeadError(f"{self.source} holds no EAGLE head ({error}); see docs/heads.md") from error
-        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
-        if "fc.weight" not in shapes:
-            raise HeadError(f"{self.source} holds no EAGLE head: it has no weight fc.weight; see docs/heads.md")
-        object.__setattr__(self, "_shapes", shapes)
-        object.__setattr__(self, "_config", config)
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> EagleConfig:
+        return EagleConfig.of(config)
+
+    @staticmethod
+    def common_name(name: str) -> str:
+        return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
     @property
     def _is_third(self) -> bool:
@@ -171,7 +166,7 @@ class Eagle(FromFolder, HeadDrafter):
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
-        weights = {_name(name): weight for name, weight in HeadFolder(Path(self.source).expanduser()).tensors().items()}
+        weights = self.weights()
         own = self._layers_config()
         own.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
         kernel = model.config._attn_implementation
@@ -187,16 +182,10 @@ class Eagle(FromFolder, HeadDrafter):
         given = weights.get("embed_tokens.weight")
         if given is not None and not _is_equal(given, weight_of(embed)):
             embed = nn.Embedding.from_pretrained(given)
-        output = weights.get("lm_head.weight") if third else None
-        if output is not None:
-            layers.lm_head = nn.Linear(output.shape[1], output.shape[0], bias=False, device="meta")
-            fill(layers.lm_head, {"weight": output}, self.source)
-        else:
-            layers.lm_head = model.get_output_embeddings()
+        layers.lm_head = output_layer(weights if third else {}, "lm_head.", model, self.source)
         fill(inside, weights, self.source)
         fill(fusion, weights, self.source)
-        modules = [fusion, inside, *([layers.lm_head] if output is not None else []), embed]
-        for module in modules[: None if embed is not model.get_input_embeddings() else -1]:
+        for module in (fusion, inside, *([embed] if embed is not model.get_input_embeddings() else [])):
             module.to(device=model.device, dtype=model.dtype)
         layers.set_input_embeddings(embed)
         tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), self.source)
@@ -211,7 +200,6 @@ class Eagle(FromFolder, HeadDrafter):
         )
 
     def _masked(self, fusion: Fusion, embed: nn.Module, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the input of the layers in the place of an unknown token; None: the head reads none."""
         return None
 
     def _layers(self) -> int:
@@ -229,23 +217,13 @@ class Eagle(FromFolder, HeadDrafter):
             return Eagle3Fusion(read // count, count, width, norm, self._config.norm == "each")
 
 
-def _name(name: str) -> str:
-    """Return the common name of a weight from either layout."""
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-
-
 def _is_equal(given: Tensor, own: Tensor) -> bool:
     same = given.shape == own.shape and not own.is_meta
     return same and torch.equal(given.to(own.dtype), own.detach().cpu())
 
 
 class Eagle1Fusion(Fusion):
-    """Joins an embedding and a state by one linear layer (EAGLE 1 and 2; Li et al., 2024).
-
-    Args:
-        hidden: width of the target and the head.
-        bias: whether the linear layer has one.
-    """
+    """Joins an embedding and a state by one linear layer (EAGLE 1 and 2; Li et al., 2024)."""
 
     def __init__(self, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -318,13 +296,7 @@ class Eagle3Layer(nn.Module):
 
 
 def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residual: bool) -> PreTrainedModel:
-    """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs.
-
-    Args:
-        config: configuration of its layers.
-        attention: the attention kernel; None: the default.
-        normed_residual: see `Eagle3Layer`.
-    """
+    """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs."""
     layers = causal_lm(config, attention)
     inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
     inside.layers[0] = Eagle3Layer(inside.layers[0], config, normed_residual)
@@ -349,10 +321,8 @@ class ParallelEagle(Eagle):
     and a learnt state, so that one pass guesses every level, and no level depends on the tokens drafted before it.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "mask_hidden" not in self._shapes or not self._is_third:
-            raise HeadError(f"{self.source} holds no P-EAGLE head: it has no weight mask_hidden; see docs/heads.md")
+    holds = "P-EAGLE head"
+    essential = ("fc.weight", "mask_hidden", "layers.0.hidden_norm.weight")
 
     @property
     def _mask_token(self) -> int:

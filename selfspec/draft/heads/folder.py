@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import checked_path
 from selfspec.draft.drafter import Drafter, name_of
@@ -40,10 +40,44 @@ class FromFolder(Drafter):
     Attributes:
         source: the folder.
         weight_format: format of its linear layers; None: they have the dtype of the model.
+        holds: the kind of head, for messages.
+        essential: names of weights without which a folder holds no such head.
     """
 
     source: str
     weight_format: Format | None = None
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _config: Any = field(init=False, repr=False, compare=False)
+    holds: ClassVar[str]
+    essential: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        folder = HeadFolder.at(self.source)
+        folder.check_kind(name_of(type(self)))
+        shapes = {self.common_name(name): shape for name, shape in folder.shapes().items()}
+        try:
+            config = self.read_config(folder.config())
+        except ValueError as error:
+            raise HeadError(f"{self.source} holds no {self.holds} ({error}); see docs/heads.md") from error
+        lacks = [name for name in self.essential if name not in shapes]
+        if lacks:
+            raise HeadError(f"{self.source} holds no {self.holds}: it has no weight {lacks[0]}; see docs/heads.md")
+        object.__setattr__(self, "_shapes", shapes)
+        object.__setattr__(self, "_config", config)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Any:
+        """Read from the config.json what the drafter needs; a ValueError says what is missing."""
+        return config
+
+    @staticmethod
+    def common_name(name: str) -> str:
+        """Return the name of a weight without what differs between layouts."""
+        return name
+
+    def weights(self) -> dict[str, Tensor]:
+        """Read the weights, by common names."""
+        return {self.common_name(name): weight for name, weight in HeadFolder.at(self.source).tensors().items()}
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Self:
@@ -188,8 +222,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     named = str(config.get("speculators_model_type") or "")
     if named:
         return "eagle" if named == "eagle3" else named
-    for field, kind in _FIELDS.items():
-        if field in config:
+    for named_by, kind in _FIELDS.items():
+        if named_by in config:
             return kind
     names = " ".join(map(str, config.get("architectures") or ()))
     if "PEagle" in names or config.get("parallel_drafting"):
@@ -198,17 +232,7 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 
 def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabulary: int, source: str) -> Tensor | None:
-    """Return the ids of the target that a head drafts; None: all.
-
-    Args:
-        differences: the target's id less the head's own id, for each token (`d2t`); None: it drafts all.
-        drafted: whether it drafts each token of the target (`t2d`); None: the folder does not say.
-        vocabulary: number of tokens of the target.
-        source: the folder, for messages.
-
-    Raises:
-        HeadError: two ids are equal, an id is none of the target's, or `d2t` and `t2d` disagree.
-    """
+    """Return the ids of the target that a head drafts, by its `d2t` and `t2d`; None: all. Raises `HeadError`."""
     if differences is None:
         return None
     tokens = torch.arange(len(differences)) + differences.cpu().long()
@@ -221,11 +245,7 @@ def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabular
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Put weights into a module on the meta device; each weight must be there and fit.
-
-    Raises:
-        HeadError: naming the first weight that is missing or does not fit.
-    """
+    """Put weights into a module on the meta device; raise `HeadError` for one that is missing or does not fit."""
     wanted = dict(module.named_parameters())
     for name, parameter in wanted.items():
         if name not in weights:
@@ -237,6 +257,18 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
             )
     module.load_state_dict({name: weights[name] for name in wanted}, strict=False, assign=True)
     module.requires_grad_(False).eval()
+
+
+def output_layer(weights: Mapping[str, Tensor], prefix: str, model: PreTrainedModel, source: str) -> nn.Module:
+    """Return the head's own output layer, whose names begin with `prefix`; the model's if there is none."""
+    own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    if not own:
+        output: nn.Module = model.get_output_embeddings()
+        return output
+    tokens, width = own["weight"].shape
+    layer = nn.Linear(width, tokens, bias="bias" in own, device="meta")
+    fill(layer, own, source)
+    return layer.to(device=model.device, dtype=model.dtype)
 
 
 def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
@@ -272,16 +304,7 @@ _OTHERS = (
 
 
 def check_layout(names: Collection[str], config: Mapping[str, Any], source: str) -> None:
-    """Refuse weights in few bits, unless they are in blocks of float8.
-
-    Args:
-        names: names of the weights.
-        config: the checkpoint's configuration.
-        source: the folder, for messages.
-
-    Raises:
-        HeadError: naming the layout.
-    """
+    """Refuse weights in few bits, unless they are in blocks of float8."""
     other = next((name for name in names if name.endswith(_OTHERS)), None)
     if other is not None:
         raise _refused(_method(config), other, source)
@@ -290,14 +313,7 @@ def check_layout(names: Collection[str], config: Mapping[str, Any], source: str)
 def dequantised(weights: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     """Multiply weights in float8 by the scales of their blocks, in float32; other weights are unchanged.
 
-    Args:
-        weights: weights by name, `[..., out, in]`, and scales, `[..., blocks of out, blocks of in]`; the last blocks
-            may be cut off.
-        config: the checkpoint's configuration, which may give the size of blocks.
-        source: the folder, for messages.
-
-    Raises:
-        HeadError: a weight in few bits has no scales, or scales of another shape.
+    Weights are `[..., out, in]`, scales `[..., blocks of out, blocks of in]`; the last blocks may be cut off.
     """
     found = {name: weight for name, weight in weights.items() if not name.endswith(SCALE)}
     block = tuple(_quantisation(config).get("weight_block_size") or _USUAL)

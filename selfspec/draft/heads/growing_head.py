@@ -55,11 +55,7 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def head(self, model: PreTrainedModel) -> Head:
-        """Make the head over a target, in its dtype and on its device.
-
-        Raises:
-            HeadError: files cannot be read.
-        """
+        """Make the head over a target, in its dtype and on its device. Raises `HeadError` for files of another."""
 
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
         """Make all heads over a target, in their order: see `head`. Most drafters have one."""
@@ -85,22 +81,13 @@ class HeadDrafter(Drafter):
         return self.proposer(self.state(rows))
 
     def state(self, rows: RowsView) -> PairState:
-        """Make the passes of one generation."""
         (head,) = heads = remembered(rows, self, self.made)
         return self.state_of(self.passes, head, rows, own_bytes(heads, rows.runner.model))
 
     def state_of(
         self, kind: Callable[..., _Made], head: Head, rows: RowsView, weight_bytes: int, **options: Any
     ) -> _Made:
-        """Make the passes of a head over a cache of their own.
-
-        Args:
-            kind: class of the passes.
-            head: the head over the target.
-            rows: the target's rows.
-            weight_bytes: bytes of the head's own weights.
-            **options: further arguments of this class.
-        """
+        """Make the passes of a head, of the class `kind`, over a cache of their own."""
         programs = own_programs(rows, head)
         cache = head.adapter.shared_cache(
             head.layers,
@@ -116,7 +103,6 @@ class HeadDrafter(Drafter):
         return kind(head, runner, cache, points, *numbers, **options)
 
     def proposer(self, state: PairState) -> HeadProposer:
-        """Make the proposer that drafts with the passes of a head."""
         return HeadProposer(state)
 
 

@@ -98,17 +98,7 @@ class Head:
 
 
 def check_for_head(model: PreTrainedModel, what: str, format: Format | None) -> None:
-    """Refuse a model that no head can draft for.
-
-    Args:
-        model: the target.
-        what: the head, for messages.
-        format: format of its weights; None: they have the model's dtype.
-
-    Raises:
-        UnsupportedModelError: the model is spread over several processes.
-        DraftConfigError: its device has no kernels for the format.
-    """
+    """Refuse a model that no head, `what`, can draft for: it is on several processes, or its device lacks kernels."""
     check_on_one_process(model, what)
     if format is not None and not format.runs_on(model.device.type):
         raise DraftConfigError(
@@ -155,11 +145,7 @@ def _bytes_of(name: str, shape: Sequence[int], itemsize: int, format: Format | N
 
 
 def layer_config(given: Mapping[str, Any], source: str) -> PreTrainedConfig:
-    """Return the configuration of a head's layers.
-
-    Raises:
-        HeadError: its type is not known, or does not take a value in it.
-    """
+    """Return the configuration of a head's layers; refuse an unknown type, or a value that it does not take."""
     kind = given.get("model_type")
     fits = len(given.get("layer_types") or ()) == given.get("num_hidden_layers")
     kept = {name: value for name, value in given.items() if name != "layer_types" or fits}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, fill, linear_layers
+from selfspec.draft.heads.folder import FromFolder, fill, linear_layers, output_layer
 from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, check_for_head, one_layer_config, weight_bytes
 from selfspec.draft.heads.pairs import PairState
@@ -46,22 +45,19 @@ class Hydra(FromFolder, HeadDrafter):
     A draft is as deep as there are heads.
     """
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    holds = "Hydra heads with a prefix layer"
+    essential = ("hydra_mlp.0.1.linear.weight", f"{_PREFIX}norm.weight")
 
     def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        folder.check_kind("hydra")
-        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
-        if "hydra_mlp.0.1.linear.weight" not in shapes or f"{_PREFIX}norm.weight" not in shapes:
-            raise HeadError(
-                f"{self.source} holds no Hydra heads with a prefix layer: it lacks the weight "
-                f"hydra_mlp.0.1.linear.weight or {_PREFIX}norm.weight; see docs/heads.md"
-            )
-        lacks = [f"hydra_lm_head.{number}.1.weight" for number in range(_count(shapes))]
-        lacks = [name for name in lacks if name not in shapes]
+        super().__post_init__()
+        lacks = [f"hydra_lm_head.{number}.1.weight" for number in range(_count(self._shapes))]
+        lacks = [name for name in lacks if name not in self._shapes]
         if lacks:
             raise HeadError(f"{self.source} lacks the weight {lacks[0]}; copy it from the original again")
-        object.__setattr__(self, "_shapes", shapes)
+
+    @staticmethod
+    def common_name(name: str) -> str:
+        return name.removeprefix("hydra_head.")
 
     def points(self, depth: int) -> tuple[Point, ...]:
         return ("normed",)
@@ -86,16 +82,15 @@ class Hydra(FromFolder, HeadDrafter):
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:
-        read = HeadFolder(Path(self.source).expanduser()).tensors()
-        weights = {_name(name): weight for name, weight in read.items()}
+        weights = self.weights()
         layers = causal_lm(_layer_config(model), None)
         adapter = find_adapter(layers)
         inside: Any = layers.get_submodule(adapter.base(layers))
         inside.embed_tokens = nn.Identity()
         # The guesses of the prefix layer itself are not used.
         width = layers.config.hidden_size
-        layers.lm_head = nn.Linear(width, 1, bias=False, device="meta")
-        fill(layers.lm_head, {"weight": torch.zeros(1, width, device=model.device, dtype=model.dtype)}, self.source)
+        unused = torch.zeros(1, width, device=model.device, dtype=model.dtype)
+        layers.lm_head = output_layer({"weight": unused}, "", model, self.source)
         prefix = {name.removeprefix(_PREFIX): each for name, each in weights.items() if name.startswith(_PREFIX)}
         fill(inside, prefix, self.source)
         inside.to(device=model.device, dtype=model.dtype)
@@ -127,15 +122,10 @@ class HydraFusion(Fusion):
         return state.clone()
 
     def logits(self, prefix: Tensor, embedded: Tensor) -> Tensor:
-        """Return the logits of the head of the next level.
+        """Return the logits of the head of the next level, `[rows, nodes, vocab]`.
 
-        Args:
-            prefix: states of the prefix layer, `[rows, 1, hidden]`.
-            embedded: the last committed token and the drafted ones on the path to each node, `[rows, nodes, tokens,
-                hidden]`.
-
-        Returns:
-            `[rows, nodes, vocab]`.
+        `prefix` is the state of the prefix layer, `[rows, 1, hidden]`; `embedded` has the last committed token and the
+        drafted ones on the path to each node, `[rows, nodes, tokens, hidden]`.
         """
         rows, nodes, tokens, hidden = embedded.shape
         head = tokens - 1
@@ -177,10 +167,6 @@ class HydraProposer(HeadProposer):
             return fusion.logits(prefix, embedded[:, to_device(paths, embedded.device) + 1])
 
         return read
-
-
-def _name(name: str) -> str:
-    return name.removeprefix("hydra_head.")
 
 
 def _count(names: Iterable[str]) -> int:

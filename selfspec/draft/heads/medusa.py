@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -14,7 +13,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
+from selfspec.draft.heads.folder import FromFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
@@ -36,24 +35,22 @@ from selfspec.runtime.runtime import with_kernels
 class Medusa(FromFolder):
     """Drafts with Medusa heads (Cai et al., 2024, arXiv 2401.10774): a draft is as deep as there are heads."""
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     runs = "model"
+    holds = "Medusa heads"
+    essential = ("0.0.linear.weight",)
 
     def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        folder.check_kind("medusa")
-        shapes = {_name(name): shape for name, shape in folder.shapes().items()}
-        if "0.0.linear.weight" not in shapes:
-            raise HeadError(
-                f"{self.source} holds no Medusa heads: it has no weight 0.0.linear.weight; see docs/heads.md"
-            )
-        for number in range(_count(shapes)):
-            last = _blocks(shapes, number)
-            missing = [f"{number}.{block}.linear.{part}" for block in range(last) for part in ("weight", "bias")]
-            lacks = [name for name in [*missing, f"{number}.{last}.weight"] if name not in shapes]
+        super().__post_init__()
+        for number in range(_count(self._shapes)):
+            last = _blocks(self._shapes, number)
+            needed = [f"{number}.{block}.linear.{part}" for block in range(last) for part in ("weight", "bias")]
+            lacks = [name for name in [*needed, f"{number}.{last}.weight"] if name not in self._shapes]
             if lacks:
                 raise HeadError(f"{self.source} lacks the weight {lacks[0]}; copy it from the original again")
-        object.__setattr__(self, "_shapes", shapes)
+
+    @staticmethod
+    def common_name(name: str) -> str:
+        return name.removeprefix("medusa_head.")
 
     def features(self, depth: int) -> tuple[Point, ...]:
         return ("normed",)
@@ -80,8 +77,7 @@ class Medusa(FromFolder):
         return MedusaProposer(rows.size, remembered(rows, self, self._heads))
 
     def _heads(self, model: PreTrainedModel) -> MedusaHeads:
-        read = HeadFolder(Path(self.source).expanduser()).tensors()
-        weights = {_name(name): weight.to(model.device, model.dtype) for name, weight in read.items()}
+        weights = {name: weight.to(model.device, model.dtype) for name, weight in self.weights().items()}
         layers = linear_layers(weights)
         if self.weight_format is not None:
             layers = Substitutes().within(layers, "heads", WeightCopy(self.weight_format))
@@ -131,10 +127,6 @@ class MedusaProposer(KeepingProposer):
             return self._heads.logits(states, level).expand(-1, tokens.shape[1], -1)
 
         return read
-
-
-def _name(name: str) -> str:
-    return name.removeprefix("medusa_head.")
 
 
 def _count(weights: Mapping[str, object]) -> int:

@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.cache.tree import Tree
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
-from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequantised, fill, format_spelled
+from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequantised, fill, format_spelled, output_layer
 from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
 from selfspec.draft.heads.head import (
     Fusion,
@@ -40,14 +40,7 @@ from selfspec.model.summary import cache_summary
 
 
 class MtpFusion(Fusion):
-    """Norms an embedding and a state, and projects both.
-
-    Args:
-        norm: a norm of the module's kind, to copy.
-        hidden: width of the embedding and of the state.
-        bias: whether the projection has a bias.
-        hidden_first: whether the projection reads the state before the embedding.
-    """
+    """Norms an embedding and a state by copies of `norm`, and projects both, the state first if `hidden_first`."""
 
     def __init__(self, norm: nn.Module, hidden: int, bias: bool, hidden_first: bool) -> None:
         super().__init__()
@@ -94,11 +87,7 @@ class _Module:
         return self.folder.config() if (self.folder.path / "config.json").is_file() else {}
 
     def check(self, layout: MtpLayout, hidden: int) -> None:
-        """Refuse a module that is incomplete, or that belongs to a model of another width.
-
-        Raises:
-            HeadError: naming what is missing or wrong.
-        """
+        """Refuse a module that is incomplete, or that belongs to a model of another width."""
         shapes = {self.names[name]: shape for name, shape in self.shapes.items()}
         check_layout(shapes, self._config, str(self.folder.path))
         wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
@@ -116,11 +105,6 @@ class _Module:
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel, layout: MtpLayout) -> Head:
-        """Make the head over a target, in its dtype and on its device.
-
-        Raises:
-            HeadError: files cannot be read.
-        """
         source = str(self.folder.path)
         read = {self.names[name]: weight for name, weight in self.folder.tensors(self.names).items()}
         weights = dequantised(read, self._config, source)
@@ -150,12 +134,7 @@ class _Module:
             inside.norm = nn.Identity()
         embed = model.get_input_embeddings()
         layers.set_input_embeddings(embed)
-        output = model.get_output_embeddings()
-        if "head.weight" in weights:
-            output = nn.Linear(width, len(weights["head.weight"]), bias="head.bias" in weights, device="meta")
-            fill(output, {name.removeprefix("head."): each for name, each in weights.items()}, source)
-            output.to(device=model.device, dtype=model.dtype)
-        layers.set_output_embeddings(output)
+        layers.set_output_embeddings(output_layer(weights, "head.", model, source))
         return Head(fusion, layers, adapter, layout.recycles, embed, None, passes_on=layout.passes_on)
 
 
@@ -242,19 +221,11 @@ class MultiTokenPrediction(HeadDrafter):
         return [module.head(model, _layout(model)) for module in self._modules(model)]
 
     def names(self, model: PreTrainedModel) -> Mapping[str, str]:
-        """Return the checkpoint's names of the first module's weights, and their meaning: see `MtpLayout.renamed`.
-
-        Raises:
-            HeadError: there is no module.
-        """
+        """Return the checkpoint's names of the first module's weights, and their meaning: see `MtpLayout.renamed`."""
         return self._modules(model)[0].names
 
     def _modules(self, model: PreTrainedModel) -> list[_Module]:
-        """Find the modules in the files.
-
-        Raises:
-            HeadError: there is no module.
-        """
+        """Find the modules in the files; refuse a checkpoint without one."""
         layout = _layout(model)
         folder = self._folder(model)
         config = model.config.get_text_config(decoder=True)
@@ -355,11 +326,6 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _layout(model: PreTrainedModel) -> MtpLayout:
-    """Return the layout of a model's modules.
-
-    Raises:
-        HeadError: no layout is known.
-    """
     layout = mtp_layout(model.config)
     if layout is None:
         raise HeadError(
@@ -412,16 +378,9 @@ class ModuleState(PairState):
         return logits
 
     def after_nodes(self, view: RowsView, before: ModuleState, tokens: Tensor, first: int) -> Tensor:
-        """Read the nodes of a draft so far, and all committed tokens before them.
+        """Read the nodes of a draft so far, `[rows, nodes]`, and all committed tokens before them.
 
-        Args:
-            view: view of the target's rows.
-            before: the module whose states it reads.
-            tokens: tokens of the nodes, `[rows, nodes]`.
-            first: number of the first node to return logits for.
-
-        Returns:
-            `[rows, nodes, vocab]`.
+        `before` is the module whose states it reads. Return the logits from node `first` on, `[rows, nodes, vocab]`.
         """
         self._catch_up(view, 0)
         self._tree = before._tree
@@ -436,7 +395,12 @@ class ModuleState(PairState):
 
 
 class ModulesInOrder(ModuleState):
-    """Runs the passes of the first of several modules, and the `further` passes of the modules behind it."""
+    """Runs the passes of several modules in order: the first's own, and the `further` ones of those behind it.
+
+    Module j reads a token and the state that module j - 1 made of the token before it. So module j reads the nodes of a
+    draft from the root down to depth j - 1, and each module has keys and values of its own. Below the depth of the last
+    module, the last one reads its own states.
+    """
 
     def __init__(self, *args: Any, further: Sequence[ModuleState]) -> None:
         super().__init__(*args)

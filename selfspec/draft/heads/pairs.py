@@ -45,14 +45,8 @@ class _Waiting:
 class PairState:
     """Reads pairs of a state and the token after it, committed pairs first and drafted ones behind them.
 
-    Args:
-        head: the head that drafts.
-        runner: runner of its layers.
-        cache: cache of the head.
-        points: the points of the target whose states it reads, in the order of `Fusion.state`.
-        rows: numbers of the rows of the batch.
-        vocabulary: number of the target's logits.
-        weight_bytes: bytes of the head's own weights.
+    `points` are those of the target whose states it reads, in the order of `Fusion.state`; `vocabulary` is the number
+    of the target's logits.
 
     Attributes:
         head: the head that drafts.
@@ -228,12 +222,7 @@ class PairState:
             self._settle(read, made)
 
     def _settle(self, counts: Sequence[int], made: Tensor) -> None:
-        """Move each row's cursor over the pairs that were read, and drop their states.
-
-        Args:
-            counts: number of pairs of each row.
-            made: states that the head made from them, `[rows, tokens, hidden]`.
-        """
+        """Move each row's cursor over `counts` pairs, of which the head made states, `[rows, tokens, hidden]`."""
         self._cache.commit(counts)
         for number, (waiting, count) in enumerate(zip(self._waiting, counts, strict=True)):
             if waiting is not None:

@@ -7,7 +7,7 @@ All tokens of a draft have the position of the last committed token, and no draf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,19 +38,16 @@ from selfspec.model.identity import vocabulary_size, weight_of
 class QueriesAssistant(FromFolder):
     """Drafts with an assistant for targets that share keys and values between layers, as the assistant does."""
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    _layer_types: frozenset[str] = field(init=False, repr=False, compare=False)
     runs = "model"
+    holds = "assistant with queries alone"
+    essential = ("pre_projection.weight",)
 
-    def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        config, shapes = folder.config(), folder.shapes()
-        folder.check_kind("queries")
-        types = (config.get("text_config") or {}).get("layer_types") or ()
-        if not types or "pre_projection.weight" not in shapes:
-            raise HeadError(f"{self.source} holds no assistant with queries alone; see docs/heads.md")
-        object.__setattr__(self, "_shapes", shapes)
-        object.__setattr__(self, "_layer_types", frozenset(map(str, types)))
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> frozenset[str]:
+        types = (config.get("text_config") or {}).get("layer_types")
+        if not types:
+            raise ValueError("its config.json names no layer_types")
+        return frozenset(map(str, types))
 
     def in_format(self, format: Format) -> Drafter | None:
         return None
@@ -60,7 +57,7 @@ class QueriesAssistant(FromFolder):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "an assistant", None)
-        lacks = self._layer_types - _storing(model, adapter).keys()
+        lacks = self._config - _storing(model, adapter).keys()
         hidden, vocabulary = weight_of(model.get_input_embeddings()).shape[1], vocabulary_size(model)
         own = self._shapes.get("model.embed_tokens.weight", (vocabulary,))[0]
         if lacks or self._shapes["pre_projection.weight"][1] != 2 * hidden or own != vocabulary:

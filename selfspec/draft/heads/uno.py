@@ -22,7 +22,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, HeadFolder, linear_layers
+from selfspec.draft.heads.folder import FromFolder, linear_layers
 from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, remembered, share_of
 from selfspec.draft.heads.head import check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
@@ -61,16 +61,13 @@ class Uno(FromFolder):
     each of k + 1 tokens. If there is no room even for k = 1, passes that verify and passes that guess take turns.
     """
 
-    _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     runs = "model"
+    holds = "LoRA of linear layers"
 
     def __post_init__(self) -> None:
-        folder = HeadFolder.at(self.source)
-        folder.check_kind("uno")
-        shapes, config = folder.shapes(), folder.config()
-        object.__setattr__(self, "_shapes", shapes)
-        object.__setattr__(self, "_config", config)
+        super().__post_init__()
+        shapes, config = self._shapes, self._config
         pairs = {name: name.removesuffix(_DOWN) + _UP for name in shapes if name.endswith(_DOWN)}
         odd = {*pairs, *pairs.values()} ^ set(shapes)
         odd |= {name for name, up in pairs.items() if not odd and shapes[name][0] != shapes[up][1]}
@@ -128,7 +125,7 @@ class Uno(FromFolder):
     @torch.no_grad()
     def _lora(self, model: PreTrainedModel) -> Lora:
         weights, alpha = {}, self._config["lora_alpha"]
-        for name, weight in HeadFolder.at(self.source).tensors().items():
+        for name, weight in self.weights().items():
             place = name.removeprefix(PREFIX).removesuffix(".weight")
             rank = weight.shape[1] ** 0.5 if self._config.get("use_rslora") else weight.shape[1]
             scaled = weight if name.endswith(_DOWN) else weight * (alpha / rank)
@@ -145,11 +142,7 @@ class Uno(FromFolder):
 
 
 def check_whole_passes(name: str, adapter: Adapter) -> None:
-    """Refuse a LoRA of a layer with a recurrent state, which reads a pass token by token and knows no places.
-
-    Raises:
-        UnsupportedModelError: the layer has a recurrent state.
-    """
+    """Refuse a LoRA of a layer with a recurrent state, which reads a pass token by token and knows no places."""
     if set(name.split(".")) & set(adapter.recurrent):
         raise UnsupportedModelError(
             f"{name} has a state and reads a pass token by token, where a LoRA of the last ones alone has no place; "
@@ -204,14 +197,7 @@ class MaskRows(Behind):
 
 
 class UnoProposer(KeepingProposer):
-    """Grows chains from the guesses of masks in the pass before; it keeps `[levels, vocab]` of each row.
-
-    Args:
-        rows: number of rows.
-        lora: the LoRA of the masks.
-        depth: the most masks behind a token.
-        ids: the least mask id, and the first id above them.
-    """
+    """Grows chains from the guesses of masks in the pass before; it keeps `[levels, vocab]` of each row."""
 
     def __init__(self, rows: int, lora: Lora, depth: int, ids: tuple[int, int]) -> None:
         super().__init__(rows)
