@@ -21,14 +21,9 @@ _ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
 
 
 def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
-    """Find the drafter of a name; the profile that fits the model for `auto`; None for plain decoding.
+    """Find the drafter of a name; None for plain decoding.
 
-    Without a profile `auto` is `uncalibrated_draft`.
-
-    Raises:
-        DraftConfigError: the name does not follow the grammar.
-        ProfileError: no profile fits.
-        ExitHeadError: a file that the name points to cannot be used.
+    `auto` is the profile that fits the model, or without one `uncalibrated_draft`.
     """
     given = name.strip()
     if given == AUTO:
@@ -53,14 +48,9 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
 
 
 def clear_gain(cost: float, device: torch.device, widening: float) -> float | None:
-    """Estimate the speed-up of a draft in 8 bits; None: it is not clear.
+    """Estimate the speed-up of a draft in 8 bits, whose step costs c; None: it is not clear.
 
-    Estimates were made on CPUs only, so on other devices no gain is clear.
-
-    Args:
-        cost: c, of a draft step.
-        device: that passes run on.
-        widening: cost of what a further token of a pass reads for itself, in steps.
+    Estimates were made on CPUs only, so on other devices no gain is clear. `widening` is as in `Costs.assumed`.
     """
     gain = forecast(_ACCEPTED, Costs.assumed(cost, device, widening)).speedup
     return gain if device.type == "cpu" and gain >= _CLEAR_GAIN else None

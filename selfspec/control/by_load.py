@@ -48,18 +48,12 @@ class _Rounds:
 
     @property
     def rate(self) -> float:
-        """Tokens per row and second."""
         most = _OUTLIER * median(self._seconds)
         return max(sum(self._tokens), 1e-9) / max(sum(min(each, most) for each in self._seconds), 1e-9)
 
 
 class _Comparison:
-    """Compares both kinds of rounds in turns, timed side by side since rows come and go within a load, too.
-
-    Args:
-        turns: plain rounds, then rounds that may draft, in a pair of turns.
-        pairs: the most pairs.
-    """
+    """Compares both kinds of rounds side by side, in at most `pairs` pairs of turns: plain, then drafting rounds."""
 
     def __init__(self, turns: tuple[int, int], pairs: int) -> None:
         self.thorough = pairs >= _FIRST_PAIRS
@@ -68,7 +62,6 @@ class _Comparison:
         self._counted = 0
 
     def drafts(self) -> bool:
-        """Return whether the next round may draft."""
         return self._counted % self._pair >= self._plain
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
@@ -91,11 +84,9 @@ class _Load:
         self._pause = self._until_trial = _FIRST_PAUSE
 
     def drafts(self) -> bool:
-        """Return whether the next round may draft."""
         return bool(self.better) if self._comparison is None else self._comparison.drafts()
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> None:
-        """Count a round; arguments as in `LoadGate.count`, but tokens per row."""
         if self._comparison is not None:
             found = self._comparison.count(drafted, tokens, seconds)
             if found is not None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from selfspec.arguments import shown
+from selfspec.arguments import is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.cascade import Gain
@@ -96,7 +96,6 @@ class Controller(DraftController):
 
     def learn_prompt(self, evidence: Evidence) -> None:
         """Learn from the draft's acceptance on the prompt, before the first round."""
-        return
 
     def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
         """Learn from a round's draft and the outcome of each running row; None for a finished row."""
@@ -131,22 +130,14 @@ class Control(ABC):
 
 
 def check_length(length: int) -> None:
-    """Refuse a draft length that is no integer of at least 1.
-
-    Raises:
-        DraftConfigError: naming it.
-    """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    """Refuse a draft length that is no integer of at least 1."""
+    if not is_whole(length) or length < 1:
         raise DraftConfigError(f"draft length must be an integer of at least 1, got {shown(length)}")
 
 
 def check_nodes(nodes: int, length: int) -> None:
-    """Refuse a number of nodes that no tree of that depth has, or more than `MOST_NODES`.
-
-    Raises:
-        DraftConfigError: naming it.
-    """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not length <= nodes <= max(length, MOST_NODES):
+    """Refuse a number of nodes that no tree of that depth has, or more than `MOST_NODES`."""
+    if not is_whole(nodes) or not length <= nodes <= max(length, MOST_NODES):
         raise DraftConfigError(
             f"nodes of a draft are an integer of at least its length, {length}, and at most {MOST_NODES}, got "
             f"{shown(nodes)}; leave them out for chains"
@@ -180,9 +171,11 @@ class LossBudget(Gain):
         self._asked = 0
 
     def opens(self, at_once: float, at_risk: float) -> bool:
-        """Return whether this round may draft, if `at_once` plain steps may be lost from the start. Call once a round.
+        """Return whether this round may draft; call once a round.
 
-        `at_risk` is the possible loss of a round of an unpromising draft, to be saved up first; 0 for a promising one.
+        Args:
+            at_once: plain steps that may be lost from the start.
+            at_risk: possible loss of a round of an unpromising draft, to be saved up first; 0 for a promising one.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:
@@ -209,10 +202,7 @@ class Progress:
     """Counts how far drafts advance rows that come and go: each row by the tokens that it gains."""
 
     def after(self, tokens: Sequence[int | None]) -> float:
-        """Count a round with a draft; return the tokens by which rows have advanced, on average.
-
-        `tokens` are those that each row gained; None for a finished row. At least one row is unfinished.
-        """
+        """Count the tokens that each row gained, None for a finished row; return the tokens gained on average."""
         gained = [count for count in tokens if count is not None]
         return sum(gained) / len(gained)
 
@@ -231,7 +221,6 @@ class BatchProgress(Progress):
         self._rounds = 0
 
     def after(self, tokens: Sequence[int | None]) -> float:
-        """Count a round as `Progress.after` does; return the tokens by which the batch has advanced."""
         if len(tokens) != len(self._gained):
             self._gained, self._rounds = [0] * len(tokens), 0
         going = [index for index, count in enumerate(tokens) if count is not None]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from selfspec.arguments import check_kind, is_whole
+from selfspec.arguments import check_kind, is_finite, is_whole
 from selfspec.errors import DraftConfigError
 
 # A round that drafts runs a whole target pass, parts computed by the draft included; measured times below that are
@@ -55,7 +54,7 @@ class Costs:
     def __post_init__(self) -> None:
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+            if not is_finite(number):
                 raise DraftConfigError(f"costs must be finite numbers, got {name}={number!r}")
             if name == "rows" and not is_whole(number):
                 raise DraftConfigError(f"costs are of a whole number of rows, got rows={number!r}")
@@ -72,10 +71,7 @@ class Costs:
     def assumed(cls, draft: float, device: torch.device, widening: float = 0.0) -> Costs:
         """Make costs where only c is known, with all other costs from the machines that were measured.
 
-        Args:
-            draft: c.
-            device: that passes run on.
-            widening: cost of what a further token of a pass reads for itself, in steps.
+        `widening` is the cost of what a further token of a pass reads for itself, in steps.
         """
         # Two CPUs were measured, and no GPU.
         each_row = 0.08 if device.type == "cpu" else 0.0
@@ -117,7 +113,6 @@ class CostsOfReading:
     step: int
 
     def in_batch(self, rows: int) -> Costs:
-        """Return the costs of rounds over `rows` rows of short texts."""
         return self.costs.in_batch(rows)
 
     def behind(self, target: float, draft: float) -> Costs:
@@ -140,7 +135,6 @@ class RaggedCosts:
     costs: CostsByRows
 
     def in_batch(self, rows: int) -> Costs:
-        """Return the costs, without a price for being out of step."""
         return replace(self.costs.in_batch(rows), out_of_step=1.0)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 
+from selfspec.arguments import is_finite
 from selfspec.control.controller import Control, Controller, check_length, check_nodes
 from selfspec.control.cost_aware import CostAware
 from selfspec.control.costs import CostsByRows
@@ -41,11 +41,7 @@ class FixedLength(Control):
 
 
 def control_of(draft_length: int | None, nodes: int | None) -> Control:
-    """Return the control for a draft length, a number of nodes, both, or neither (the default control).
-
-    Raises:
-        DraftConfigError: one is out of range, or there are fewer nodes than levels.
-    """
+    """Return the control for a draft length, a number of nodes, both, or neither (the default control)."""
     if draft_length is not None:
         return FixedLength(draft_length, nodes)
     return CostAware(nodes=nodes)
@@ -64,7 +60,7 @@ class ConfidenceStop(Control):
 
     def __post_init__(self) -> None:
         check_length(self.longest)
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or not 0 <= self.threshold <= 1:
+        if not is_finite(self.threshold) or not 0 <= self.threshold <= 1:
             raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
 
     def begin(self, costs: CostsByRows) -> Controller:

@@ -91,11 +91,7 @@ class Setting:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Setting:
-        """Return the setting that a model would run in now.
-
-        Raises:
-            ProfileError: weights are offloaded, so they have no fingerprint.
-        """
+        """Return the setting that a model would run in now; refuse one whose weights are offloaded."""
         try:
             check_in_memory(model)
         except ValueError as error:
@@ -213,12 +209,7 @@ class Profile(DraftPolicy):
         return cls(content.setting, content.greedy, content.sampled, content.report, source=str(file))
 
     def save(self, file: str | Path) -> None:
-        """Write the profile: the whole file or none of it.
-
-        Raises:
-            ProfileError: `file` is no path.
-            StorageError: it cannot be written there.
-        """
+        """Write the profile: the whole file or none of it."""
         place = checked_path("file", file, ProfileError)
         write_sealed(place, asdict(_Content(8, self.setting, self.greedy, self.sampled, self.report)))
 
@@ -230,11 +221,7 @@ class Profile(DraftPolicy):
         self.check_setting(Setting.of(model))
 
     def check_setting(self, setting: Setting) -> None:
-        """Refuse a setting other than the one it was measured in.
-
-        Raises:
-            ProfileError: saying what differs and how to calibrate here.
-        """
+        """Refuse a setting other than the one it was measured in, saying how to calibrate here."""
         differing = self.setting.differences(setting)
         if differing:
             raise ProfileError(
@@ -284,8 +271,7 @@ def default_file(setting: Setting) -> Path:
 def find_profile(setting: Setting) -> Profile | None:
     """Return the profile of a setting; None if these weights were never calibrated.
 
-    Raises:
-        ProfileError: they were calibrated in other settings only; it names these, and how to calibrate in this one.
+    Weights that were calibrated in other settings only are refused, naming these and how to calibrate in this one.
     """
     file = default_file(setting)
     if file.exists():
