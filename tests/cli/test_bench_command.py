@@ -189,7 +189,7 @@ def test_arms_are_measured_within_a_budget(
     [
         (("--measure", "memory"), "drop them"),
         (("--measure", "costs"), "drop them"),
-        (("--draft", "int8", "--draft", "int4"), "not both"),
+        (("--draft", "int8", "--draft", "int4"), "in one format, not in"),
     ],
 )
 def test_what_a_budget_cannot_measure_is_refused(
