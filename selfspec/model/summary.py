@@ -216,7 +216,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         head=Weights.of(head.parameters()),
         tied=weight_of(head) is weight_of(embedding),
         total=total,
-        cache=_cache(config, model.dtype, windows),
+        cache=cache_summary(config, model.dtype, len(modules)),
         substitutes=tuple(_substitutes(model, adapter, kind(), total) for kind in formats().values()),
         target_bytes_read=reads[-1],
         exits=tuple(ExitSummary(layer, reads[layer], reads[layer] / reads[-1]) for layer in range(1, len(layers))),
@@ -273,17 +273,23 @@ def context_of(config: PreTrainedConfig) -> int | None:
     return most
 
 
-def cache_summary(config: PreTrainedConfig, dtype: torch.dtype) -> CacheSummary:
-    """Describe the keys and values of a network of this configuration, kept in a dtype."""
-    return _cache(config, dtype, _windows(config, config.num_hidden_layers))
+def cache_summary(config: PreTrainedConfig, dtype: torch.dtype, depth: int | None = None) -> CacheSummary:
+    """Describe the keys and values of `depth` layers, kept in a dtype; None: of all layers of the configuration."""
+    windows, caches = _windows(config, depth or config.num_hidden_layers), layer_caches(config, depth)
+    first = next((each for each in caches if each.heads), LayerCache(0, 0, 0, None))
+    return CacheSummary(
+        heads=first.heads,
+        head_dim=first.key,
+        value_dim=first.value,
+        bytes_per_token=dtype.itemsize * sum(each.numbers for each in caches),
+        sliding_layers=sum(window is not None for window in windows),
+        recurrent_layers=len(recurrent_layers(config)),
+    )
 
 
-def layer_caches(config: PreTrainedConfig) -> list[LayerCache]:
-    """Describe the keys and values of each layer of a network of this configuration."""
-    return _layer_caches(config, _windows(config, config.num_hidden_layers))
-
-
-def _layer_caches(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerCache]:
+def layer_caches(config: PreTrainedConfig, depth: int | None = None) -> list[LayerCache]:
+    """Describe the keys and values of each of `depth` layers; None: of all layers of the configuration."""
+    windows = _windows(config, depth or config.num_hidden_layers)
     # The last layers may read keys and values of earlier layers, and keep none themselves.
     keeping = len(windows) - (getattr(config, "num_kv_shared_layers", None) or 0)
     recurrent = recurrent_layers(config)
@@ -295,20 +301,6 @@ def _layer_caches(config: PreTrainedConfig, windows: list[int | None]) -> list[L
         else _layer_cache(each[layer] if each else config, window)
         for layer, window in enumerate(windows)
     ]
-
-
-def _cache(config: PreTrainedConfig, dtype: torch.dtype, windows: list[int | None]) -> CacheSummary:
-    caches = _layer_caches(config, windows)
-    first = next((each for each in caches if each.heads), LayerCache(0, 0, 0, None))
-    recurrent = recurrent_layers(config)
-    return CacheSummary(
-        heads=first.heads,
-        head_dim=first.key,
-        value_dim=first.value,
-        bytes_per_token=dtype.itemsize * sum(each.numbers for each in caches),
-        sliding_layers=sum(window is not None for window in windows),
-        recurrent_layers=len(recurrent),
-    )
 
 
 def _layer_cache(config: PreTrainedConfig, window: int | None) -> LayerCache:
