@@ -101,7 +101,7 @@ def chat(
 
     from selfspec.decode.options import Scope, check_values
     from selfspec.model.checkpoint import load_tokenizer
-    from selfspec.serve.chat_template import ChatTemplate
+    from selfspec.serve.chat.template import ChatTemplate
     from selfspec.serve.conversation import Conversation
 
     sampling = sampling.seeded()

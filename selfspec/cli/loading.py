@@ -101,6 +101,6 @@ def read_template(file: Path | None) -> str | None:
     """Read the file of a chat template, where there is one."""
     if file is None:
         return None
-    from selfspec.serve.chat_template import read_template as read
+    from selfspec.serve.chat.template import read_template as read
 
     return read(file)

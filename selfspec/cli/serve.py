@@ -131,11 +131,10 @@ def serve(
     drafting.check(model, budget)
 
     from selfspec.placement.plan import parse_bytes
-    from selfspec.serve.app import create_app
+    from selfspec.serve.app import create_app, listen, run
     from selfspec.serve.client_limits import ServerLimits
     from selfspec.serve.engine import Engine
     from selfspec.serve.served import Served
-    from selfspec.serve.server import listen, run
 
     limits = ServerLimits(
         body_bytes=parse_bytes("--max-body", bounds.max_body),

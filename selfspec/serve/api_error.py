@@ -12,13 +12,7 @@ RETRY_AFTER = 1
 
 
 class ApiError(Exception):
-    """An answer that is no completion, with a status of HTTP and headers besides those of every answer.
-
-    Attributes:
-        message: what is wrong and what to do about it.
-        param: the field that is wrong; None: none.
-        code: a word for programs; None: none.
-    """
+    """An answer that is no completion: an HTTP status, what is wrong with which field, and a code for programs."""
 
     def __init__(
         self,
@@ -37,7 +31,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """The body that is sent."""
         kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = kinds.get(self.status, default)
@@ -45,12 +39,12 @@ class ApiError(Exception):
 
 
 def stopping_error() -> ApiError:
-    """The server takes no more requests."""
+    """Say that the server takes no more requests."""
     return ApiError(503, "the server is stopping; send the request to another one, or later", None, "stopping")
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """A model that is not served here."""
+    """Say that a model is not served here."""
     message = f"there is no model {asked[:200]!r} here; ask for {served!r}"
     return ApiError(404, message, "model", "model_not_found")
 
@@ -69,7 +63,7 @@ def api_error(error: SelfSpecError, param: str | None = None) -> ApiError:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found wrong, by the field that is deepest in it."""
+    """Say what pydantic found wrong, by the field that is deepest in it."""
     if not errors:
         return ApiError(400, "the request cannot be read")
     # Of a field with several forms, the form that went furthest says most.
@@ -94,6 +88,6 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _named(message: str) -> str | None:
-    """The field that a message begins with."""
+    """Return the field that a message begins with."""
     word = message.replace("=", " ").replace(":", " ").partition(" ")[0]
     return word if word.replace("_", "").isalpha() and word.islower() else None

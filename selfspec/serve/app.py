@@ -1,13 +1,19 @@
-"""The application: OpenAI's endpoints, and those that operators ask."""
+"""The application with its endpoints, and running it: one server until it is told to stop, or replicas by Ray Serve."""
 
 from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
@@ -15,15 +21,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
+from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import ApiError, unknown_model, validation_error
-from selfspec.serve.chat_completions import chat
-from selfspec.serve.client_limits import ClientPace
-from selfspec.serve.completions import complete
-from selfspec.serve.endpoint import ClientLeftError
-from selfspec.serve.messages import CountRequest, MessagesRequest, count_tokens, message
-from selfspec.serve.other_chats import read_chat
-from selfspec.serve.request_log import LOGGER, RequestLog
-from selfspec.serve.responses import ResponsesRequest, respond
+from selfspec.serve.client_limits import HEADER_BYTES, ClientPace, bounded_headers
+from selfspec.serve.endpoints.answering import ClientLeftError
+from selfspec.serve.endpoints.chat_completions import chat, read_chat
+from selfspec.serve.endpoints.completions import complete
+from selfspec.serve.endpoints.messages import CountRequest, MessagesRequest, count_tokens, message
+from selfspec.serve.endpoints.responses import ResponsesRequest, respond
+from selfspec.serve.monitoring import LOGGER, JsonLines, RequestLog
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -36,9 +42,11 @@ from selfspec.version import __version__
 
 # What nginx calls a client that closed the request; nobody reads it but the log.
 _CLIENT_LEFT = 499
+
 _REFUSED: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": "Refused, and why"} for status in ("4XX", 503)
 }
+
 _INSTEAD = {
     "/v1/responses/": "responses are not stored; send the whole conversation to /v1/responses",
     "/v1/embeddings": "this server writes text; serve a model for embeddings elsewhere",
@@ -53,17 +61,18 @@ _INSTEAD = {
     "/generate": "ask /v1/completions",
 }
 
+_LOGGERS = (LOGGER.name, "uvicorn.error")
+
+# Longest that a request is finished in when its replica is taken away.
+_STOP_SECONDS = 60.0
+
 
 def create_app(
     served: Served, api_key: str | None = None, stop_seconds: float | None = 30.0, origins: Sequence[str] = ()
 ) -> FastAPI:
-    """Make the application. Its engine starts and stops with it.
+    """Make the application, whose engine starts and stops with it and ends running rows after `stop_seconds`.
 
-    Args:
-        served: the model.
-        api_key: that requests below /v1 must have; None: anybody may ask.
-        stop_seconds: that running rows have when it stops; None: any time.
-        origins: of pages whose scripts a browser lets ask; "*": any.
+    Requests below /v1 need `api_key`, if there is one; scripts of pages of `origins` ("*": of any) may ask.
     """
 
     @asynccontextmanager
@@ -97,7 +106,7 @@ def create_app(
 
 
 def _operation(served: Served) -> APIRouter:
-    """What operators ask: is it alive, does it take requests, how is it doing."""
+    """Answer what operators ask: is it alive, does it take requests, how is it doing."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health", summary="Whether the engine lives")
@@ -122,7 +131,7 @@ def _operation(served: Served) -> APIRouter:
 
 
 def _models(served: Served) -> APIRouter:
-    """OpenAI's endpoints."""
+    """Route the endpoints of OpenAI's and Anthropic's clients."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=_REFUSED)
 
     def card(name: str) -> dict[str, Any]:
@@ -163,7 +172,7 @@ def _models(served: Served) -> APIRouter:
 
 
 def _tokens(served: Served) -> APIRouter:
-    """What text is as tokens, and the other way round, as vLLM's clients ask."""
+    """Turn text to tokens, and tokens to text, as vLLM's clients ask."""
     router = APIRouter(tags=["tokens"], responses=_REFUSED)
 
     @router.post("/tokenize", summary="Text or messages to tokens")
@@ -191,7 +200,7 @@ def _tokens(served: Served) -> APIRouter:
 
 
 def _key_check(api_key: str | None) -> Any:
-    """Refuses requests without the key."""
+    """Refuse requests without the key."""
 
     async def check(http: Request) -> None:
         if api_key is None:
@@ -213,7 +222,7 @@ def _key_check(api_key: str | None) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every refusal and failure in OpenAI's form."""
+    """Write every refusal and failure in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> JSONResponse:
@@ -242,3 +251,156 @@ def _add_errors(app: FastAPI) -> None:
         LOGGER.log(logging.ERROR, "a request failed", exc_info=error)
         found = ApiError(500, "the server failed at this request; its log says why")
         return JSONResponse(found.body, 500)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind an address, before a model is loaded for it; port 0 is any free one."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise UnsupportedOptionError(
+            f"--host {host} --port {port} cannot be listened on ({error.strerror or error}); choose another port"
+        ) from error
+    return bound
+
+
+def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float, ready: Callable[[], None]) -> None:
+    """Serve on what `listen` bound, and call `ready` once requests are taken.
+
+    SIGTERM or SIGINT: take no more requests, and finish those that run within `stop_seconds`; a second SIGINT ends them
+    at once.
+    """
+    config = uvicorn.Config(
+        app,
+        http=bounded_headers(served.limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(int(stop_seconds), 1),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    with _signals_that_end_well(), _json_log(), bound:
+        _Server(config, served, ready).run([bound])
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready, and refuses requests once it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, served: Served, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._served = served
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._served.stopping = True
+        super().handle_exit(sig, frame)
+
+
+@contextmanager
+def _signals_that_end_well() -> Iterator[None]:
+    """Swallow the signals that uvicorn sends itself again after it was stopped by them."""
+    kept = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for kind, handler in kept.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def _json_log() -> Iterator[None]:
+    """Log lines of JSON to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    kept = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, kept, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A deployment of an application, for Ray Serve. Ray has the queue, the balancer and the health checks.
+
+    A replica that dies takes the requests with it that it was answering: the client gets an error of the connection or
+    a 5xx, and sends them again, as OpenAI's client does by itself (`max_retries`). Ray gives them to another replica,
+    and starts a new one. Answers that are seeded or greedy come again as they were.
+
+    Attributes:
+        build: makes the application in each replica; loads the model there. It is pickled by Ray, so it should be a
+            function of an importable module, or refer to nothing large.
+        least: replicas that always run.
+        most: replicas that run when requests wait.
+        requests: that a replica should answer at once; more replicas are started when there are more.
+        most_requests: that Ray sends to a replica at once; what exceeds that waits in Ray's own queue.
+        resources: of each replica, as Ray's `ray_actor_options`, e.g. {"num_cpus": 4, "num_gpus": 1}.
+    """
+
+    build: Callable[[], Any]
+    least: int = 1
+    most: int = 2
+    requests: int = 8
+    most_requests: int = 64
+    resources: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        whole = all(type(each) is int for each in (self.least, self.most, self.requests, self.most_requests))
+        if not whole or not 1 <= self.least <= self.most or not 1 <= self.requests <= self.most_requests:
+            raise UnsupportedOptionError(
+                "replicas need 1 <= least <= most and 1 <= requests <= most_requests, got "
+                f"{self.least!r}, {self.most!r}, {self.requests!r} and {self.most_requests!r}"
+            )
+
+    def bound(self) -> Application:
+        """Make the application that `ray.serve.run` takes.
+
+        Raises:
+            UnsupportedOptionError: Ray Serve is not installed.
+        """
+        try:
+            from ray import serve
+        except ImportError as error:
+            raise UnsupportedOptionError(
+                "replicas are run by Ray Serve, which is not installed: pip install 'selfspec[ray]'"
+            ) from error
+        deployment = serve.deployment(
+            serve.ingress(self.build)(),
+            autoscaling_config={
+                "min_replicas": self.least,
+                "max_replicas": self.most,
+                "target_ongoing_requests": self.requests,
+            },
+            max_ongoing_requests=self.most_requests,
+            health_check_period_s=2.0,
+            health_check_timeout_s=30.0,
+            graceful_shutdown_timeout_s=_STOP_SECONDS,
+            ray_actor_options=dict(self.resources or {}),
+        )
+        return deployment.bind()

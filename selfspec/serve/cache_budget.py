@@ -1,16 +1,22 @@
-"""The memory of the cache: what rows take, and how much storage they are given within a bound in bytes."""
+"""The memory of the cache: what rows take within a bound in bytes, and caches of rows that have ended."""
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.row_decoder import CacheSizes
+
+# What has fewer tokens is read again sooner than it is copied.
+FEWEST = 16
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of the running batch: the rows that it holds, and the committed tokens that each of them may have."""
+    """Storage of the running batch: rows, and committed tokens that each of them may have."""
 
     rows: int
     tokens: int
@@ -21,10 +27,7 @@ class CacheBudget:
     """How much the cache may take: `bound` in bytes, `most_rows` of the running batch.
 
     All rows of the running batch have as many slots as the longest needs; a row that is being read has its own.
-
-    Attributes:
-        margin: tokens by which rows must be able to grow before another one may be read: else it might have to give
-            its cache back at once.
+    A row is read only if rows can still grow by `margin` tokens: else it might have to give its cache back at once.
     """
 
     sizes: CacheSizes
@@ -33,7 +36,7 @@ class CacheBudget:
     margin: int = 64
 
     def fits_alone(self, tokens: int) -> bool:
-        """Whether a row may grow to this many tokens when no other runs."""
+        """Return whether a row may grow to this many tokens when no other runs."""
         return self.sizes.of(1, tokens) <= self.bound
 
     @property
@@ -46,7 +49,7 @@ class CacheBudget:
         return spare // self.sizes.slot - self.sizes.slack
 
     def admits(self, rows: int, longest: int, tokens: int, remaining: int) -> bool:
-        """Whether a row of this many tokens, which may grow by `remaining`, may be read and then join `rows` others.
+        """Return whether a row of this many tokens, which may grow by `remaining`, may join `rows` others.
 
         `longest` is the length of the longest that runs; 0 without any.
         """
@@ -56,14 +59,9 @@ class CacheBudget:
         return self.sizes.of(rows + 1, together) + self.sizes.of(1, tokens) <= self.bound
 
     def storage(self, now: Storage, rows: int, longest: int, most: int, beside: int) -> Storage | None:
-        """Choose storage for some rows, roomy where there is room; None: they do not fit.
+        """Choose storage for `rows`, one of which has `longest` tokens and may grow to `most`; None: they do not fit.
 
-        Args:
-            now: what there is.
-            rows: that it must hold.
-            longest: tokens that one of them has.
-            most: tokens that one of them may come to have.
-            beside: bytes that other rows take.
+        It is roomy where there is room beside the `beside` bytes that other rows take.
         """
         many = now.rows if now.rows >= rows else min(2 * rows, self.most_rows)
         long = now.tokens if now.tokens >= longest else min(2 * longest, most)
@@ -71,3 +69,66 @@ class CacheBudget:
             if self.sizes.of(choice.rows, choice.tokens) + beside <= self.bound:
                 return choice
         return None
+
+
+@dataclass(frozen=True)
+class Known:
+    """A cache of one row, and how many of its first tokens another text begins with."""
+
+    cache: SharedCache
+    tokens: int
+
+
+class PrefixCache:
+    """Caches of rows that have ended, by their tokens, within a bound in bytes; the least used go first."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        # The last used one is last.
+        self._kept: OrderedDict[tuple[int, ...], SharedCache] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches. Other threads may ask."""
+        # Other threads may ask.
+        return sum(cache.nbytes for cache in list(self._kept.values()))
+
+    def keep(self, tokens: tuple[int, ...], cache: SharedCache) -> None:
+        """Keep the cache of a row of these tokens; it replaces caches that hold no more than it does."""
+        for each in [each for each in self._kept if shared(each, tokens) == len(each)]:
+            if each == tokens or cache.rolls_back_by_cursor:
+                del self._kept[each]
+        if not any(len(each) > len(tokens) and each[: len(tokens)] == tokens for each in self._kept):
+            self._kept[tokens] = cache
+        self.shrink(self.bound)
+
+    def find(self, text: Sequence[int], fits: Callable[[int], bool]) -> Known | None:
+        """Return the cache that holds most of a text's beginning, its last token left out; None: none holds enough.
+
+        Caches of a number of tokens that does not fit are passed over: they were read otherwise than the text would be.
+        """
+        tokens = tuple(text[:-1])
+        found = {each: shared(each, tokens) for each in self._kept if fits(len(each))}
+        # States are those after all tokens.
+        whole = {each: n for each, n in found.items() if self._kept[each].rolls_back_by_cursor or n == len(each)}
+        best = max(whole, key=lambda each: whole[each], default=None)
+        if best is None or whole[best] < FEWEST:
+            return None
+        self._kept.move_to_end(best)
+        return Known(self._kept[best], whole[best])
+
+    def shrink(self, most: int) -> None:
+        """Drop the least used caches, until the others take at most so many bytes."""
+        left = self.nbytes
+        while self._kept and left > most:
+            _, cache = self._kept.popitem(last=False)
+            left -= cache.nbytes
+
+
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Count the tokens that both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

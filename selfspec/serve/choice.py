@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
-from selfspec.serve.call_reader import CallDelta, CallReader, Said, ToolCall
+from selfspec.serve.chat.call_reader import CallDelta, CallReader, Said, ToolCall
 from selfspec.serve.events import Committed, Finished
-from selfspec.serve.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -33,14 +32,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer.
-
-    Attributes:
-        text: that is certain, and before any stop string.
-        scored: tokens whose text is now among it, where log-probabilities are asked for.
-        finish_reason: set in the last piece.
-        calls: what is new of calls of tools.
-    """
+    """What is new of an answer: certain text before any stop string, and, where asked for, the tokens that wrote it."""
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
@@ -50,10 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of an answer: all of them, draft tokens that were proposed for it, and how many of those it has.
-
-    And those of its prompt that were not read, because a cache held them.
-    """
+    """Tokens of an answer, drafted and accepted ones, and those of its prompt that a kept cache held."""
 
     tokens: int = 0
     drafted: int = 0
@@ -64,14 +53,8 @@ class Counts:
 class Choice:
     """An answer that grows, behind the tokens of a prompt, up to any of the stop strings.
 
-    A reader finds calls of tools in it. Special tokens are left out of its text, but for those that are `shown`.
-
-    Attributes:
-        text: so far.
-        scored: tokens so far, where log-probabilities are asked for.
-        calls: of tools, so far.
-        finish_reason: None while it grows.
-        counts: so far; what comes after a stop string is not counted.
+    A reader finds calls of tools in it. Special tokens are left out of its text, except those that are `shown`. What
+    comes after a stop string is not counted.
     """
 
     def __init__(
@@ -125,13 +108,13 @@ class Choice:
         return self._piece(text, "stop" if self._stops.found else None)
 
     def end(self, finished: Finished) -> Piece:
-        """Take the end, which no error was."""
+        """Take the end of a row that no error ended."""
         text = self._let_through(self._stream.finish_apart())
         text += self._stops.finish()
         return self._piece(text, "length" if finished.reason == "length" and not self._stops.found else "stop")
 
     def _let_through(self, texts: Sequence[str]) -> str:
-        """What is certainly before any stop string, of the texts of the next tokens."""
+        """Return what is certainly before any stop string, of the texts of the next tokens."""
         for text in texts:
             if self._unread:
                 token, logprobs = self._unread.pop(0)
@@ -155,3 +138,45 @@ class Choice:
         self.scored += scored
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
         return Piece(said.text, tuple(scored), self.finish_reason, said.calls)
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, `string`; holds back what may become one."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+        self.string: str | None = None
+
+    @property
+    def found(self) -> bool:
+        """True once a stop string came."""
+        return self.string is not None
+
+    def push(self, text: str) -> str:
+        """Take text; return what is certainly before any stop string."""
+        if self.found:
+            return ""
+        self._held += text
+        places = {string: self._held.find(string) for string in self._strings if string in self._held}
+        if places:
+            self.string = min(places, key=lambda string: places[string])
+            return self._give(places[self.string])
+        return self._give(len(self._held) - max(map(self._begun, self._strings), default=0))
+
+    def ends(self, text: str) -> bool:
+        """Return whether a stop string would be found if this text came next."""
+        return bool(text) and any(string in self._held + text for string in self._strings)
+
+    def finish(self) -> str:
+        """Return what was held back, when no more text comes."""
+        return "" if self.found else self._give(len(self._held))
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        return given
+
+    def _begun(self, string: str) -> int:
+        """Count the letters of the string that the text ends with."""
+        longest = min(len(string) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(string[:size])), 0)

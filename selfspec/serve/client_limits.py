@@ -46,7 +46,7 @@ class ServerLimits:
 
 
 class ClientPace:
-    """Reads the whole body before anything else runs, within a size and a time; and gives up on who does not read."""
+    """Reads the whole body before anything else runs, within a size and a time; gives up on who does not read."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self._app = app
@@ -54,7 +54,6 @@ class ClientPace:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -108,7 +107,7 @@ class ClientPace:
                 raise
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None where the client left."""
+        """Read the body; None where the client left."""
         most = self._limits.body_bytes
         too_large = ApiError(413, f"the body is larger than {most} bytes, the most that is read", None, "too_large")
         stated = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
@@ -181,7 +180,7 @@ class BoundedHeaders(H11Protocol):
         self._idle_since = self.loop.time()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, as everything is refused."""
+        """Refuse what is no HTTP in the form of all refusals."""
         body = json.dumps(ApiError(400, msg).body).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (
@@ -194,7 +193,7 @@ class BoundedHeaders(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is being read or answered."""
+        """True while no request is being read or answered."""
         return self.cycle is None or (self.cycle.response_complete and self.conn.their_state is h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -214,6 +213,6 @@ class BoundedHeaders(H11Protocol):
 
 
 def bounded_headers(limits: ServerLimits) -> type[BoundedHeaders]:
-    """The protocol with bounds of its own."""
+    """Make the protocol with bounds of its own."""
     bounds = {"seconds": limits.client_seconds, "most": limits.connections}
     return type("BoundedHeaders", (BoundedHeaders,), bounds)

@@ -18,12 +18,12 @@ from selfspec.decode.output import Stats
 from selfspec.decode.text_stream import TextStream
 from selfspec.errors import PromptError
 from selfspec.model.positions import boundaries
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Tokens that were read, and the cache of their keys and values. One object, so that no interrupt parts them."""
+    """Tokens that were read, and the cache of their keys and values: one object, so that no interrupt parts them."""
 
     cache: DynamicCache = field(default_factory=DynamicCache)
     tokens: list[int] = field(default_factory=list)
@@ -36,8 +36,8 @@ class Conversation:
     with the turn before, so only the others are read. A template that leaves something of earlier turns out, or a text
     that is cut into other tokens than the model wrote it in, costs no more than the tokens from there on.
 
-    `system` is the first message; None: there is none. An answer has at most `max_new_tokens`, or what the context has
-    room for. `options` are further keywords of `spec.stream`, without `seed`, `max_new_tokens` and caches.
+    `system` is the first message, if any. An answer has at most `max_new_tokens`, or what the context has room for.
+    `options` are further keywords of `spec.stream`, without `seed`, `max_new_tokens` and caches.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Conversation:
         return ChatTurn(self, generation, question, prompt, len(self._read.tokens), stream)
 
     def _keep(self, prompt: list[int]) -> _Read:
-        """Leave in the cache what the prompt begins with, less its last token."""
+        """Crop the cache to what the prompt begins with, without its last token."""
         # An interrupt amid the cropping leaves nothing that is half cropped.
         read, self._read = self._read, _Read()
         # The last token is read in any case: the answer follows from it.
@@ -128,11 +128,8 @@ class Conversation:
 class ChatTurn(Iterator[str]):
     """One answer to `question`: its text, piece by piece, as rounds are committed.
 
-    Attributes:
-        prompt: the tokens of the conversation up to the answer.
-        kept: how many of them were in the cache before.
-        tokens: of the answer, so far.
-        finished: whether the answer came to its own end.
+    Of the tokens of `prompt`, the conversation up to the answer, `kept` were in the cache before. `finished` is true
+    once the answer came to its own end.
     """
 
     def __init__(
@@ -181,7 +178,7 @@ class ChatTurn(Iterator[str]):
 
 
 def _context(spec: SelfSpeculative) -> int | None:
-    """The most tokens of a conversation and an answer."""
+    """Return the most tokens of a conversation and an answer."""
     sizes = [getattr(spec.config.get_text_config(decoder=True), "max_position_embeddings", None)]
     sizes += [] if spec.limits is None else [spec.limits.context]
     return min((size for size in sizes if size is not None), default=None)

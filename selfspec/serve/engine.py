@@ -14,10 +14,9 @@ from selfspec.api import SelfSpeculative
 from selfspec.arguments import check_callables, check_kind, is_finite, shown
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
-from selfspec.serve.events import EngineStats, Event
+from selfspec.serve.events import EngineStats, Event, Ticket
 from selfspec.serve.row_request import RowRequest, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
-from selfspec.serve.ticket import Ticket
 
 _Found = TypeVar("_Found")
 
@@ -189,7 +188,7 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         return self._thread is not None and not self._stopping and self._broken is None
 
     def _check_running(self) -> None:
@@ -211,7 +210,7 @@ class Engine:
             self._end_all()
 
     def _wait(self) -> bool:
-        """Wait for work, and take what was submitted; whether to go on."""
+        """Wait for work, and take what was submitted; return whether to go on."""
         with self._changed:
             while not (self._incoming or self._scheduler.busy or self._stopping):
                 self._changed.wait()

@@ -1,24 +1,87 @@
-"""Answers of a form: JSON, JSON that fits a schema, text that a regular expression matches. By xgrammar."""
+"""What answers have to fit: JSON, a schema, a regular expression, or calls of tools. By xgrammar."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.call_grammar import CallGrammar
-from selfspec.serve.schema_check import MOST_STATES, check_schema, pattern_states
+from selfspec.serve.chat.call_formats import CallFormat
 from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """What an answer fits that calls tools, or may.
+
+    `tools` has the JSON schema of each one's arguments. Where a call is not `needed`, text may stand before calls, or
+    alone, or what fits the schema `otherwise`. Several calls may be made if `many`.
+    """
+
+    form: CallFormat
+    tools: Mapping[str, Mapping[str, Any]]
+    needed: bool
+    many: bool = False
+    otherwise: Mapping[str, Any] | None = None
+    type: Literal["tools"] = "tools"
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """All schemas that it holds."""
+        return [*self.tools.values(), *([] if self.otherwise is None else [self.otherwise])]
+
+    def structural_tag(self, style: str = "json") -> dict[str, Any]:
+        """Write it in xgrammar's terms; `style` is its name of how arguments are written."""
+        form = self.form
+        alone = not self.needed and self.otherwise is None
+
+        def tag(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+            begin, end = f"{form.before}{name}{form.between}", form.after
+            # Where text may come first, a call stands alone.
+            begin, end = (form.begin.lstrip() + begin, end + form.end) if alone else (begin, end)
+            content = _json(schema) | {"style": style}
+            return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+        tags = [tag(name, schema) for name, schema in self.tools.items()]
+        if alone:
+            trigger = form.begin.lstrip() + form.before
+            kind = {"type": "triggered_tags", "stop_after_first": not self.many}
+            return _tagged({**kind, "triggers": [trigger], "tags": tags})
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": form.separator or "",
+            "at_least_one": True,
+            "stop_after_first": not self.many or form.separator is None,
+        }
+        ends = [{"type": "const_string", "value": text} for text in (form.begin, form.end)]
+        parts = [part for part in (ends[0], calls, ends[1]) if part.get("value", "-")]
+        sequence = {"type": "sequence", "elements": parts}
+        return _tagged(
+            sequence if self.otherwise is None else {"type": "or", "elements": [sequence, _json(self.otherwise)]}
+        )
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": dict(schema), "max_whitespace_cnt": 1}
+
+
+def _tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
 
 Wanted = JsonObjectFormat | JsonSchemaFormat | RegexFormat | CallGrammar
 """What an answer has to fit."""
 
 # A model that is unsure of what follows would write blanks up to its limit.
 _ANY_WHITESPACE = False
+
 # What compiles within some tenths of a second does not wait for what has more states.
 _FEW_STATES = 300
 
@@ -30,7 +93,7 @@ class Grammar:
     compiled: Any
 
     def processor(self) -> LogitsProcessor:
-        """Make what keeps one answer to it."""
+        """Make the processor that keeps one answer to it."""
         from xgrammar.contrib.hf import LogitsProcessor as Masks
 
         return Masks(self.compiled)
@@ -39,7 +102,7 @@ class Grammar:
 class Grammars:
     """Compiles what answers have to fit, and keeps it; end tokens may end an answer once its grammar is complete.
 
-    What that takes is loaded here: an import amid requests would hold up all of them. May be used by several threads.
+    It loads xgrammar at once: an import amid requests would hold up all of them. Several threads may use it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
@@ -69,11 +132,7 @@ class Grammars:
 
     @staticmethod
     def compiles_fast(wanted: Wanted) -> bool:
-        """Check the form, and say whether compiling it takes little.
-
-        Raises:
-            UnsupportedOptionError: it is too large, or asks for what no grammar can hold.
-        """
+        """Check a form, and return whether compiling it takes little time."""
         if isinstance(wanted, JsonSchemaFormat):
             return check_schema(wanted.json_schema.json_schema) <= _FEW_STATES
         if isinstance(wanted, CallGrammar):
@@ -86,11 +145,7 @@ class Grammars:
         return states <= _FEW_STATES
 
     def compiled(self, wanted: Wanted) -> Grammar:
-        """Compile a form, or find it among those that were compiled.
-
-        Raises:
-            UnsupportedOptionError: xgrammar is missing or cannot read the tokenizer or the form, or no answer fits it.
-        """
+        """Compile a form, or find it among those that were compiled."""
         compiler = self._compiler
         if compiler is None:
             raise UnsupportedOptionError(f"response_format of type {wanted.type!r} {self._why_not}")
@@ -124,11 +179,7 @@ class Grammars:
 
 
 def style_of(wanted: CallGrammar, compiler: Any) -> str:
-    """Name how arguments are written, in xgrammar's terms: which of its styles takes such a text.
-
-    Raises:
-        UnsupportedOptionError: none does.
-    """
+    """Return which of xgrammar's styles takes arguments as they are written."""
     from xgrammar import GrammarMatcher
     from xgrammar.structural_tag import JSONSchemaFormat
 
@@ -144,3 +195,185 @@ def style_of(wanted: CallGrammar, compiler: Any) -> str:
     raise UnsupportedOptionError(
         "tool_choice: how this model writes calls is not known to grammars; say 'auto' or 'none'"
     )
+
+
+MOST_CHARACTERS, MOST_DEPTH, MOST_VALUES, MOST_PROPERTIES, MOST_STATES = 65_536, 64, 5_000, 500, 5_000
+
+# No grammar remembers what it has read, or reads a text twice.
+_DROPPED = (
+    *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "dependentRequired"),
+    *("dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+)
+
+# The first of these that a schema has is all that the grammar reads of it.
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+
+_OF_TYPES: Mapping[str, tuple[str, ...]] = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "unevaluatedProperties"),
+    ),
+}
+
+_ASSERTIONS = tuple(name for names in _OF_TYPES.values() for name in names)
+
+# Where these stand, the grammar knows the type without being told.
+_TELLING = ("properties", "additionalProperties", "patternProperties", "items", "prefixItems")
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **{"string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,), "number": (int, float)},
+    **{"array": (list,), "object": (dict,)},
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A schema within another, by its path, nested `depth` deep."""
+
+    schema: Mapping[str, Any]
+    path: str
+    depth: int
+
+    def refuse(self, reason: str) -> UnsupportedOptionError:
+        return UnsupportedOptionError(f"response_format: {reason}, at {self.path or '#'} of the schema")
+
+
+def check_schema(schema: Mapping[str, Any]) -> int:
+    """Refuse a schema that would not be kept to, or would take long to compile; return about how many states it has."""
+    if len(json.dumps(schema)) > MOST_CHARACTERS:
+        raise UnsupportedOptionError(f"response_format: the schema has more than {MOST_CHARACTERS} characters")
+    values = states = 0
+    for part in _parts(_Part(schema, "", 1)):
+        if part.depth > MOST_DEPTH:
+            raise part.refuse(f"schemas are nested more than {MOST_DEPTH} deep")
+        if len(part.schema.get("properties", ())) > MOST_PROPERTIES:
+            raise part.refuse(f"an object has more than {MOST_PROPERTIES} properties")
+        _check_keywords(part, schema)
+        values += 1 + len(part.schema.get("enum", ()))
+        longest = part.schema.get("maxLength", part.schema.get("minLength", 0))
+        states += pattern_states(part.schema.get("pattern", "")) + min(longest, 500)
+    if values > MOST_VALUES:
+        raise UnsupportedOptionError(f"response_format: the schema has more than {MOST_VALUES} parts and values")
+    if states > MOST_STATES:
+        raise UnsupportedOptionError(
+            f"response_format: patterns and lengths of the schema take some {states} states, and at most {MOST_STATES} "
+            "are compiled; bound fewer strings, or repeat less"
+        )
+    return states + values
+
+
+def pattern_states(pattern: str) -> int:
+    """Estimate how many states a regular expression takes: its letters, as often as they are repeated."""
+    open_sums, last = [0], 0
+    for token in re.findall(r"\\.|\[(?:\\.|[^\]])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL):
+        if token[0] == "{" and len(token) > 1:
+            times = max(int(number) for number in re.findall(r"\d+", token))
+            open_sums[-1] += last * (times - 1)
+            last *= times
+        elif token == "(":
+            open_sums.append(0)
+        elif token == ")" and len(open_sums) > 1:
+            last = open_sums.pop()
+            open_sums[-1] += last
+        else:
+            last = 1
+            open_sums[-1] += 1
+    return sum(open_sums)
+
+
+def _parts(part: _Part) -> Iterator[_Part]:
+    """Yield a schema and all that lie in it; what is of another shape is for the compiler to refuse."""
+    yield part
+    for name, value in part.schema.items():
+        if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            inner = {f"{name}/{key}": each for key, each in value.items()}
+        elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            inner = {f"{name}/{index}": each for index, each in enumerate(value)}
+        elif name in (*_OF_TYPES["array"], *_OF_TYPES["object"]):
+            inner = {name: value}
+        else:
+            continue
+        for key, each in inner.items():
+            if isinstance(each, dict):
+                if part.depth > MOST_DEPTH:
+                    return
+                yield from _parts(_Part(each, f"{part.path or '#'}/{key}", part.depth + 1))
+
+
+def _check_keywords(part: _Part, root: Mapping[str, Any]) -> None:
+    schema = part.schema
+    dropped = next((name for name in _DROPPED if schema.get(name, False) is not False), None)
+    if dropped is not None:
+        raise part.refuse(f"{dropped!r} cannot be held by a grammar; drop it, and check the answer yourself")
+    asserted = [name for name in _ASSERTIONS if name in schema]
+    whole = [name for name in _WHOLE if name in schema]
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if whole:
+        _check_whole(part, whole, [*whole[1:], *asserted], types)
+        if whole[0] == "$ref" and not str(schema["$ref"]).startswith("#/") and schema["$ref"] != "#":
+            raise part.refuse(f"{schema['$ref']!r} refers to another document; put it into $defs")
+        if whole[0] == "oneOf" and not _disjoint(schema["oneOf"], root):
+            raise part.refuse("schemas of 'oneOf' may fit at once, which a grammar cannot tell; say 'anyOf'")
+        return
+    if not types and asserted and not any(name in schema for name in _TELLING):
+        raise part.refuse(f"{asserted[0]!r} without 'type' cannot be held by a grammar; add the type")
+    if "multipleOf" in schema and types != ["integer"]:
+        raise part.refuse("'multipleOf' is held for integers alone")
+    if ("pattern" in schema) + ("format" in schema) + bool({"minLength", "maxLength"} & schema.keys()) > 1:
+        raise part.refuse("of 'pattern', 'format' and lengths only one is held; keep one of them")
+    unknown = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
+    if unknown:
+        raise part.refuse(f"{unknown[0]!r} is required and not among the properties; describe it there")
+
+
+def _check_whole(part: _Part, whole: list[str], others: list[str], types: list[str]) -> None:
+    """Refuse what stands beside a keyword that the grammar reads alone."""
+    schema, first = part.schema, whole[0]
+    values = [schema["const"]] if first == "const" else schema["enum"] if first == "enum" else []
+    if first == "const" and schema["const"] in schema.get("enum", ()):
+        others = [name for name in others if name != "enum"]
+    if first == "allOf" and len(schema["allOf"]) != 1:
+        raise part.refuse("'allOf' of several schemas cannot be held by a grammar; write them as one")
+    kinds = tuple(kind for name in types for kind in _KINDS.get(name, (object,)))
+    if kinds and not all(isinstance(value, kinds) for value in values):
+        raise part.refuse(f"{first!r} has a value that is not of the type {types}")
+    if others or (types and first == "$ref"):
+        raise part.refuse(
+            f"{(others or ['type'])[0]!r} beside {first!r} cannot be held by a grammar; move it into there"
+        )
+
+
+def _disjoint(schemas: list[Any], root: Mapping[str, Any]) -> bool:
+    """Return whether no value can fit two of the schemas: they are of different types, or differ in a constant."""
+    found = [_resolved(each, root) for each in schemas]
+    types = [each.get("type") for each in found]
+    if len({"number" if kind == "integer" else kind for kind in map(str, types)}) == len(found) and all(
+        isinstance(kind, str) for kind in types
+    ):
+        return True
+    constants = [
+        {
+            name: json.dumps(_resolved(value, root)["const"])
+            for name, value in each.get("properties", {}).items()
+            if "const" in _resolved(value, root) and name in each.get("required", ())
+        }
+        for each in found
+    ]
+    shared = set(constants[0]).intersection(*constants[1:]) if constants else set()
+    return any(len({each[name] for each in constants}) == len(found) for name in shared)
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema, or what it refers to within the document."""
+    for _ in range(MOST_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        target: Any = root
+        for key in str(schema["$ref"]).split("/")[1:]:
+            target = target.get(key.replace("~1", "/").replace("~0", "~"), {}) if isinstance(target, dict) else {}
+        schema = target
+    return schema if isinstance(schema, dict) else {}

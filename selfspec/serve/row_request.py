@@ -97,7 +97,7 @@ def read_row(decoder: RowDecoder, request: RowRequest) -> Group:
 
 
 def _options(request: RowRequest) -> dict[str, Any]:
-    """The keywords of `generate` that mean the same."""
+    """Write the request as keywords of `generate`."""
     sampling = request.sampling
     options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "max_length": None}
     greedy = sampling.temperature is not None and sampling.temperature == 0
@@ -130,7 +130,7 @@ def _options(request: RowRequest) -> dict[str, Any]:
 
 
 def _kind(request: RowRequest) -> tuple[object, ...]:
-    """Equal for requests whose processors are alike."""
+    """Make what is equal for requests whose processors are alike."""
     sampling = request.sampling
     filters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     # What keeps an end away knows the length of its prompt.

@@ -14,10 +14,8 @@ from selfspec.decode.loop import Prefill
 from selfspec.decode.output import Round, RowRound
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
-from selfspec.serve.cache_budget import CacheBudget, Storage
-from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason
-from selfspec.serve.prefix_cache import FEWEST, PrefixCache
-from selfspec.serve.ticket import Ticket
+from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
+from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
 
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.
@@ -30,8 +28,8 @@ _UNEXPLAINED = 3
 class Entry:
     """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
-    `cached` tokens of its prompt were held by a kept cache. Its number is that of its arrival: the lower, the longer it
-    has waited. So many requests with short prompts have `passed` it. Its caller was `told` so many tokens.
+    Its `number` is that of its arrival: the lower, the longer it has waited. Kept caches held `cached` tokens of its
+    prompt. `passed` requests with short prompts overtook it; its caller was `told` so many tokens.
     """
 
     number: int
@@ -93,7 +91,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """True while there is anything left to do."""
         return bool(self._waiting or self._running or self._reading)
 
     def step(self) -> None:
@@ -206,14 +204,14 @@ class Scheduler:
         return self._reading
 
     def _admits(self, entry: Entry) -> bool:
-        """Whether a request may be read beside the rows that run."""
+        """Return whether a request may be read beside the rows that run."""
         longest = max((each.row.length for each in self._running), default=0)
         if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
             return False
         return self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0))
 
     def _passing(self, first: Entry) -> Entry:
-        """The request to read next where `first` has waited longest: a short one where that one is long."""
+        """Return the request to read next where `first` has waited longest: a short one where that one is long."""
 
         def is_short(entry: Entry) -> bool:
             return entry.row.length <= self._prefill_tokens
@@ -306,7 +304,7 @@ class Scheduler:
             self.add(entry)
 
     def _take_out(self, entries: Sequence[Entry]) -> None:
-        """Take rows out of the running batch that are read again later."""
+        """Take rows that are read again later out of the running batch."""
         assert self._batch is not None
         places = {self._running.index(entry): entry for entry in entries}
         for index, entry in places.items():
@@ -411,14 +409,14 @@ class Scheduler:
 
 
 def kept_rows(rows: int, gone: set[int]) -> list[int]:
-    """Return the rows that stay, as few as can be at another place: the last of them fill the gaps."""
+    """Return the rows that stay, moving as few as possible: the last of them fill the gaps."""
     stay = rows - len(gone)
     last = iter([row for row in range(stay, rows) if row not in gone])
     return [next(last) if place in gone else place for place in range(stay)]
 
 
 def _end_of(row: Group) -> tuple[Reason, SelfSpecError | None]:
-    """Why a row ended in the last round."""
+    """Return why a row ended in the last round."""
     if row.error is not None:
         return "error", _failed("a logits processor or stopping criterion of it failed", row.error)
     tokens = row.committed[0]
@@ -432,7 +430,7 @@ def _end_of(row: Group) -> tuple[Reason, SelfSpecError | None]:
 
 
 def _failed(what: str, error: Exception) -> RowError:
-    """The error of a row, with its cause."""
+    """Make the error of a row, with its cause."""
     found = RowError(f"the row ended because {what}: {type(error).__name__}: {' '.join(str(error).split())}")
     found.__cause__ = error
     return found

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from helpers import tiny
 from helpers.http_server import NAME, Running, running
 from helpers.published_templates import PUBLISHED
-from selfspec.serve.chat_template import ChatTemplate
-from selfspec.serve.events import Committed, Event, Finished
+from selfspec.serve.chat.template import ChatTemplate
+from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_request import RowRequest
-from selfspec.serve.ticket import Ticket
 
 # Of what others do within their own libraries.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -21,7 +21,7 @@ from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.identity import Vocabulary
 from selfspec.serve.row_request import RowRequest, SamplingParams
-from selfspec.serve.token_texts import prompt_logprobs
+from selfspec.serve.served import prompt_logprobs
 
 HEAD = 40
 # Ids from 40 on stand for pictures. What ends a prompt has come before, and a picture has followed.

@@ -32,7 +32,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from selfspec.serve.replicas import Replicas
+from selfspec.serve.app import Replicas
 
 REQUESTS, CLIENTS, TRIES = 120, 6, 20
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}

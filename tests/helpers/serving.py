@@ -18,10 +18,9 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias, OccurrencePenalty
 from selfspec.serve.cache_budget import CacheBudget
-from selfspec.serve.events import Committed, Event, Finished
+from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
-from selfspec.serve.ticket import Ticket
 
 PLAIN = "plain"
 

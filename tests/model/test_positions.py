@@ -22,7 +22,7 @@ from selfspec.compat import cache_argument
 from selfspec.decode.generation import Limits
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.conversation import ChatTurn, Conversation
 from selfspec.serve.row_request import RowRequest, SamplingParams
 

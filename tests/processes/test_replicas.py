@@ -17,7 +17,7 @@ import selfspec
 from helpers.snippets import ROOT
 from helpers.stories import checkpoint_folder
 from selfspec.model.checkpoint import load_checkpoint
-from selfspec.serve.replicas import Replicas
+from selfspec.serve.app import Replicas
 
 _WORKER = ROOT / "tests" / "helpers" / "replica_worker.py"
 

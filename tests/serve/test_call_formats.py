@@ -13,8 +13,8 @@ from helpers import tiny
 from helpers.published_templates import HERMES, PUBLISHED, Published
 from helpers.tokenizers import BARE
 from selfspec.errors import CheckpointError
-from selfspec.serve.call_formats import CallFormat
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.call_formats import CallFormat
+from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
 

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.http_server import Running, running
 from helpers.tokenizers import PLAIN
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 
 USER = {"role": "user", "content": "Tell me of Lily."}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

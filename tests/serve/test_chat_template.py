@@ -8,7 +8,7 @@ from helpers import tiny
 from helpers.published_templates import PUBLISHED, READS_PARTS
 from helpers.tokenizers import PLAIN
 from selfspec.errors import CheckpointError, PromptError
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},

@@ -11,9 +11,8 @@ from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
 from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import continuation
-from selfspec.serve.choice import Choice, Counts
+from selfspec.serve.choice import Choice, Counts, StopStrings
 from selfspec.serve.events import Committed, Finished
-from selfspec.serve.stop_strings import StopStrings
 
 LETTERS = st.text("ab", max_size=30)
 

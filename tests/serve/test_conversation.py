@@ -16,7 +16,7 @@ from helpers.stories import checkpoint_folder
 from helpers.tiny import in_turns
 from helpers.tokenizers import PLAIN
 from selfspec.errors import CheckpointError, PromptError
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.conversation import Conversation
 
 TEXTS = ("Tell me of Lily.", "And then?", "What did Tom say?")

@@ -18,10 +18,9 @@ from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.generation import Limits
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine, in_own_thread
-from selfspec.serve.events import Committed, Event
+from selfspec.serve.events import Committed, Event, Ticket
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.served import Served
-from selfspec.serve.ticket import Ticket
 
 
 def request(number: int) -> RowRequest:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.http_server import NAME, Running, running
-from selfspec.serve.request_log import LOGGER, JsonLines
+from selfspec.serve.monitoring import LOGGER, JsonLines
 
 
 def metrics(server: Running) -> dict[str, float]:

@@ -10,9 +10,9 @@ import pytest
 
 from helpers.http_server import NAME, Reply, Running, running
 from helpers.tokenizers import BARE
-from selfspec.serve.call_formats import HERMES
-from selfspec.serve.chat_completions import call_grammar
-from selfspec.serve.messages import MessagesRequest
+from selfspec.serve.chat.call_formats import HERMES
+from selfspec.serve.endpoints.chat_completions import call_grammar
+from selfspec.serve.endpoints.messages import MessagesRequest
 from selfspec.serve.schemas import ChatCompletionRequest
 
 ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}

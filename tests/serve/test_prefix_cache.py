@@ -16,7 +16,7 @@ from helpers.published_heads import with_head
 from helpers.serving import Asked, Mix, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.serve.prefix_cache import PrefixCache, shared
+from selfspec.serve.cache_budget import PrefixCache, shared
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.schema_check import check_schema, pattern_states
+from selfspec.serve.grammar import check_schema, pattern_states
 
 INTEGER = {"type": "integer"}
 KIND = {"type": "object", "properties": {"kind": {"const": "a"}, "x": INTEGER}, "required": ["kind"]}

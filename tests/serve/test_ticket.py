@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec.errors import RowError
-from selfspec.serve.events import Committed, Event, Finished
-from selfspec.serve.ticket import Ticket
+from selfspec.serve.events import Committed, Event, Finished, Ticket
 
 ROUND = Committed((1, 2), None, 3, 1)
 END = Finished("stop", None, 4, 2, 3, 1)

@@ -12,7 +12,7 @@ from helpers import tiny
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
-from selfspec.serve.token_texts import TokenTexts, prompt_logprobs, prompt_text
+from selfspec.serve.served import TokenTexts, prompt_logprobs, prompt_text
 
 TEXTS = st.text("on ce,\n\u00eb\N{PARTY POPPER}END", max_size=8)
 

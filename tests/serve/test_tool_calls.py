@@ -13,11 +13,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from helpers.tokenizers import QWEN_CODER
 from selfspec.errors import UnsupportedOptionError
-from selfspec.serve.call_formats import HERMES, CallFormat, ResponseFormat
-from selfspec.serve.call_grammar import CallGrammar
-from selfspec.serve.call_learning import find_format
-from selfspec.serve.call_reader import CallReader
-from selfspec.serve.grammar import style_of
+from selfspec.serve.chat.call_formats import HERMES, CallFormat, ResponseFormat
+from selfspec.serve.chat.call_learning import find_format
+from selfspec.serve.chat.call_reader import CallReader
+from selfspec.serve.grammar import CallGrammar, style_of
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
 HERMES_LIKE = (

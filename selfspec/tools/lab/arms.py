@@ -28,7 +28,7 @@ from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import RuntimeName, runtime_named
-from selfspec.serve.chat_template import ChatTemplate
+from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
 
 

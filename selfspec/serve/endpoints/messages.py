@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
-from selfspec.serve.call_reader import ToolCall
+from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoint import Body, Work, event
-from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, read_chat, text_of
+from selfspec.serve.endpoints.answering import Body, Work, event
+from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat, text_of
 from selfspec.serve.schemas import RequestFields, Strict
 from selfspec.serve.served import Served
 
@@ -104,7 +104,7 @@ class CountRequest(RequestFields):
     thinking: Thinking | None = None
 
     def chat(self) -> Body:
-        """The fields of a chat request that say the same."""
+        """Return the fields of a chat request that say the same."""
         choice = self.tool_choice
         kinds: dict[str | None, Any] = {"auto": "auto", "none": "none", "any": "required"}
         named = None if choice is None else {"type": "function", "function": {"name": choice.name or ""}}
@@ -139,22 +139,14 @@ class MessagesRequest(CountRequest):
 
 
 async def message(served: Served, http: Request, request: MessagesRequest) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError: it is refused, or failed.
-    """
+    """Answer a request."""
     alike = request.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
     fields = {**request.chat(), **alike, "stop": request.stop_sequences or None}
     return await answer_as(served, http, fields, _RENAMED, lambda work: MessageForm(served, work))
 
 
 async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:
-    """Count the tokens of a conversation.
-
-    Raises:
-        ApiError: it is refused.
-    """
+    """Count the tokens of a conversation."""
     _, work = await read_chat(served, http, request.chat())
     return {"input_tokens": work.prompt_tokens}
 
@@ -164,7 +156,7 @@ def _negated(said: bool | None) -> bool | None:
 
 
 def _messages(message: AnthropicMessage) -> list[Body]:
-    """A message as chats have it: results are messages of their own, before what is said with them."""
+    """Write a message as chats have it: results are messages of their own, before what is said with them."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results = [block for block in message.content if isinstance(block, ResultBlock)]
@@ -178,7 +170,7 @@ def _messages(message: AnthropicMessage) -> list[Body]:
 
 
 def _result(block: ResultBlock) -> str:
-    """What a call gave, as a template shows it: none has a place of its own for failures."""
+    """Write what a call gave, as a template shows it: none has a place of its own for failures."""
     return f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
 
 
@@ -241,7 +233,7 @@ def _use(call: ToolCall) -> Body:
 
 
 def _input(call: ToolCall) -> Body:
-    """The arguments as an object; what is none, as Anthropic's clients are told to write it."""
+    """Read the arguments as an object; what is none, as Anthropic's clients are told to write it."""
     try:
         found = json.loads(call.arguments)
     except ValueError:

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
-from selfspec.serve.call_reader import ToolCall
+from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoint import Body, Work, event
-from selfspec.serve.other_chats import ItemsForm, answer_as, called, new_id, text_of
+from selfspec.serve.endpoints.answering import Body, Work, event
+from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, text_of
 from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, RequestFields, Strict
 from selfspec.serve.served import Served
 
@@ -135,11 +135,7 @@ class ResponsesRequest(RequestFields):
 
 
 async def respond(served: Served, http: Request, request: ResponsesRequest) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError: it is refused, or failed.
-    """
+    """Answer a request."""
     choice = request.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else None
     tools = [{"type": "function", "function": _function(tool)} for tool in request.tools or ()]
@@ -171,7 +167,7 @@ def _format(text: ResponseText | None) -> Body | None:
 
 
 def _messages(request: ResponsesRequest) -> list[Body]:
-    """The conversation as chats have it: calls belong to the message before them."""
+    """Write the conversation as chats have it: calls belong to the message before them."""
     messages: list[Body] = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     for item in [InputMessage(role="user", content=request.input)] if isinstance(request.input, str) else request.input:
         if isinstance(item, InputMessage):

@@ -1,28 +1,34 @@
-"""What both endpoints share: rows for the engine, and their answers, whole or as a stream."""
+"""Answers requests of all endpoints: rows for the engine, and what comes of them, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
-from selfspec.serve.answering import Answering, NewPiece
-from selfspec.serve.api_error import ApiError
-from selfspec.serve.call_reader import CallableTools
-from selfspec.serve.choice import Choice, Counts
+from selfspec.errors import SelfSpecError
+from selfspec.serve.api_error import ApiError, api_error
+from selfspec.serve.chat.call_reader import CallableTools
+from selfspec.serve.choice import Choice, Counts, Piece
+from selfspec.serve.engine import Engine
+from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
-from selfspec.serve.request_log import note
+from selfspec.serve.monitoring import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.schemas import GenerationFields, StreamOptions
 from selfspec.serve.served import Served
 
 _Found = TypeVar("_Found")
+
 Body = dict[str, Any]
 
 
@@ -32,15 +38,10 @@ class ClientLeftError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What an endpoint has the engine do.
+    """What an endpoint has the engine do: `asked` new tokens, or as many as there is room for, behind each prompt.
 
-    Attributes:
-        prompts: token ids.
-        asked: the most new tokens of an answer; None: what there is room for.
-        where: the field that holds the prompts.
-        logprobs: see `RowRequest`.
-        wanted: what each answer has to fit; None: any text.
-        tools: that answers may call.
+    `where` is the field that holds the prompts; `logprobs` is that of `RowRequest`. Answers fit `wanted`; None: any
+    text.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -54,6 +55,16 @@ class Work:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+
+@dataclass(frozen=True)
+class NewPiece:
+    """What is new of one answer, and when its tokens came, in seconds since the request's beginning."""
+
+    index: int
+    piece: Piece
+    tokens: int
+    seconds: float
 
 
 class Form(Protocol):
@@ -77,15 +88,10 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class ChoicesForm(Form):
-    """The form of chats and completions: a list of choices.
+    """The form of chats and completions: a list of choices behind `head`, that each event of a stream begins with.
 
-    Attributes:
-        head: what the answer, and each event of a stream, begins with.
-        prompt_tokens: of all prompts.
-        opening: choices of events before the first piece.
-        chunk: makes the choice of an event.
-        one: makes the choice of an answer, by its index.
-        options: of the stream.
+    `opening` are choices of events before the first piece; `chunk` makes the choice of an event, `one` that of an
+    answer.
     """
 
     head: Body
@@ -133,12 +139,7 @@ def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]]
 
 
 async def row_requests(served: Served, http: Request, request: GenerationFields, work: Work) -> list[RowRequest]:
-    """Make a row for each answer: `n` of each prompt. Who leaves, waits for no grammar.
-
-    Raises:
-        ApiError: a field is out of the bounds of this model or server, or a response format cannot be honoured.
-        ClientLeftError: nobody waits any more.
-    """
+    """Make a row for each answer, `n` of each prompt. A client who leaves waits for no grammar."""
     prompts, where = work.prompts, work.where
     answers, most = len(prompts) * (request.n or 1), served.limits.answers
     if answers > most:
@@ -160,7 +161,7 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
 
 
 async def _compiled(served: Served, wanted: Wanted) -> Grammar:
-    """What the answers have to fit, within the time of a request."""
+    """Compile what the answers have to fit, within the time of a request."""
     seconds = served.limits.request_seconds
     try:
         async with asyncio.timeout(seconds):
@@ -176,7 +177,7 @@ async def _compiled(served: Served, wanted: Wanted) -> Grammar:
 
 
 def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: str) -> int:
-    """The most new tokens after a prompt."""
+    """Return the most new tokens after a prompt."""
     if not prompt:
         raise ApiError(400, f"{where} is empty, and this model has no token to begin a text with; say something", where)
     most, context = served.limits.new_tokens, served.engine.longest
@@ -197,7 +198,7 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
 
 
 def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None, index: int) -> SamplingParams:
-    """How the tokens of the answer with this index of `n` are chosen."""
+    """Say how the tokens of the answer with this index of `n` are chosen."""
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     served.check_tokens(list(bias), "logit_bias", served.vocabulary)
     seed = request.seed
@@ -226,12 +227,7 @@ def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
 async def answer(
     served: Served, http: Request, request: GenerationFields, work: Work, rows: Sequence[RowRequest], form: Form
 ) -> Response:
-    """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece.
-
-    Raises:
-        ApiError: the engine does not take the rows, or one failed.
-        ClientLeftError: nobody waits any more.
-    """
+    """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     seconds = served.limits.request_seconds
     answering = Answering(served.engine, served.tokenizer, rows, stops, seconds, work.tools)
@@ -255,7 +251,7 @@ async def answer(
 
 
 async def _events(served: Served, http: Request, answering: Answering, form: Form) -> AsyncIterator[str]:
-    """Answers as server-sent events."""
+    """Yield answers as server-sent events."""
     try:
         for each in form.begin():
             yield each
@@ -270,7 +266,7 @@ async def _events(served: Served, http: Request, answering: Answering, form: For
 
 
 async def _watched(served: Served, http: Request, answering: Answering) -> AsyncIterator[NewPiece]:
-    """The pieces of answers, counted on their way."""
+    """Yield the pieces of answers, counted on their way."""
     metrics = served.metrics
     # Seconds until the last tokens of each answer, since the request's beginning.
     first, last = None, dict[int, float]()
@@ -333,7 +329,6 @@ class _Stream(StreamingResponse):
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -358,3 +353,94 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
             "rejected_prediction_tokens": counts.drafted - counts.accepted,
         },
     }
+
+
+class Answering:
+    """Answers one request within `most_seconds`: a row of the engine for each answer, ended by any stop string."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[RowRequest],
+        stops: Sequence[str],
+        most_seconds: float,
+        tools: CallableTools | None = None,
+    ) -> None:
+        self._engine = engine
+        self._rows = rows
+        self._begun = time.monotonic()
+        self._until = self._begun + most_seconds
+        self._most_seconds = most_seconds
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, float, Event]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._lock = threading.Lock()
+        self._given_up = False
+        reading = [
+            (None, frozenset[int]()) if tools is None else (tools.reader(), frozenset(tools.shown)) for _ in rows
+        ]
+        self.choices = [Choice(tokenizer, row.input_ids, stops, *each) for row, each in zip(rows, reading, strict=True)]
+
+    def submit(self) -> None:
+        """Hand every row to the engine, or none. May be called from any thread."""
+        for index, row in enumerate(self._rows):
+            try:
+                ticket = self._engine.submit(row, self._listener(index))
+            except SelfSpecError as error:
+                self.cancel()
+                raise api_error(error, "max_tokens") from error
+            with self._lock:
+                self._tickets.append(ticket)
+                given_up = self._given_up
+            if given_up:
+                ticket.cancel()
+                return
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        with self._lock:
+            self._given_up = True
+            tickets = list(self._tickets)
+        for ticket in tickets:
+            ticket.cancel()
+
+    async def pieces(self) -> AsyncIterator[NewPiece]:
+        """Yield what is new, as it comes, until every answer has ended."""
+        growing = set(range(len(self.choices)))
+        while growing:
+            try:
+                async with asyncio.timeout(self._until - time.monotonic()):
+                    index, seconds, event = await self._events.get()
+            except TimeoutError:
+                raise ApiError(
+                    408,
+                    f"the answer is not complete after {self._most_seconds:g} s, the most that a request may take; ask "
+                    "for fewer tokens, or try again when fewer requests run",
+                    None,
+                    "request_timeout",
+                ) from None
+            if index not in growing:
+                continue
+            if isinstance(event, Finished) and event.error is not None:
+                raise api_error(event.error) from event.error
+            choice, before = self.choices[index], self.choices[index].counts.tokens
+            piece = choice.take(event) if isinstance(event, Committed) else choice.end(event)
+            if piece.finish_reason is not None:
+                growing.remove(index)
+                if isinstance(event, Committed):
+                    self._tickets[index].cancel()
+            yield NewPiece(index, piece, choice.counts.tokens - before, seconds)
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens of all answers together."""
+        every = [choice.counts for choice in self.choices]
+        return Counts(*(sum(values) for values in zip(*map(astuple, every), strict=True)))
+
+    def _listener(self, index: int) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
+            seconds = time.monotonic() - self._begun
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, seconds, event))
+
+        return listen

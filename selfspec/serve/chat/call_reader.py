@@ -12,7 +12,7 @@ import regex
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from selfspec.serve.call_formats import CallFormat, ResponseFormat, Tags
+from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat, Tags
 
 _Found = TypeVar("_Found")
 _Reading = Generator[None, None, _Found]
@@ -21,13 +21,11 @@ _Reading = Generator[None, None, _Found]
 
 @dataclass
 class ToolCall:
-    """A call that an answer makes, as far as it is written; `arguments` are JSON, or what the model takes for that.
-
-    Some templates take ids of nine letters alone.
-    """
+    """A call that an answer makes, as far as it is written; `arguments` are JSON, or what the model takes for that."""
 
     name: str
     arguments: str = ""
+    # Some templates take ids of nine letters alone.
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
 
@@ -62,10 +60,8 @@ class _Whole:
 class _Marks:
     """What a reader looks for.
 
-    Attributes:
-        first: what a call begins with in text, up to its object or its arguments; `again`: right behind another.
-        body: what follows: an object with the name in it (None), one of arguments, tags, or what is read at once.
-        ends: what may stand behind a call.
+    `first` begins a call in text, up to its object or its arguments; `again` begins one right behind another. `body`
+    follows: an object with the name in it (None), one of arguments, tags, or what is read at once. `ends` may follow.
     """
 
     first: Any
@@ -75,12 +71,12 @@ class _Marks:
 
 
 def _loose(literal: str) -> str:
-    """A pattern of a literal with any white space where it has some."""
+    """Make a pattern of a literal that takes any white space where it has some."""
     return r"\s*".join(map(regex.escape, regex.split(r"\s+", literal)))
 
 
 def _pattern(text: str) -> Any:
-    """A pattern that is searched again with each token: what an answer has no end of is not held back."""
+    """Compile a pattern that is searched again with each token: what an answer has no end of is not held back."""
     return regex.compile(text.replace(r"\s*", r"\s{0,64}+"), regex.DOTALL)
 
 
@@ -89,7 +85,7 @@ _JSON = "JSON"
 
 
 def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
-    """What a reader of a format looks for, of calls of these tools."""
+    """Return what a reader of a format looks for, of calls of these tools."""
     lead, _, _ = form.before.partition("{")
     begin = form.begin.rstrip().removesuffix("[")
     body: Tags | str | None = form.tags
@@ -118,7 +114,7 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
 
 
 def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> _Marks:
-    """The same for a response template."""
+    """Return what a reader of a response template looks for."""
     calls = load_response_template(dict(form.template)).fields["tool_calls"]
     function = calls.transform.get("function") if isinstance(calls.transform, dict) else None
     plain = calls.content == "json" and not calls.content_args and calls.close_re is not None
@@ -147,11 +143,7 @@ class CallReader:
     """Reads an answer that comes piece by piece: text, and calls of tools, each with the schema of its arguments.
 
     A call begins once its name and the beginning of its arguments are there, and what follows is sent as it comes.
-
-    Args:
-        form: how calls are written.
-        tools: names, with the schemas of their arguments.
-        special: tokens' texts that are no text where they are in no call.
+    Tokens' texts that are `special` are no text where they are in no call.
     """
 
     def __init__(
@@ -279,10 +271,7 @@ class CallReader:
         return call
 
     def _balanced(self, depth: int, call: ToolCall | None = None) -> _Reading[bool]:
-        """Read JSON, of a call's arguments, until its brackets are closed, of which `depth` are open already.
-
-        Say whether they are.
-        """
+        """Read JSON, of a call's arguments, until its brackets, `depth` of them open, are closed; say if they are."""
         quoted = escaped = False
         while True:
             begun = self._at
@@ -331,7 +320,7 @@ class CallReader:
             self._grow(call, "}", ends=True)
 
     def _met(self, pattern: Any) -> _Reading[Any]:
-        """The match of a pattern here, once it is certain; None: there is none."""
+        """Return the match of a pattern here, once it is certain; None: there is none."""
         while (found := pattern.match(self._text, self._at, partial=not self._ended)) is not None and found.partial:
             yield
         return found
@@ -361,13 +350,7 @@ class CallReader:
 
 @dataclass(frozen=True)
 class CallableTools:
-    """Tools that an answer may call.
-
-    Attributes:
-        form: how calls are written.
-        schemas: of the arguments of each.
-        shown: special tokens that calls are written with, and their texts.
-    """
+    """Tools that an answer may call, with the special tokens `shown` that calls are written with."""
 
     form: CallFormat | ResponseFormat
     schemas: Mapping[str, Mapping[str, Any]]
@@ -379,7 +362,7 @@ class CallableTools:
 
 
 def _named(value: Any) -> ToolCall | None:
-    """A call out of an object that has its name and its arguments, in whatever words; None: it is none."""
+    """Read a call out of an object that has its name and its arguments, in whatever words; None: it is none."""
     if not isinstance(value, dict):
         return None
     name = next((value[key] for key in ("name", "tool_name") if key in value), None)
@@ -407,10 +390,7 @@ _TYPES: Mapping[type, Collection[str]] = {
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value that was written as text: JSON, or as in Python, of a type that it may have; else a string.
-
-    Blanks may stand around those of an enum.
-    """
+    """Read a value that was written as text: JSON, or as in Python, of a type that it may have; else a string."""
     stripped = text.strip()
     if stripped in (*schema.get("enum", ()), schema.get("const")):
         return stripped
@@ -423,7 +403,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names."""
+    """Return the types that a schema names."""
     named = schema.get("type", ())
     inner = [each for union in ("anyOf", "oneOf") for each in schema.get(union, ()) if isinstance(each, Mapping)]
     return {*([named] if isinstance(named, str) else named)}.union(*map(_types, inner))

@@ -44,7 +44,7 @@ class CallFormat:
 
     @property
     def is_object(self) -> bool:
-        """Whether name and arguments are in one object."""
+        """True where name and arguments are in one object."""
         return "{" in self.before
 
     @property

@@ -11,13 +11,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from selfspec.serve.answering import NewPiece
 from selfspec.serve.choice import Choice, Counts, ScoredToken
-from selfspec.serve.endpoint import Body, ChoicesForm, Work, answer, note_prompts, row_requests, usage
-from selfspec.serve.request_log import request_id
+from selfspec.serve.endpoints.answering import (
+    Body,
+    ChoicesForm,
+    NewPiece,
+    Work,
+    answer,
+    note_prompts,
+    row_requests,
+    usage,
+)
+from selfspec.serve.monitoring import request_id
 from selfspec.serve.schemas import CompletionRequest, TextFormat
-from selfspec.serve.served import Served
-from selfspec.serve.token_texts import TokenTexts, prompt_text
+from selfspec.serve.served import Served, TokenTexts, prompt_text
 
 DEFAULT_TOKENS = 16
 
@@ -31,11 +38,7 @@ class _Echo:
 
 
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError: it is refused, or failed.
-    """
+    """Answer a request."""
     served.check(request.model)
     prompts = await served.read(lambda: _prompts(served, request))
     note_prompts(served, http, prompts, prompts=request.prompt)
@@ -74,13 +77,13 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
 
 
 def _given(request: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt, as it was sent: text or token ids."""
+    """Return each prompt, as it was sent: text or token ids."""
     given: Any = request.prompt
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]]:
-    """Token ids of each prompt."""
+    """Return the token ids of each prompt."""
     given = _given(request)
     for prompt in given:
         if isinstance(prompt, str):
@@ -95,7 +98,7 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]
 
 
 def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[int, ...]]) -> int:
-    """New tokens of an answer: by default few, and no more than there is room for."""
+    """Return the new tokens of an answer: by default few, and no more than there is room for."""
     if request.max_tokens is not None:
         return request.max_tokens
     room = served.engine.longest - max(map(len, prompts))
@@ -103,11 +106,7 @@ def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[i
 
 
 async def _echo(served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]) -> _Echo:
-    """Read a prompt, as it was given and as token ids, for what comes before its answers.
-
-    Raises:
-        ApiError: log-probabilities of prompts cannot be had.
-    """
+    """Read a prompt, as it was given and as token ids, for what comes before its answers."""
     if not request.echo:
         return _Echo()
     shown = await served.read(lambda: prompt_text(served.tokenizer, given))
@@ -128,14 +127,14 @@ def _choice(index: int, text: str, logprobs: Body | None, reason: str | None) ->
 
 
 def _joined(before: Body | None, logprobs: Body | None) -> Body | None:
-    """Log-probabilities of a prompt and of its answer in one."""
+    """Join the log-probabilities of a prompt and of its answer."""
     if before is None or logprobs is None:
         return logprobs
     return {name: before[name] + found for name, found in logprobs.items()}
 
 
 def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:
-    """Log-probabilities of tokens in the form of completions; `before` characters precede them."""
+    """Write log-probabilities of tokens in the form of completions; `before` characters precede them."""
     return {
         "text_offset": [before + each.offset for each in scored],
         "token_logprobs": [finite(each.logprobs.logprob) for each in scored],
@@ -145,7 +144,7 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> 
 
 
 def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
-    """The likeliest tokens by their text, and the chosen one by what it wrote. Of equal texts the likeliest is kept."""
+    """Map the likeliest tokens, and the chosen one, by their text. Of equal texts the likeliest is kept."""
     top: dict[str, float] = {}
     for token, value in scored.logprobs.top:
         top.setdefault(scored.text if token == scored.token else texts.text(token), finite(value))
@@ -154,5 +153,5 @@ def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold, as OpenAI writes it for tokens that cannot be."""
+    """Return a log-probability that JSON can hold, as OpenAI writes it for tokens that cannot be."""
     return max(logprob, -9999.0)

@@ -1,28 +1,38 @@
-"""`POST /v1/chat/completions`: messages to answer."""
+"""`POST /v1/chat/completions`: messages to answer; other chat APIs are read into it, and answered by items in order."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
-from typing import Any
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.errors import PromptError, UnsupportedOptionError
-from selfspec.serve.answering import NewPiece
-from selfspec.serve.api_error import ApiError, api_error
-from selfspec.serve.call_formats import CallFormat, ResponseFormat
-from selfspec.serve.call_grammar import CallGrammar
-from selfspec.serve.call_reader import CallDelta, ToolCall
-from selfspec.serve.chat_template import ChatTemplate
-from selfspec.serve.choice import Choice, ScoredToken
-from selfspec.serve.completions import finite
-from selfspec.serve.endpoint import Body, ChoicesForm, Work, answer, note_prompts, row_requests
-from selfspec.serve.grammar import Wanted
-from selfspec.serve.request_log import request_id
-from selfspec.serve.schema_check import check_schema
+from selfspec.serve.api_error import ApiError, api_error, validation_error
+from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat
+from selfspec.serve.chat.call_reader import CallDelta, ToolCall
+from selfspec.serve.chat.template import ChatTemplate
+from selfspec.serve.choice import Choice, Counts, ScoredToken
+from selfspec.serve.endpoints.answering import (
+    Body,
+    ChoicesForm,
+    Form,
+    NewPiece,
+    Work,
+    answer,
+    note_prompts,
+    row_requests,
+)
+from selfspec.serve.endpoints.completions import finite
+from selfspec.serve.grammar import CallGrammar, Wanted, check_schema
+from selfspec.serve.monitoring import request_id
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
     Function,
@@ -32,16 +42,11 @@ from selfspec.serve.schemas import (
     NamedTool,
     TextFormat,
 )
-from selfspec.serve.served import Served
-from selfspec.serve.token_texts import TokenTexts
+from selfspec.serve.served import Served, TokenTexts
 
 
 async def chat(served: Served, http: Request, request: ChatCompletionRequest) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError: it is refused, or failed.
-    """
+    """Answer a request."""
     work = await chat_work(served, http, request)
     head: Body = {
         "id": f"chatcmpl-{request_id(http.scope)}",
@@ -73,11 +78,7 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
 
 
 async def chat_work(served: Served, http: Request, request: ChatCompletionRequest) -> Work:
-    """Read a conversation into what the engine has to do.
-
-    Raises:
-        ApiError: it is refused.
-    """
+    """Read a conversation into what the engine has to do."""
     served.check(request.model)
     template = served.template
     if template is None:
@@ -103,15 +104,9 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
 def call_grammar(
     request: ChatCompletionRequest, form: CallFormat | ResponseFormat | None, wanted: Wanted | None
 ) -> CallGrammar | None:
-    """Return what an answer that may call tools has to fit; None: any text.
+    """Return what an answer that may call tools, in this form, has to fit; None: any text.
 
-    Args:
-        request: with tools.
-        form: how the model writes calls; None: it is not known.
-        wanted: the response format that is asked for, if any.
-
-    Raises:
-        ApiError: a call cannot be forced here, or beside this response format.
+    `wanted` is the response format that is asked for, if any.
     """
     needed, tools = request.tool_choice not in (None, "auto"), request.tools or []
     # Where calls are not read at all, none are too many.
@@ -140,7 +135,7 @@ def call_grammar(
 
 
 def _arguments(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments; where that is not strict and no grammar can hold it, any object."""
+    """Return the schema of a function's arguments; any object, where it is not strict and no grammar can hold it."""
     schema = function.parameters or {"type": "object", "properties": {}}
     try:
         check_schema(schema)
@@ -152,7 +147,7 @@ def _arguments(function: Function) -> dict[str, Any]:
 
 
 def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionRequest) -> tuple[int, ...]:
-    """Token ids of the conversation."""
+    """Return the token ids of the conversation."""
     if len(request.messages) > served.engine.longest:
         raise ApiError(
             400, "there are more messages than the context has tokens", "messages", "context_length_exceeded"
@@ -184,7 +179,7 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates read it: text in one piece, and arguments of calls as objects."""
+    """Write a message as templates read it: text in one piece, and arguments of calls as objects."""
     plain = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
     if plain["role"] == "developer":
         plain["role"] = "system"
@@ -203,7 +198,7 @@ def _call(call: ToolCall) -> Body:
 
 
 def _delta(new: CallDelta) -> Body:
-    """What is new of a call: its id and name come first and once."""
+    """Write what is new of a call: its id and name come first and once."""
     if not new.begins:
         return {"index": new.index, "function": {"arguments": new.arguments}}
     called = _call(new.call)
@@ -215,7 +210,7 @@ def _chunk(index: int, delta: Body, logprobs: Body | None = None, reason: str | 
 
 
 def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
-    """Log-probabilities in the form that chats have."""
+    """Write log-probabilities in the form that chats have."""
 
     def one(token: int, logprob: float) -> Body:
         return {"token": texts.text(token), "logprob": finite(logprob), "bytes": list(texts.raw(token))}
@@ -228,3 +223,90 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
         for each in scored
     ]
     return {"content": content, "refusal": None}
+
+
+async def answer_as(
+    served: Served, http: Request, fields: Mapping[str, Any], renamed: Mapping[str, str], form: Callable[[Work], Form]
+) -> Response:
+    """Answer a chat in another API's form; `renamed` maps fields of a chat to what a refusal calls them there."""
+    try:
+        request, work = await read_chat(served, http, fields)
+        rows = await row_requests(served, http, request, work)
+        return await answer(served, http, request, work, rows, form(work))
+    except ApiError as error:
+        own = error.param or ""
+        error.param = renamed.get(own, error.param)
+        for name, here in renamed.items():
+            # Some are words of English, too.
+            if name == own or "_" in name:
+                error.message = re.sub(rf"\b{name}\b", here, error.message)
+        raise
+
+
+async def read_chat(served: Served, http: Request, fields: Mapping[str, Any]) -> tuple[ChatCompletionRequest, Work]:
+    """Read fields of a chat request, those that are not None, into what the engine has to do."""
+    try:
+        given = {name: value for name, value in fields.items() if value is not None}
+        request = ChatCompletionRequest.model_validate(given)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from error
+    return request, await chat_work(served, http, request)
+
+
+class ItemsForm(Form):
+    """The form of an answer that is written as items in order: one for text, and one for each call."""
+
+    def __init__(self) -> None:
+        # Of the item that is written; None: none is.
+        self._open: ToolCall | Literal["text"] | None = None
+
+    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+        """Write what is new, and the items that begin and end with it."""
+        if new.piece.text:
+            if self._open != "text":
+                yield from self.closed()
+                self._open = "text"
+                yield from self.opened(None)
+            yield from self.grown(new.piece.text, None)
+        for each in new.piece.calls:
+            if each.begins:
+                yield from self.closed()
+                self._open = each.call
+                yield from self.opened(each.call)
+            if each.arguments:
+                yield from self.grown(each.arguments, each.call)
+            if each.ends:
+                yield from self.closed()
+
+    def closed(self) -> Iterable[str]:
+        """Write the end of the item that is open."""
+        now, self._open = self._open, None
+        if now is not None:
+            yield from self.finished(None if now == "text" else now)
+
+    @abstractmethod
+    def opened(self, call: ToolCall | None) -> Iterable[str]:
+        """Write the beginning of a call, or of a text."""
+
+    @abstractmethod
+    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
+        """Write what is new of a call's arguments, or of a text."""
+
+    @abstractmethod
+    def finished(self, call: ToolCall | None) -> Iterable[str]:
+        """Write the end of a call, or of a text."""
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content in one piece: of a text, of parts with texts, or of nothing."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def called(id_: str, name: str, arguments: str) -> Body:
+    """Write a call of an earlier answer, as chats have it."""
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def new_id(kind: str) -> str:
+    """Make an id for an item of this kind."""
+    return f"{kind}_{uuid.uuid4().hex[:24]}"

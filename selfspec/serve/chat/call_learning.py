@@ -11,8 +11,8 @@ from typing import Any
 
 import regex
 
-from selfspec.serve.call_formats import FORMATS, HERMES, RESPONSES, CallFormat, ResponseFormat, Tags
-from selfspec.serve.call_reader import CallReader
+from selfspec.serve.chat.call_formats import FORMATS, HERMES, RESPONSES, CallFormat, ResponseFormat, Tags
+from selfspec.serve.chat.call_reader import CallReader
 
 Render = Callable[[list[dict[str, Any]], Mapping[str, Any]], str]
 """Writes messages, with variables of the template. It may raise."""
@@ -25,7 +25,7 @@ _THOUGHT = "qx_thought"
 
 
 def calling(*arguments: dict[str, Any], as_text: bool = False) -> dict[str, Any]:
-    """Make the message of an answer that calls, a trial for each arguments."""
+    """Make the message of an answer that calls, one call for each trial's arguments."""
     calls = [
         {"name": name, "arguments": json.dumps(each) if as_text else each}
         for name, each in zip(NAMES, arguments, strict=False)
@@ -35,12 +35,7 @@ def calling(*arguments: dict[str, Any], as_text: bool = False) -> dict[str, Any]
 
 
 def find_format(render: Render, source: str) -> CallFormat | ResponseFormat | None:
-    """Return how calls are written; None: the template writes them, in a way that is not known.
-
-    Args:
-        render: by the template that is used where there are tools.
-        source: its text.
-    """
+    """Return how calls are written by `render`, of a template's `source`; None: in a way that is not known."""
     written = [_answer(render, calling(ARGUMENTS[0], as_text=as_text)) for as_text in (False, True)]
     # An object that is written as Python does is none of JSON.
     written = [text for text in written if NAMES[0] in text and str(ARGUMENTS[0]) not in text]
@@ -61,7 +56,7 @@ def find_format(render: Render, source: str) -> CallFormat | ResponseFormat | No
 
 
 def _reads(form: CallFormat | ResponseFormat, written: Sequence[str]) -> bool:
-    """Whether a reader of the format finds the first trial in one of these."""
+    """Return whether a reader of the format finds the first trial in one of these."""
     reads = [CallReader(form, {NAMES[0]: {}}).push(text, ended=True).calls for text in written]
     return any(
         [(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] == [(NAMES[0], ARGUMENTS[0])]
@@ -70,10 +65,7 @@ def _reads(form: CallFormat | ResponseFormat, written: Sequence[str]) -> bool:
 
 
 def _answer(render: Render, message: dict[str, Any], thought: str = "", **variables: Any) -> str:
-    """What stands in place of an answer's text; empty where the template refuses the message.
-
-    What is thought before it, or that nothing is, stands before either.
-    """
+    """Render what stands in place of an answer's text and of thoughts; empty where the template refuses the message."""
     question, more = {"role": "user", "content": "Hello"}, {"reasoning_content": thought} if thought else {}
     try:
         whole = render([question, {**message, **more}], variables)
@@ -92,18 +84,18 @@ def _answer(render: Render, message: dict[str, Any], thought: str = "", **variab
 
 
 def _whole_tags(text: str) -> str:
-    """A text's end, from where no tag is cut."""
+    """Return a text's end, from where no tag is cut."""
     closed, opened = text.find(">"), text.find("<")
     return text[closed + 1 :] if closed >= 0 and (opened < 0 or closed < opened) else text
 
 
 def _shared(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return what both begin with."""
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
 def _learned(render: Render) -> CallFormat | None:
-    """What stands around trials, with thoughts before them or none: where least does."""
+    """Learn what stands around trials, with thoughts before them or none: where least does."""
 
     def answers(*arguments: dict[str, Any], as_text: bool, thought: str, thinks: bool) -> str:
         return _answer(render, calling(*arguments, as_text=as_text), thought, enable_thinking=thinks)
@@ -117,7 +109,7 @@ def _learned(render: Render) -> CallFormat | None:
 
 
 def _around(calls: Callable[..., str]) -> CallFormat | None:
-    """What stands around trials."""
+    """Read what stands around trials."""
     one, two, tags = calls(ARGUMENTS[0]), calls(*ARGUMENTS), None
     objects = [rf'\{{\s*"{key}"\s*:\s*"{value}"\s*\}}' for each in ARGUMENTS for key, value in each.items()]
     found = regex.fullmatch(f"(.*?){NAMES[0]}(.*?){objects[0]}(.*)", one, regex.DOTALL)
@@ -146,7 +138,7 @@ def _around(calls: Callable[..., str]) -> CallFormat | None:
 
 
 def _tags(one: str, two: str) -> Tags | None:
-    """Tags of arguments, in a call with one and in the same with another one behind it."""
+    """Find the tags of arguments, in a call with one and in the same with another one behind it."""
     words = [word for each in ARGUMENTS for pair in each.items() for word in pair]
     found = regex.search(NAMES[0] + "(.*?)" + "(.*?)".join(words) + "(.*)", two, regex.DOTALL)
     if found is None or words[1] not in one:

@@ -1,18 +1,99 @@
-"""Metrics for Prometheus, by vLLM's names where it has one, in a registry of their own."""
+"""What operators see: a line of JSON for each request, with no text unless asked for, and metrics for Prometheus."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import time
+import uuid
 from collections.abc import Callable, Iterable
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serve.events import EngineStats, Shown
 
+LOGGER = logging.getLogger("selfspec.serve")
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_HEADER = b"x-request-id"
+
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class JsonLines(logging.Formatter):
+    """Writes a record as one line of JSON: time, level, message, and the fields of `extra={"fields": {...}}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+def request_id(scope: Scope) -> str:
+    """Return the id of a request, which its answer carries too."""
+    found: str = scope["selfspec"]["request_id"]
+    return found
+
+
+def note(scope: Scope, **fields: Any) -> None:
+    """Add fields to the line of a request."""
+    scope["selfspec"].update(fields)
+
+
+class RequestLog:
+    """Gives every request an id, the client's own if it sends one, and writes a line when it has been answered."""
+
+    def __init__(self, app: ASGIApp, responded: Callable[[int], None]) -> None:
+        self._app = app
+        self._responded = responded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
+        own = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        fields: dict[str, Any] = {"request_id": own}
+        scope["selfspec"] = fields
+        begun, status = time.monotonic(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (_HEADER, own.encode("latin-1"))]
+            await send(message)
+
+        ending = "answered"
+        try:
+            await self._app(scope, receive, answer)
+        except BaseException:
+            ending = "broken off"
+            raise
+        finally:
+            fields = {
+                **fields,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or None,
+                "seconds": round(time.monotonic() - begun, 4),
+            }
+            self._responded(status)
+            LOGGER.info(ending, extra={"fields": fields})
 
 
 class Metrics:
@@ -54,19 +135,18 @@ class Metrics:
         self._responses.labels(self._model, str(status)).inc()
 
     def written(self) -> bytes:
-        """All metrics, in the text format."""
+        """Write all metrics in the text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself, read when it is asked for."""
+    """Reads the engine's own counts when they are asked for."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
         self._model = model
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        """Read the engine's counts."""
         stats, families = self._stats(), {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         rows, drafts = stats.running + stats.prefilling, stats.rounds - stats.plain_rounds
         used = stats.cache_bytes / stats.cache_bound

@@ -1,0 +1,333 @@
+"""A chat's messages to the tokens of a prompt, by a template, and what the template reads of them, found by trials."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.errors import CheckpointError, PromptError
+from selfspec.serve.chat.call_formats import HERMES, CallFormat, ResponseFormat
+from selfspec.serve.chat.call_learning import ARGUMENTS, NAMES, calling, find_format
+from selfspec.serve.chat.call_reader import CallableTools, CallReader
+
+Message = Mapping[str, Any]
+"""`role`, `content`, and what else a template may read."""
+
+Reading = Literal["text", "parts"]
+
+_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+
+_TRIAL: tuple[Message, ...] = ({"role": "user", "content": "Hello"},)
+
+_TOOLS_ARE = """You may call these tools, each described as JSON:
+{tools}
+To call one, answer with its name and its arguments, as in
+{call}"""
+
+_SAID = "qx_said"
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAMES[0],
+        "description": "a",
+        "parameters": {"type": "object", "properties": {"qx_key": {"type": "string", "description": "a"}}},
+    },
+}
+
+# What transformers itself hands to templates, and what a request says otherwise.
+_GIVEN = ("messages", "tools", "add_generation_prompt", "documents", "continue_final_message")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Writes messages the way the model was taught to read them, by a template in Jinja; None: the tokenizer's own.
+
+    Of templates with names, `default` and `tool_use`, the latter writes what has tools. Where a template reads no tools
+    or calls, they are described in messages: see `prompt`.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be rendered, or leaves out what a user says; the message names the
+            remedy.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is None and not self.tokenizer.chat_template:
+            raise CheckpointError(
+                "the checkpoint has no chat template, so nothing says how it was taught to read messages; give one "
+                "with --template FILE (Jinja, as in tokenizer_config.json), or continue text with `selfspec generate`"
+            )
+        try:
+            self.prompt(_TRIAL)
+        except PromptError as error:
+            raise CheckpointError(f"the chat template does not write one message of a user: {error}") from error
+        if self._own is not None:
+            try:
+                CallReader(self._own, {})
+            except (ValueError, LookupError) as error:
+                raise CheckpointError(f"the tokenizer's response_template cannot be read: {error}") from error
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        goes_on: bool = False,
+        begins: bool = True,
+    ) -> list[int]:
+        """Write the tokens of a conversation, up to where the model's answer begins.
+
+        Arguments of calls in `messages` are objects. Where the template reads no `tools`, the system message describes
+        them; where it writes no calls and results, they are written as text. The answer continues the last message if
+        it `goes_on`; else its beginning is written if it `begins`.
+
+        Raises:
+            PromptError: the template refuses these messages, or leaves out what one of them says.
+        """
+        tools, source = tools or (), self.writer(bool(tools))
+        if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) or tools:
+            messages = self._with_tools(source, [dict(message) for message in messages], tools)
+            tools = tools if source.reads_tools else ()
+        return source.tokens(messages, tools, variables, begins and not goes_on, goes_on)
+
+    def writer(self, tools: bool) -> TemplateSource:
+        """Return the template that writes what has tools, or has none."""
+        return self._calling if tools else self._plain
+
+    @cached_property
+    def _plain(self) -> TemplateSource:
+        named = self.source or self.tokenizer.chat_template
+        if isinstance(named, dict):
+            if "default" not in named:
+                names = ", ".join(sorted(named))
+                raise PromptError(f"it has templates named {names}, and none 'default'; give one with --template FILE")
+            named = named["default"]
+        return TemplateSource(self.tokenizer, named)
+
+    @cached_property
+    def _calling(self) -> TemplateSource:
+        named = self.source or self.tokenizer.chat_template
+        found = named.get("tool_use") if isinstance(named, dict) else None
+        return self._plain if found is None else TemplateSource(self.tokenizer, found)
+
+    @cached_property
+    def calls(self) -> CallFormat | ResponseFormat | None:
+        """How the model writes calls; None: in a way that is not known."""
+        source = self._calling
+
+        def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+            return source.written(messages, source.trial_tools, variables)
+
+        return find_format(render, source.source)
+
+    @cached_property
+    def reads(self) -> CallFormat | ResponseFormat | None:
+        """How calls are found in answers: as the tokenizer's response template says, where it has one."""
+        return self._own or self.calls
+
+    @cached_property
+    def _own(self) -> ResponseFormat | None:
+        found = getattr(self.tokenizer, "response_template", None) if self.source is None else None
+        return ResponseFormat(found) if found and "tool_calls" in found.get("fields", ()) else None
+
+    def callable(self, schemas: Mapping[str, Mapping[str, Any]]) -> CallableTools | None:
+        """Return what finds calls of tools, by names and schemas of arguments; None: no calls can be found."""
+        form = self.reads
+        if form is None:
+            return None
+        special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        return CallableTools(form, schemas, {token: text for token, text in special if text in form.marks})
+
+    def _with_tools(
+        self, source: TemplateSource, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Describe in messages all that the template would not write of tools, calls and results."""
+        form = self.calls if isinstance(self.calls, CallFormat) else HERMES
+        if source.arguments is None:
+            messages = [_in_words(message, form) for message in messages]
+        elif source.arguments == "text":
+            messages = [_as_text(message) for message in messages]
+        if not tools or source.reads_tools:
+            return messages
+        described = _TOOLS_ARE.format(
+            tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
+            call=form.text([("NAME", "ARGUMENTS")]),
+        )
+        first, system = messages[0], {"role": "system", "content": described}
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{described}"}, *messages[1:]]
+        if source.reads_system:
+            return [system, *messages]
+        return [{**first, "content": f"{described}\n\n{first['content']}"}, *messages[1:]]
+
+
+def _in_words(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
+    """Write calls and results as text, in a message without any."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [call["function"] for call in message.pop("tool_calls", ())]
+    if calls:
+        text = form.text([(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in calls])
+        message["content"] = "\n".join(part for part in (message["content"], text) if part)
+    return message
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Write arguments of calls as JSON text."""
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return message
+
+
+def read_template(file: Path) -> str:
+    """Read a template from a file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise CheckpointError(f"--template {file} is not UTF-8 text ({error}); convert it first") from error
+    except OSError as error:
+        raise CheckpointError(f"--template {file} cannot be read: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """Writes messages by `source`; `written` and `tokens` raise a PromptError where the template refuses them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+
+    def written(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), variables: Mapping[str, Any] = _NO_VARIABLES
+    ) -> str:
+        """Write messages, up to where an answer begins if the last is none."""
+        begins = messages[-1]["role"] != "assistant"
+        return str(self._applied(messages, tools, variables, tokenize=False, add_generation_prompt=begins))
+
+    def tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        variables: Mapping[str, Any],
+        begins: bool,
+        goes_on: bool,
+    ) -> list[int]:
+        """Write the tokens of messages; an answer begins behind them, or the last one goes on."""
+        shaped = [dict(message, content=self._shaped(message["role"], message["content"])) for message in messages]
+        written = self._applied(
+            shaped, tools, variables, tokenize=True, add_generation_prompt=begins, continue_final_message=goes_on
+        )
+        return [int(token) for token in written]
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """True where it tells the model of tools."""
+        return NAMES[0] in (self._tried([self._message("user", "Hello")], [_TOOL]) or "")
+
+    @cached_property
+    def reads_names(self) -> bool:
+        """True where it reads the name of a message's author."""
+        return NAMES[0] in (self._tried([self._message("user", "Hello", name=NAMES[0])]) or "")
+
+    @cached_property
+    def arguments(self) -> Literal["objects", "text"] | None:
+        """As what it takes arguments of calls; None: it does not write calls and what they gave."""
+        result = {"role": "tool", "tool_call_id": "qxqxqxqxq", "name": NAMES[0], "content": _SAID}
+        (key, value), *_ = ARGUMENTS[0].items()
+        for way in ("objects", "text"):
+            call = calling(ARGUMENTS[0], as_text=way == "text")
+            answer = {**call, "content": self._shaped("assistant", "")}
+            text = self._tried([self._message("user", "Hello"), answer, result], self.trial_tools) or ""
+            # An object that is written as Python does is none of JSON.
+            if all(each in text for each in (NAMES[0], key, value, _SAID)) and str(ARGUMENTS[0]) not in text:
+                return way
+        return None
+
+    @property
+    def trial_tools(self) -> list[Message]:
+        """Tools to render trials with."""
+        return [_TOOL] if self.reads_tools else []
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of what a request may set."""
+        source = self.source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        special = self.tokenizer.special_tokens_map.keys()
+        found = meta.find_undeclared_variables(parsed)
+        return frozenset(found - special - {*_GIVEN, "raise_exception", "strftime_now", "namespace", "range", "dict"})
+
+    @cached_property
+    def readings(self) -> Mapping[str, Reading | None]:
+        """As what it reads what a role says; None: it leaves that out. What it refuses is text."""
+        user = self._reading(lambda said: [{"role": "user", "content": said}])
+        hello = {"role": "user", "content": _as("Hello", user)}
+        return {
+            "user": user,
+            "system": self._reading(lambda said: [{"role": "system", "content": said}, hello]),
+            "assistant": self._reading(lambda said: [hello, {"role": "assistant", "content": said}, hello]),
+        }
+
+    @cached_property
+    def reads_system(self) -> bool:
+        """True where it writes what a system message says, before a user's."""
+        if self.readings["system"] is None:
+            return False
+        written = self._tried([self._message("system", _SAID), self._message("user", "Hello")])
+        return _SAID in (written or "")
+
+    def _reading(self, conversation: Callable[[Any], list[Message]]) -> Reading | None:
+        ways: tuple[Reading, ...] = ("text", "parts")
+        written = {way: self._tried(conversation(_as(_SAID, way))) for way in ways}
+        read = (way for way, text in written.items() if _SAID in (text or "").lower())
+        return next(read, "text" if set(written.values()) == {None} else None)
+
+    def _message(self, role: str, said: str, **more: Any) -> Message:
+        return {"role": role, "content": self._shaped(role, said), **more}
+
+    def _shaped(self, role: str, content: Any) -> Any:
+        reading = self.readings.get(role, "text")
+        if reading is None:
+            raise PromptError(
+                f"the chat template leaves out what a message of the role {role!r} says; give one that reads it with "
+                "--template FILE" + ("" if role == "user" else ", or say it in a user's message")
+            )
+        return _as(content, reading)
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str | None:
+        try:
+            return self.written(messages, tools)
+        except PromptError:
+            return None
+
+    def _applied(
+        self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any], **how: bool
+    ) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self.source,
+                return_dict=False,
+                **how,
+                **variables,
+            )
+        # What a template computes with messages of another shape than it expects may fail in any of these ways.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise PromptError(f"the chat template refuses these messages ({reason})") from error
+
+
+def _as(content: Any, reading: Reading | None) -> Any:
+    return [{"type": "text", "text": content}] if reading == "parts" and isinstance(content, str) else content

@@ -1,0 +1,1 @@
+"""The interfaces of clients: OpenAI's completions, chats and responses, and Anthropic's messages."""
