@@ -23,7 +23,7 @@ from selfspec.tools.train.corpus import count_vocabulary, most_frequent
 def test_it_is_written_before_other_drafts() -> None:
     found = parse_draft("experts:1+int8")
     assert isinstance(found, FewerExperts)
-    assert (found.most, found.bits) == (1, 8)
+    assert (found.most, found.format) == (1, LowPrecision(8).format)
     path = found.path(4)
     assert path.experts == 1
     assert path.copy is not None
