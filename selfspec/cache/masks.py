@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.cursors import OpenBlock
-from selfspec.cache.view import Window
+from selfspec.cache.view import EVERYTHING, Seen, Window
 from selfspec.cache.view import sees as sees_top
 
 Pattern = Callable[..., Tensor]
@@ -66,8 +66,7 @@ def attention_mask(
     block: OpenBlock | None = None,
     recurrent: bool = False,
     padded: bool = False,
-    window: Window | None = None,
-    top: Tensor | None = None,
+    attended: Seen = EVERYTHING,
 ) -> Any:
     """Make the `attention_mask` of a stock model for tokens in slots of their rows.
 
@@ -82,14 +81,13 @@ def attention_mask(
         block: the open block of the tokens; None: slot i holds position i, and a token sees all slots before its own.
         recurrent: whether some layers have states in place of keys and values.
         padded: whether slots past the last token may be visible even where all rows have the same.
-        window: limits what tokens attend to; None: no limit.
-        top: slots to which full attention is limited, as from `TopSlots.seen`; None: all.
+        attended: what tokens attend to: a window limits all layers, top slots those with full attention.
 
     Returns:
         A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
         for full attention without window or top where `needs_mask` is False.
     """
-    tokens = slots.shape[1]
+    tokens, window, top = slots.shape[1], attended.view.window, attended.top
     masks_full = needs_mask(config, slots, block, padded)
     slots = slots.expand(rows, tokens)
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)

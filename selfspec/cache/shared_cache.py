@@ -24,7 +24,7 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import WHOLE, CacheBits, CacheView, RoundedCopy, TopSlots
+from selfspec.cache.view import EVERYTHING, WHOLE, CacheBits, CacheView, RoundedCopy, Seen, TopSlots
 from selfspec.device import to_device
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton
@@ -43,9 +43,7 @@ class Slots:
         visible: numbers of the slots that the pass looks at, `[visible]`, from 0.
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
         block: the open block of the tokens; None: each sees all slots before its own.
-        copied: number of first slots of each row that are read from copies, `[batch]`; None: no copies.
-        top: slots that rows see, as from `TopSlots.seen`; None: all.
-        copies: levels and factors of each layer's keys and values, see `through_copy`.
+        attended: what the tokens attend to.
     """
 
     slot_mapping: Tensor
@@ -53,14 +51,12 @@ class Slots:
     visible: Tensor
     buffers: tuple[Tensor, ...]
     block: OpenBlock | None = None
-    copied: Tensor | None = None
-    top: Tensor | None = None
-    copies: tuple[Tensor, ...] = ()
+    attended: Seen = EVERYTHING
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The tensors that stay at their places in memory: copies and buffers."""
-        return self.copies + self.buffers
+        return self.attended.copies + self.buffers
 
 
 class SharedCache(Cache):
@@ -341,8 +337,11 @@ class SharedCache(Cache):
             self._top[keys] = TopSlots(len(self.seq_lens), keys, self.device)
         return self._top[keys]
 
-    def _seen_top(self, view: CacheView) -> Tensor | None:
-        return None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
+    def attended(self, view: CacheView) -> Seen:
+        """Return what a pass through a view attends to now."""
+        top = None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
+        copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
+        return Seen(view, top, copied, copies)
 
     def _forget_copies(self) -> None:
         """Drop the copies, since rows have changed; the next draft makes new ones."""
@@ -496,16 +495,13 @@ class SharedCache(Cache):
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
-        copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
         return Slots(
             slots,
             self._cursors.position_ids(self._positions(slots, block)),
             torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
-            copied,
-            self._seen_top(view),
-            copies,
+            self.attended(view),
         )
 
     def attention_mask(
@@ -538,8 +534,7 @@ class SharedCache(Cache):
             block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
-            window=view.window,
-            top=self._seen_top(view),
+            attended=self.attended(view),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

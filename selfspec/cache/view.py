@@ -55,6 +55,36 @@ class CacheView:
 WHOLE = CacheView()
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the tokens of one pass attend to: a view, with the tensors that say what it is in this pass.
+
+    Attributes:
+        top: slots that rows see, as from `TopSlots.seen`; None: all.
+        copied: number of first slots of each row that are read from copies, `[batch]`; None: no copies.
+        copies: levels and factors of each layer's keys and values, see `through_copy`.
+    """
+
+    view: CacheView = WHOLE
+    top: Tensor | None = None
+    copied: Tensor | None = None
+    copies: tuple[Tensor, ...] = ()
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """The tensors that change with every pass."""
+        return tuple(each for each in (self.copied, self.top) if each is not None)
+
+    def keys_and_values(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values as the pass reads them."""
+        if self.view.bits is None or self.copied is None:
+            return keys, values
+        return seen_by_copies(keys, values, self.copies[4 * layer : 4 * layer + 4], self.copied, self.view.bits)
+
+
+EVERYTHING = Seen()
+
+
 CHUNK = 32
 """Number of neighbouring slots that are chosen together: they are one passage of the text."""
 

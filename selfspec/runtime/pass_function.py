@@ -15,7 +15,7 @@ from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.source import ReadSource, Source
-from selfspec.cache.view import CacheBits, seen_by_copies
+from selfspec.cache.view import Seen
 from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
@@ -106,8 +106,7 @@ class PassTensors:
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
         source = () if self.source is None else self.source.flat()
-        seen = (each for each in (slots.copied, slots.top) if each is not None)
-        return (self.tokens, *places, *entering, *source, *seen, *slots.memory)
+        return (self.tokens, *places, *entering, *source, *slots.attended.places, *slots.memory)
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class PassFunction:
         """Return the results of the pass under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded, self.kind.path.view.bits)
+        cache: Cache = SlotCache(slots, self.kind.padded)
         if source is not None:
             cache = source.beside(cache)
         if self.placed is not None:
@@ -186,8 +185,7 @@ class PassFunction:
             dtype,
             block=slots.block,
             padded=padded,
-            window=self.kind.path.view.window,
-            top=slots.top,
+            attended=slots.attended,
         )
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
@@ -208,15 +206,16 @@ class PassFunction:
             masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
-        copied, top, copies = None, None, 0
-        if self.kind.path.view.bits is not None:
+        view, copied, top, copies = self.kind.path.view, None, None, 0
+        if view.bits is not None:
             copied, *rest = rest
-        if self.kind.path.view.top_keys is not None:
+        if view.top_keys is not None:
             top, *rest = rest
         if copied is not None:
             # Of each layer four, and two buffers.
             copies = len(rest) * 4 // 6
-        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, copied, top, tuple(rest[:copies]))
+        attended = Seen(view, top, copied, tuple(rest[:copies]))
+        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, attended)
         return PassTensors(tokens, entering, slots, source)
 
 
@@ -286,16 +285,15 @@ class SlotCache(Cache):
     Args:
         slots: where the pass writes, and what it sees.
         padded: whether slots past the pass's tokens may be visible.
-        bits: of the copies that it sees committed tokens by; None: there are none.
     """
 
-    def __init__(self, slots: Slots, padded: bool, bits: CacheBits | None = None) -> None:
+    def __init__(self, slots: Slots, padded: bool) -> None:
         super().__init__(layers=[])
         self._slot_mapping = slots.slot_mapping
         self._visible = slots.visible
         self._buffers = tuple(zip(slots.buffers[::2], slots.buffers[1::2], strict=True))
         self._padded = padded
-        self._bits, self._copied, self._copies = bits, slots.copied, slots.copies
+        self._attended = slots.attended
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -303,10 +301,7 @@ class SlotCache(Cache):
         """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all that the pass may see."""
         written = zip(self._buffers[layer_idx], (key_states, value_states), strict=True)
         keys, values = (self._updated(buffer, states) for buffer, states in written)
-        if self._bits is None or self._copied is None:
-            return keys, values
-        parts = self._copies[4 * layer_idx : 4 * layer_idx + 4]
-        return seen_by_copies(keys, values, parts, self._copied, self._bits)
+        return self._attended.keys_and_values(layer_idx, keys, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of slots before the pass's tokens; a tensor if only the device knows it."""

@@ -109,7 +109,7 @@ class _Program:
         slots, nowhere = example.slots, (-1, -1, -1)
         block = nowhere if slots.block is None else _places(flat, slots.block.tensors)
         cross = nowhere[:1] if example.source is None else _places(flat, example.source.cross[:1])
-        top = nowhere[:1] if slots.top is None else _places(flat, [slots.top])
+        top = nowhere[:1] if slots.attended.top is None else _places(flat, [slots.attended.top])
         first = len(flat) - len(slots.buffers)
         self._places = [first, len(flat) - 1, *_places(flat, [slots.slot_mapping]), *block, *cross, *top]
         operations = with_waits(pass_.operations)
