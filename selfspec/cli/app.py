@@ -16,14 +16,12 @@ from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.doctor import doctor, kernels
-from selfspec.cli.drafts import drafts
+from selfspec.cli.drafts import drafts, index, quantize
 from selfspec.cli.export import export
 from selfspec.cli.generate import EPILOG, generate
-from selfspec.cli.index import index
 from selfspec.cli.inspect import inspect
 from selfspec.cli.options import grouped
 from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
-from selfspec.cli.quantize import quantize
 from selfspec.cli.search import search
 from selfspec.cli.serve import serve
 from selfspec.cli.train import train

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from selfspec.cli.generate import SamplingOptions
-from selfspec.cli.loading import DraftingOptions, Template, read_template
-from selfspec.cli.options import MemoryOptions, ModelOptions, Output
+from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, Template, read_template
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import console
 from selfspec.errors import NonFiniteLogitsError, PromptError, SelfSpecError, StorageError

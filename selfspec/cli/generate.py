@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from selfspec.cli.loading import DraftingOptions
-from selfspec.cli.options import MemoryOptions, ModelOptions, Output
+from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
 from selfspec.decode.text_stream import TextStream, continuation

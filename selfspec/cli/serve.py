@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.loading import DraftingOptions, Template, read_template
-from selfspec.cli.options import MemoryOptions, ModelOptions, Output
+from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, Template, read_template
 from selfspec.cli.outcome import print_json
 from selfspec.errors import UnsupportedOptionError
 
