@@ -113,13 +113,14 @@ def test_a_row_alone_is_its_row_in_a_batch(tmp_path: Path, name: str, rule: str)
         spec.forget()
         return texts(spec, rows, **{**SAMPLED, **options})
 
-    whole = fresh(ROWS, seed=0)
-    assert len(set(map(len, whole))) > 1
+    # Rows that end apart.
+    seed = next(seed for seed in range(10) if len(set(map(len, fresh(ROWS, seed=seed)))) > 1)
+    whole = fresh(ROWS, seed=seed)
     for size in (1, 3):
-        assert fresh(ROWS[:size], seed=0) == whole[:size]
+        assert fresh(ROWS[:size], seed=seed) == whole[:size]
     # Beside other rows; and all rows reach the end, some of them rounds before the others.
     others = [ROWS[0], ROWS[3], ROWS[2], ROWS[1]]
-    assert fresh(others, seed=0)[::2] == whole[::2]
+    assert fresh(others, seed=seed)[::2] == whole[::2]
     whole = fresh(ROWS, seed=1, eos_token_id=None, max_new_tokens=11)
     assert fresh(ROWS[:2], seed=1, eos_token_id=None, max_new_tokens=11) == whole[:2]
 
