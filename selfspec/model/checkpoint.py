@@ -165,10 +165,9 @@ def load_model(
     tensors: Mapping[str, Tensor] | None = None,
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Load a model with the loader of `transformers`, which renames, casts, joins and splits tensors of the files.
+    """Load a model with `transformers`, which renames, casts, joins and splits tensors of the files.
 
-    `tensors`, by their names in the files, replace the files. With them `kind` may give the class of the model; else
-    the configuration says it.
+    `tensors`, by name in the files, replace the files; then `kind` may give the model's class, else `config` says it.
     """
     options = {
         "dtype": dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),

@@ -108,10 +108,7 @@ def _differs_in_training(module: nn.Module) -> bool:
 
 
 def stock_model(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers of `torch.compile` and PEFT; any other model as it is.
-
-    PEFT puts adapters such as LoRA into the modules of the model, so they are part of the inner model.
-    """
+    """Return the model inside wrappers of `torch.compile` and PEFT, whose adapters are part of it; others unchanged."""
     # Models wrapped by PEFT exist only once PEFT has been imported.
     peft = sys.modules.get("peft")
     while not isinstance(model, PreTrainedModel):
@@ -167,10 +164,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def base_alone(model: nn.Module, base: str) -> bool:
-    """Return whether only code of `transformers` and torch runs around the part `base` of a model.
-
-    Such code passes its inputs on to the base unchanged, so a pass that needs no logits may run the base alone.
-    """
+    """Return whether a pass without logits may run `base` alone: around it is only code of `transformers` and torch."""
     path = base.split(".")
     around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
     return not any(GLOBAL_HOOKS) and not any(

@@ -16,14 +16,7 @@ from selfspec.model.view import view_with
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """Changes how a draft path turns its last states into logits, beside the model's own norm and head.
-
-    Output stays exact with any head: tokens are drawn from, and scored by, the q that it makes.
-
-    Attributes:
-        adapter: maps states at the exit to states for the norm, `[..., hidden]` both; None: unchanged.
-        tokens: distinct ids that can be drafted; only their rows of the head are read. None: all.
-    """
+    """Changes the logits of a draft path: `adapter` runs before the final norm, and only `tokens` can be drafted."""
 
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
@@ -33,8 +26,7 @@ class DraftHead:
     ) -> None:
         """Install the head in a view of a model that has its own views of the modules on the way to layers and head.
 
-        `layer` is the view's layer whose input is the last state of the path, passed through; None: the path runs to
-        the end, without adapter. `rows` computes the logits of `tokens`; None: the head's own rows do.
+        The input of `layer` is the last state of the path; None: there is no exit. `rows` computes logits of `tokens`.
         """
         if self.adapter is not None:
             assert layer is not None

@@ -1,7 +1,4 @@
-"""Routed experts of mixtures: how many a token uses, layers that use fewer, and what a pass reads of them.
-
-A router is a module with `top_k`, as in `transformers`; experts are weights of three dimensions beside it.
-"""
+"""Routed experts, weights of three dimensions beside a router with `top_k`: run fewer, and count what passes read."""
 
 from __future__ import annotations
 
@@ -20,12 +17,7 @@ _TOKENS = 5
 
 @dataclass(frozen=True)
 class Experts:
-    """Holds the routed experts of an MLP.
-
-    Attributes:
-        weights: of all of them, `[experts, ...]` each.
-        active: number of experts that a token is sent to.
-    """
+    """Holds the routed experts of an MLP: their weights, `[experts, ...]` each, and how many a token is sent to."""
 
     weights: tuple[Tensor, ...]
     active: int
@@ -36,10 +28,7 @@ class Experts:
         return int(self.weights[0].shape[0])
 
     def share(self, tokens: int = 1, most: int | None = None) -> float:
-        """Return the share of the experts that a pass over `tokens` tokens reads, each token sent to at most `most`.
-
-        Tokens are assumed to choose experts independently.
-        """
+        """Return the share of experts read by `tokens` tokens that choose at most `most` each, independently."""
         return 1 - (1 - min(self.active, most or self.active, self.number) / self.number) ** tokens
 
 

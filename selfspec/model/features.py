@@ -19,17 +19,7 @@ Features = Mapping[Point, Tensor]
 
 
 class FeatureTap:
-    """Makes a view of a model, neither changed nor copied, that keeps states of each pass.
-
-    Args:
-        model: a causal LM, or a view of one.
-        adapter: says where its layers are.
-        base: attribute path to the part of the model that holds all but the head.
-        points: where states are kept.
-
-    Attributes:
-        module: the view; called like the model, and so is its `base`.
-    """
+    """Makes a view of a model, `module`, that keeps states at `points`; `base` is the path to all but its head."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, base: str, points: Sequence[Point]) -> None:
         # The views refer to the dict and not to this object, to avoid a reference cycle.

@@ -1,8 +1,4 @@
-"""Gates around the decoder layers of a stock model, as views that share every weight and leave the model unchanged.
-
-Only the modules between the root and the gated sublayers get views; all other modules are the model's own. The views
-belong to one generation, so the model itself, other threads and other generations are not affected.
-"""
+"""Gates around the decoder layers of a stock model, as views for one generation that share every weight."""
 
 from __future__ import annotations
 
@@ -30,12 +26,9 @@ from selfspec.model.view import call_with, hidden_states, replaced, view_with, v
 
 @dataclass(frozen=True)
 class ExactStates:
-    """Holds the states of a pass at a sublayer, from which another pass can resume.
+    """Holds the states of a pass at a sublayer, `[batch, tokens, hidden]` each, from which another pass can resume.
 
-    Attributes:
-        hidden: input of the sublayer's layer, `[batch, tokens, hidden]`.
-        attention: output of that layer's attention, same shape, by the module's name; empty unless the sublayer is the
-            MLP.
+    `hidden` is the input of its layer; `attention`, by module name, the attention's output if the sublayer is the MLP.
     """
 
     hidden: Tensor
@@ -55,12 +48,7 @@ class ExactStates:
 
 
 class Boundary:
-    """Holds the states that enter a path at its start, and those recorded where exactness ends, in one pass.
-
-    Attributes:
-        given: states that enter at `path.start`.
-        hidden, attention: as in `ExactStates`, recorded at `path.resume_point`.
-    """
+    """Holds the states given to a pass at `path.start`, and those that it leaves at `path.resume_point`."""
 
     def __init__(self) -> None:
         self.given: ExactStates | None = None
@@ -226,10 +214,7 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
 
 
 def token_by_token(module: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a recurrent module of layer `index` one token at a time, and keep the layer's state after each.
-
-    The padding mask is dropped: rows have no padding here.
-    """
+    """Run a recurrent module token by token and keep the layer's state after each; rows have no padding to mask."""
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     states = None if cache is None else cache.layers[index]
     # Modules of different kinds may have the same name.
@@ -291,11 +276,9 @@ def _values(hidden: Tensor | None, returns: int) -> Any:
 
 
 def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
-    """Make a view of a stock model whose last layer appends the states at an exit as further rows.
+    """Return a view of a model whose pass gives logits of the target, then of an exit: `[2 * batch, tokens, vocab]`.
 
-    Norm and head read each token by itself, so one pass gives the logits of both: called like the model, the view
-    returns `[2 * batch, tokens, vocab]`, the target's first. The exit leaves out `exit_layer`, at least 1, and all
-    later layers; `head` None: the model's own head.
+    The exit leaves out layers from `exit_layer`, at least 1, on. Norm and head read each token by itself.
     """
     layers = adapter.decoder_layers(model)
     at_exit: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What files of drafts are bound to: weights, by a fingerprint, and ids, by the tokens that they stand for."""
+"""Bind files of drafts to a model: to weights by a fingerprint, and to ids by the tokens that they stand for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from selfspec.model.view import is_streamed
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Binds a file of token ids to a model, by the number of ids of its head and a digest of the tokens.
-
-    The digest is empty if there is no tokenizer.
-    """
+    """Binds a file of ids to a model by the size of its head and a digest of its tokens, empty without a tokenizer."""
 
     size: int
     digest: str
@@ -37,10 +34,7 @@ class Vocabulary:
         )
 
     def is_same(self, other: Vocabulary) -> bool:
-        """Return whether ids are the same tokens: by digest if both have one, else by the number of ids.
-
-        Models of one family may pad their vocabularies to different sizes.
-        """
+        """Return whether ids are the same tokens: by digest if both have one (sizes may be padded), else by size."""
         return self.digest == other.digest if self.digest and other.digest else self.size == other.size
 
 
@@ -88,9 +82,7 @@ _SPREAD = -7046029254386353131
 def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
     """Return the SHA-256 over the class, active adapters, and name, shape and values of each weight, packed ones too.
 
-    Values are rounded first: to bfloat16, so that a checkpoint has the same fingerprint in every dtype it is loaded in
-    (except float16, whose own rounding may differ); to float32, so that rounded weights have another fingerprint.
-    All weights are read, also those streamed from disk: 1e9 in bfloat16 take about .2 s on two cores.
+    Rounded to bfloat16, a checkpoint has one fingerprint in all dtypes but float16; to float32, rounded weights differ.
     """
     # Scales of packed weights are only in the state dict.
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}

@@ -20,12 +20,7 @@ _Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """Holds low-rank additions to linear layers of one model.
-
-    Attributes:
-        down: by layer name in the model, the projection of its input, `[..., in]` to `[..., rank]`.
-        up: by layer name, the projection to what is added to its output, `[..., rank]` to `[..., out]`, scaled.
-    """
+    """Holds low-rank additions by layer: `down`, `[..., in]` to `[..., rank]`, and `up`, to `[..., out]`, scaled."""
 
     down: Mapping[str, nn.Module]
     up: Mapping[str, nn.Module]
@@ -47,12 +42,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """Says which tokens of a pass use additions.
-
-    Attributes:
-        lora: the additions.
-        first: place in the pass of the first token that uses them; all later tokens do, too.
-    """
+    """Holds the additions of a pass, and the place of the first token that uses them; all later tokens do, too."""
 
     lora: Lora
     first: int
@@ -71,7 +61,7 @@ def _added(first: int, linear: _Layer, down: _Layer, up: _Layer, states: Tensor)
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """Names one sublayer of the network; sublayers compare in the order in which a pass runs them."""
+    """Names one sublayer; sublayers compare in the order in which a pass runs them."""
 
     layer: int
     part: Part
@@ -90,15 +80,9 @@ class LayerPath:
     """Says what a pass runs.
 
     Attributes:
-        depth: number of layers of the network.
-        skipped: sublayers left out; a layer whose two sublayers are both left out passes its input through.
+        skipped: sublayers left out; a layer without both of its own passes its input through.
         start: sublayer at which states of an earlier pass enter; nothing before it runs. None: start from tokens.
-        copy: the copy of the weights that substitutes run, or that the network itself is; None: every sublayer runs
-            with its own weights, in the dtype of the network.
-        substituted: sublayers whose linear layers run as substitutes.
-        head_substituted: whether the language-model head has a substitute, too.
-        view: part of the cache that its tokens attend to.
-        lora: low-rank additions that its last tokens use; None: no additions.
+        copy: weights that substitutes run, or that the network itself is; None: its own weights, in its own dtype.
         experts: the most routed experts that a token is sent to; None: as many as in the network.
     """
 
@@ -148,7 +132,7 @@ class LayerPath:
     def resume_point(self) -> Sublayer | None:
         """First sublayer that is left out or has substitutes: a full pass can resume there from this one's states.
 
-        Everything before it is exact. None if every sublayer is exact, or if the very first sublayer is not.
+        None: every sublayer is exact, or not even the first is.
         """
         if not self.view.is_whole or self.experts is not None:
             return None

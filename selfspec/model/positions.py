@@ -18,15 +18,7 @@ from selfspec.model.view import replaced, view_with_parts
 
 
 class RowPositions:
-    """Makes a view of a model, neither changed nor copied, whose passes take each row at its own place in the text.
-
-    Args:
-        model: a causal LM, or a view of one.
-        adapter: says where the model embeds positions.
-
-    Attributes:
-        module: the view; called like the model.
-    """
+    """Makes a view of a model, `module`, whose passes take each row at its own place in the text."""
 
     def __init__(self, model: nn.Module, adapter: Adapter) -> None:
         assert adapter.positions is not None
@@ -82,10 +74,7 @@ def _by_length(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: An
 
 
 def boundaries(config: PreTrainedConfig) -> list[int]:
-    """List the text lengths beyond which passes use other rotary tables; few models have any.
-
-    Here and below, the configuration is that of the text part, if a model has several parts.
-    """
+    """List the text lengths beyond which passes use other rotary tables; here and below `config` is the text part's."""
     # Tables of type `dynamic` change, too, but only beyond the model's context, where no request goes.
     longrope = [table for table in _tables(config) if table.get("rope_type") == "longrope"]
     return sorted({table["original_max_position_embeddings"] for table in longrope})
@@ -96,12 +85,7 @@ def check_rotary(
 ) -> None:
     """Refuse a request in which a pass would use other rotary tables than the passes before it.
 
-    Args:
-        config: of the model.
-        prompts: length of each prompt.
-        max_new_tokens: the most tokens that each prompt may grow by.
-        known: the fewest tokens of a prompt that a cache holds already and that are not read again.
-        width: the most tokens of each prompt that one pass reads; None: any number.
+    A cache holds at least `known` tokens of each prompt; a pass reads at most `width` tokens of each; None: any number.
     """
     for boundary in boundaries(config):
         if max(prompts) + max_new_tokens <= boundary:

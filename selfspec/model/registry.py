@@ -25,11 +25,7 @@ from selfspec.errors import UnsupportedModelError
 
 
 def find_adapter(model: PreTrainedModel) -> Adapter:
-    """Return the declared adapter of a model's architecture.
-
-    A multimodal model needs no declaration of its own: the adapter of its language model is used, with the place where
-    the model keeps it.
-    """
+    """Return the adapter of a model's architecture, or of the language model inside it, at its place there."""
     check_causal(model)
     adapter = adapter_for(model.config)
     if _holds_layers(model, adapter.path(model)):

@@ -23,11 +23,9 @@ _NUMBERS_AT_ONCE = 2**28
 
 @torch.no_grad()
 def block_logits(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Read blocks of a text, `[1, tokens]` each, and yield the logits of each, `[tokens, vocab]`.
+    """Read blocks of a text, `[1, tokens]` each, over a cache, and yield the logits of each, `[tokens, vocab]`.
 
-    Each pass reads a block and continues from the cache of earlier blocks. Where that differs from a pass over the
-    whole text, passes read the whole text: many layers with states start anew with every pass over several tokens, and
-    some rotary tables change with the length of a text.
+    Where this would change logits (layers with states start anew, rotary tables change), passes read the whole text.
     """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)

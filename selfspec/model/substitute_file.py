@@ -30,12 +30,9 @@ class AboutSubstitutes:
     """Describes a file of substitutes, in the file itself, beside the settings of their format.
 
     Attributes:
-        format: of the file.
         base: fingerprint of the weights they were packed from.
-        bits: of a weight.
         layers: numbers of the layers that have substitutes; None: all.
-        head: whether the language-model head has one.
-        weights: name of their format; None: integers of these bits.
+        weights: name of their format; None: integers of `bits` bits.
     """
 
     format: Literal[4]
@@ -47,14 +44,7 @@ class AboutSubstitutes:
 
 
 class SubstituteFile(DescribedTensors[AboutSubstitutes]):
-    """Reads a file that `write_substitutes` wrote, one weight at a time.
-
-    Attributes:
-        format: the format of its weights.
-
-    Raises:
-        DraftConfigError: it is missing, truncated, damaged, no such file or of another format.
-    """
+    """Reads a file of `write_substitutes` weight by weight; raises `DraftConfigError` if it is missing or unfit."""
 
     def __init__(self, file: str | Path) -> None:
         super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, REWRITE)
@@ -111,8 +101,7 @@ def packed_weights(
 ) -> Iterator[tuple[str, Packed]]:
     """Pack weights; with texts, so that errors compensate each other on the layers' inputs there.
 
-    Texts are token ids, `[rows, tokens]` each, without padding. Experts, and weights whose layer no text reaches, are
-    packed by themselves.
+    Texts are `[rows, tokens]`, unpadded. Experts, and weights whose layer no text reaches, are packed by themselves.
     """
     head = f"{plain_head(model)}.weight"
     for some in _at_once(weights) if texts else [weights]:

@@ -88,11 +88,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Made:
-    """Holds a substitute, if there is one, with places, versions and samples of the weights it was made from.
-
-    The weights themselves are not kept: they may be replaced and freed. A bias is shared with the layer, so its changes
-    need no update.
-    """
+    """Holds a substitute, if any, and places, versions and samples of its weights, which may be replaced and freed."""
 
     substitute: Substitute | None
     places: tuple[object, ...]
@@ -115,13 +111,10 @@ class _Made:
 class Substitutes:
     """Makes and keeps the linear layers and experts of one model in fewer bits. Several threads may use it.
 
-    Each substitute is made when a path first asks for it. If the weight has since changed in place, the substitute is
-    updated in place, where recordings read it; if the weight was replaced, a new substitute is made. Modules without a
-    substitute run exactly: layers that do not compute what `nn.Linear` or `Conv1D` does, experts that are not of
-    `transformers`' common kind, quantised weights, and sizes that no kernel takes.
-
-    Args:
-        head: name of the language-model head in the model, if it is plain.
+    A substitute is made when first asked for. If its weight changes in place, so does it, where recordings read it; for
+    a replaced weight a new one is made. Modules without one run exactly: layers unlike `nn.Linear` and `Conv1D`,
+    experts unlike the common kind of `transformers`, quantised weights, and sizes that no kernel takes. `head` names
+    the language-model head, if it is plain.
     """
 
     def __init__(self, head: str | None = None) -> None:
@@ -148,10 +141,7 @@ class Substitutes:
 
     @torch.inference_mode(False)
     def load(self, file: SubstituteFile, copy: WeightCopy, model: nn.Module) -> None:
-        """Load all substitutes of a file. Those not in the file are made when first used.
-
-        They belong to the model as it is now; weights that change later get new substitutes.
-        """
+        """Load all substitutes of a file, for the model as it is now; others are made when first used."""
         file.check(copy.format, model)
         unknown = file.weights
         for name, module in model.named_modules():
@@ -177,20 +167,14 @@ class Substitutes:
             )
 
     def take(self, module: nn.Module, name: str, copy: WeightCopy, weights: Sequence[Tensor]) -> None:
-        """Make the substitute of a module whose weights, on the meta device, do not stay in memory.
-
-        `weights` are laid out as the module keeps them, in the order of `substitutable_weights`.
-        """
+        """Make a module's substitute from weights that it does not keep, in the order of `substitutable_weights`."""
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
             self._keep(module, name, copy, [self._packed(name, weight, copy) for weight in laid_out])
 
     def within(self, module: nn.Module, name: str, copy: WeightCopy) -> nn.Module:
-        """Return a view of a part of the model, named `name` there, whose linear layers are substitutes.
-
-        Without substitutes it is the part itself.
-        """
+        """Return a view of a part, `name` in the model, with substitutes for its layers; itself if it has none."""
         substitute = self._substitute(module, name, copy)
         if substitute is not None:
             return substitute
@@ -203,10 +187,7 @@ class Substitutes:
         return view_with(module, others) if others else module
 
     def of_rows(self, head: nn.Module, copy: WeightCopy, rows: Tensor) -> Substitute | None:
-        """Make a substitute of the language-model head with only some of its outputs, `[kept]`.
-
-        None: the head has no substitute, or has a bias, whose changes a copy of some rows would miss.
-        """
+        """Make a substitute of the head with the outputs `rows`, `[kept]`; None: it has none, or has a bias."""
         if self._head is None or any(product.bias is not None for product in _products(head)):
             return None
         name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
@@ -267,10 +248,7 @@ def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> lis
 
 
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
-    """Return the sizes of weights that may have substitutes, by module and weight, in the order in which they run.
-
-    Weights may be on the meta device. Sizes are those of a weight as it is rounded, `[..., out, in]`.
-    """
+    """Return sizes of weights that may have substitutes, `[..., out, in]`, by module and weight, in running order."""
     found: dict[str, dict[str, torch.Size]] = {}
     for name, product in _of_path(model, adapter, _whole_path(model, adapter)):
         module, _, weight = name.rpartition(".")

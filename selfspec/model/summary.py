@@ -25,11 +25,7 @@ from selfspec.model.substitutes import bytes_of_substitutes, substituted_weights
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts some weights.
-
-    Attributes:
-        bytes: their memory, which a step that uses them all reads.
-    """
+    """Counts some weights, and their bytes, which a step that uses them all reads."""
 
     parameters: int
     bytes: int
@@ -55,12 +51,7 @@ class SublayerSummary:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """Describes a decoder layer.
-
-    Attributes:
-        norms: all other weights of the layer.
-        window: how far back its attention looks, in tokens; None: all the way.
-    """
+    """Describes a decoder layer: `norms` are its other weights; `window` is in tokens, None: attention sees all."""
 
     attention: SublayerSummary
     mlp: SublayerSummary
@@ -78,11 +69,8 @@ class CacheSummary:
     """Describes keys and values. Sliding-window layers keep theirs in full, so that cursors can roll back.
 
     Attributes:
-        heads: key and value heads of the first layer.
-        head_dim: numbers in a head's key.
-        value_dim: numbers in a head's value.
+        heads: key and value heads of the first layer that has any; the next two are numbers in a head.
         bytes_per_token: keys and values of one token over all layers.
-        sliding_layers: number of layers with a sliding window.
         recurrent_layers: number of layers with a state, whose size does not depend on the number of tokens.
     """
 
@@ -96,14 +84,7 @@ class CacheSummary:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Describes the keys and values of a layer.
-
-    Attributes:
-        heads: of keys and values; 0: the layer keeps none of its own.
-        key: numbers in a head's key.
-        value: numbers in a head's value.
-        window: how far back its attention looks, in tokens; None: all the way.
-    """
+    """Describes a layer's keys and values: heads (0: it keeps none), numbers in a head, and the window in tokens."""
 
     heads: int
     key: int
@@ -118,14 +99,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class SubstitutesSummary:
-    """Describes the memory of drafting in fewer bits.
-
-    Attributes:
-        format: name of the format.
-        bits: per weight.
-        bytes: of the substitutes of all layers and the head; layers whose sizes no kernel takes may have none.
-        share: `bytes` divided by the bytes of all weights.
-    """
+    """Describes drafting in a format: bits of a weight, bytes of all substitutes, and their share of all bytes."""
 
     format: str
     bits: int
@@ -135,13 +109,7 @@ class SubstitutesSummary:
 
 @dataclass(frozen=True)
 class ExitSummary:
-    """Describes drafting from one exit layer.
-
-    Attributes:
-        layer: the exit layer E: the draft runs layers [0, E), then the final norm and the head.
-        bytes_read: bytes of weights that one draft step reads.
-        cost_ratio: predicted draft cost ratio c: `bytes_read` divided by that of one target step.
-    """
+    """Describes drafting from exit layer E: bytes of weights that a draft step reads, and the predicted ratio c."""
 
     layer: int
     bytes_read: int
@@ -153,17 +121,12 @@ class ModelSummary:
     """Describes a model by its parts.
 
     Attributes:
-        vocabulary: rows of the embedding.
         context: the most positions it was made for; None: unlimited.
-        embedding: token and position embeddings. A step looks up single rows of them, which counts as no reading.
-        layers: decoder layers, first to last.
+        embedding: token and position embeddings; a step looks up single rows of them, which counts as no reading.
         encoder: reads the input before the first step; 0 parameters if there is none.
         final_norm: everything else between the layers and the head.
-        head: the language-model head, which every step reads, draft steps too.
-        tied: whether the head's weights are those of the embedding; `total` counts them once.
-        substitutes: the layers in fewer bits, in memory.
+        tied: True if the head has the weights of the embedding; `total` counts them once.
         target_bytes_read: bytes that a step of plain decoding reads.
-        exits: for each exit, the bytes that a draft step reads, and its cost ratio c.
     """
 
     model: str
@@ -338,11 +301,9 @@ def share_read(
     head: DraftHead | None = None,
     price: Callable[[Tensor], float] = lambda weight: weight.nbytes,
 ) -> float:
-    """Estimate c as the weights that a step of the path reads, divided by those that a target step reads.
+    """Estimate c: the price of the weights that a step of the path reads, divided by that of a target step.
 
-    Embeddings count as nothing, since a step reads single rows of them; the language-model head counts in both. `head`
-    reads the path's last states; None: the model's own norm and head. `price` is the cost of reading a weight: by
-    default its bytes.
+    Embeddings count as nothing: a step reads single rows. `price` is the cost of reading a weight, by default in bytes.
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()

@@ -1,8 +1,6 @@
-"""Models whose weights are split over several processes: find the processes, and keep their decisions alike.
+"""Models whose weights `transformers` splits over processes (`tp_plan`): find these, and keep their decisions alike.
 
-`transformers` splits a model by its plan (`tp_plan="auto"` under torchrun): weights become DTensors, and the forwards
-of their modules exchange what is missing. Every process runs the same program on the same tokens. If one process
-decided differently, the rest would wait for it forever, so such decisions are taken by rank 0.
+A process that decided differently would let the others wait forever, so rank 0 decides.
 """
 
 from __future__ import annotations
@@ -90,14 +88,9 @@ def whole(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """Holds this process's part of a linear layer.
+    """Holds this process's part of a linear layer: its weight, `[out, in]`, and its bias.
 
-    Attributes:
-        weight: `[out, in]`, of which one dimension is a part.
-        bias: for the output of this process; None: no bias.
-        split: "out": the layer returns a part of its output. "in": it gets a part of its input, and outputs are summed
-            over processes before the bias is added.
-        group: the processes.
+    With split "out" it returns a part of the output; with "in" it gets a part of the input, and sums before the bias.
     """
 
     weight: Tensor

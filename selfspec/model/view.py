@@ -1,7 +1,4 @@
-"""Shallow views of modules: same class, same parameters, buffers and hooks, but a child or the `forward` may differ.
-
-A view shares every weight with its module and never changes it.
-"""
+"""Shallow views of modules: a view shares all weights and never changes its module; a child or `forward` may differ."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ from selfspec.errors import UnsupportedModelError
 
 
 def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Module]], nn.Module | None]) -> nn.Module:
-    """Return a view of a module with some parts replaced; the module itself if none is.
-
-    Args:
-        module: a model, or a part of one. It is neither changed nor copied.
-        change: returns the replacement of a part, given the part and its replaced children; None: replace only the
-            children.
-    """
+    """Return a view of a module with parts replaced by `change(part, replaced children)`; itself if none is."""
     if has_other_forward(module):
         return module
     children = {name: view_of(child, change) for name, child in module._modules.items() if child is not None}
