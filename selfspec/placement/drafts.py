@@ -28,7 +28,7 @@ _WIDENING, _OVERHEAD = 0.005, 0.01
 
 
 class _StandIn(LowPrecision):
-    """Low precision whose substitutes were made when the weights were loaded."""
+    """Drafts in low precision by substitutes that were made when the weights were loaded."""
 
     def __repr__(self) -> str:
         return self.format.name + ("" if self.fewer is None else f"+{self.fewer.spelling}")
@@ -40,16 +40,13 @@ class _StandIn(LowPrecision):
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model was placed in memory. The model keeps it, so that every wrapper of it drafts within the budget.
+    """Says how a model was placed in memory; the model keeps it, so that every wrapper of it drafts within the budget.
 
     Attributes:
-        head: whether the head is streamed.
+        head: True if the head is streamed.
         context: tokens that the cache may hold, of all rows together.
         at_once: tokens of prompts that a pass may read, of all rows together.
-        substitutes: substitutes of streamed weights.
-        cache: how keys and values are kept.
-        stream: the stream that weights come from; None: all stay.
-        streams_from_disk: whether weights come from the disk, and the budget limits the process.
+        streams_from_disk: True if weights come from the disk, and the budget limits the process.
     """
 
     plan: Plan
@@ -67,10 +64,7 @@ class Placement:
         return self
 
     def choice(self, asked: DraftChoice, model: PreTrainedModel, adapter: Adapter) -> DraftChoice:
-        """Return the choice fitted to this placement: streamed weights draft in fewer bits, the others as they are.
-
-        A target pass that streams costs a transfer, so drafts may be long.
-        """
+        """Return the choice fitted to this placement: streamed weights draft in fewer bits, and drafts may be long."""
         if asked.draft is None:
             return asked
         if not self.plan.streamed:
@@ -134,7 +128,7 @@ class Placement:
 
 
 def format_of(draft: Drafter) -> str | None:
-    """Return the name of the format of the copies that a draft needs; None if it needs none."""
+    """Return the name of the format of the copies that a draft needs; None: it needs none."""
     rounded: list[LowPrecision] = []
 
     def seen(each: Drafter) -> Drafter:
@@ -164,6 +158,6 @@ def _anew(draft: Drafter) -> str:
 
 
 def placement_of(model: PreTrainedModel) -> Placement | None:
-    """Return the placement of a model; None if `selfspec.load` did not load it."""
+    """Return the placement of a model; None: `selfspec.load` did not load it."""
     found = model.__dict__.get("placement")
     return found if isinstance(found, Placement) else None

@@ -102,7 +102,7 @@ CONTEXTS = (4096, 2048, 1024, 512)
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A survey of a checkpoint, and the plan of what stays in memory, made before weights are read."""
+    """Holds a survey of a checkpoint, and the plan of what stays in memory, made before weights are read."""
 
     survey: Survey
     plan: Plan
@@ -124,10 +124,7 @@ def plan_checkpoint(
     source: WeightSource,
     cache: str | None = None,
 ) -> PlannedCheckpoint:
-    """Plan how to load a checkpoint within a byte budget.
-
-    Arguments and errors are those of `selfspec.load`, except `source`, the source of streamed weights.
-    """
+    """Plan how to load a checkpoint; arguments and errors are those of `selfspec.load`, but for the source."""
     budget = parse_bytes("memory", memory)
     named_dtype = _dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):

@@ -51,16 +51,12 @@ def tokens_at_once(context: int, scored_heads: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory that a model takes.
+    """Counts the bytes of memory that a model takes.
 
     Attributes:
-        process: memory in use before the model is loaded; 0 where the budget limits a device.
+        process: in use before the model is loaded; 0 where the budget limits a device.
         kept: weights that always stay: embeddings, norms, and all that cannot be streamed.
-        layers: streamable weights of each layer, in order; the head, if it can be streamed, is the last layer.
-        largest: the largest of these weights.
-        substitutes: substitutes of each of these layers, by format.
-        cache: keys and values of the context.
-        working: other memory that a pass needs.
+        layers: streamable weights of each layer; the head, if it can be streamed, is the last layer.
         draft: a drafter's own weights, and its keys and values of the context.
         kept_substitutes: substitutes of weights that always stay, by format; made only if all layers stay.
     """
@@ -83,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second at which weights are read from memory, and streamed."""
+    """Gives the bytes a second at which weights are read from memory, and streamed."""
 
     memory: float
     stream: float
@@ -91,18 +87,14 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of what stays in memory and what is streamed.
+    """Says what stays in memory and what is streamed.
 
     Attributes:
         resident: number of layers that stay, from the first; the head counts as the layer after the last.
         streamed: bytes that a target pass streams.
-        format: name of the format of the substitutes that draft for streamed layers; None: there are none.
-        total: bytes of memory that the plan takes.
-        bandwidth: the bandwidth that the plan was made for.
         plain: predicted steps of plain decoding a second.
         drafting: predicted tokens a second with drafts; None: there are no drafts.
         draft_step: predicted c; None: there are no drafts.
-        draft_length: tokens drafted each round, best by the prediction.
     """
 
     resident: int
@@ -119,14 +111,9 @@ class Plan:
 def plan_memory(
     memory: Memory, budget: int, bandwidth: Bandwidth, formats: Sequence[str], beside: str | None = None
 ) -> Plan:
-    """Return the plan within a budget that promises the most tokens a second.
+    """Return the plan within a budget, in bytes, that promises the most tokens a second.
 
-    Args:
-        memory: memory that the model takes.
-        budget: the budget in bytes.
-        bandwidth: bandwidth of this machine.
-        formats: names of the formats that substitutes may have; empty: nothing drafts.
-        beside: format of the substitutes that a draft needs even where all layers stay in memory; None: it needs none.
+    Substitutes have one of `formats`; none: nothing drafts. A draft needs those in `beside` even if all layers stay.
     """
     if _total(memory, len(memory.layers), beside) <= budget:
         return _predicted(memory, len(memory.layers), beside, bandwidth)

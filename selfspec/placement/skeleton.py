@@ -23,7 +23,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class _Read:
-    """A weight as stored in a file."""
+    """Reads a weight as it is stored in a file."""
 
     weight: StoredWeight
     files: WeightFiles
@@ -41,7 +41,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Call:
-    """The result of an operation; if it returns several tensors, one of them."""
+    """Gives the result of an operation; if it returns several tensors, one of them."""
 
     operation: Any
     args: Sequence[Any]
@@ -67,10 +67,9 @@ class _Call:
 
 
 class DeferredTensor(Tensor):
-    """A tensor without values that knows how to compute them. It takes no memory.
+    """Knows how to compute its values, of this shape, strides and dtype, and takes no memory.
 
-    Shape, strides and dtype are those of the values. An operation on it returns another such tensor. If the result is a
-    number, or its shape depends on values, these are read for that operation alone.
+    An operation returns another one; a result that is a number, or whose shape depends on values, reads the values.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -173,12 +172,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model whose weights take no memory yet.
+    """Holds a model in evaluation mode whose weights take no memory, except those that depend on values in files.
 
-    Attributes:
-        model: in evaluation mode; its weights are on the meta device, except those that depend on values in the files.
-        deferred: deferred weights by the parameter's name; tied ones under the first name alone.
-        stored: places of weights that files hold as they are, except for a cast to the model's dtype, by every name.
+    `deferred` has tied weights under their first name; `stored`, by every name, weights that files hold up to a cast.
     """
 
     model: PreTrainedModel
@@ -192,10 +188,7 @@ class Skeleton:
 
 
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
-    """Make the model of a checkpoint with the loader of `transformers`, without reading its weights.
-
-    If `dtype` is None, it is the checkpoint's own.
-    """
+    """Make the model of a checkpoint with `transformers`, without its weights; dtype None: the checkpoint's own."""
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "

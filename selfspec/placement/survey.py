@@ -35,7 +35,7 @@ _STATES = 4
 
 @dataclass(frozen=True)
 class StreamableModule:
-    """A module that can be streamed: its weights, by their names in it, and bytes of its substitute, by format."""
+    """Describes a module that can be streamed: its weights, by name in it, and bytes of its substitute, by format."""
 
     name: str
     weights: dict[str, StoredWeight]
@@ -44,13 +44,9 @@ class StreamableModule:
 
 @dataclass(frozen=True)
 class Survey:
-    """A model without its weights, and the memory that it takes, found by reading headers alone.
+    """Describes a model without its weights, and the memory that it takes, by headers alone.
 
-    Attributes:
-        layers: streamable modules of each layer; those of the head are a layer after the last.
-        context: tokens that the memory has room for.
-        source: source of streamed weights.
-        cache: how keys and values are kept.
+    `layers` are streamable modules, those of the head after the last layer; the memory has room for `context` tokens.
     """
 
     skeleton: Skeleton
@@ -84,10 +80,7 @@ class Survey:
 
 
 def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
-    """Survey a checkpoint in a folder, with room for a context of all rows together.
-
-    Weights that can be read later are not read. If `dtype` is None, it is the checkpoint's.
-    """
+    """Survey a checkpoint in a folder, for a context of all rows together; dtype None: the checkpoint's own."""
     config, folder = read_config(name), local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
@@ -99,10 +92,7 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
 
 
 def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
-    """Estimate from a configuration the memory that a checkpoint takes on a CPU, with every weight stored in `dtype`.
-
-    `process` is the number of bytes in use before the model is loaded.
-    """
+    """Estimate the memory of a checkpoint in `dtype` on a CPU, where the process takes `process` bytes without it."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
     weights = model.named_parameters(remove_duplicate=False)
@@ -230,7 +220,7 @@ _SCALE = 2
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes that count towards a budget: of all slots, and of one layer copied for a pass in the model's dtype."""
+    """Counts bytes within a budget: of all slots, and of one layer copied for a pass in the model's dtype."""
 
     slots: int
     copied: int

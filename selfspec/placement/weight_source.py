@@ -54,7 +54,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in a safetensors file: its first byte, and the shape and dtype that it is stored in."""
+    """Locates a weight in a safetensors file by its first byte, with the shape and dtype that it is stored in."""
 
     file: Path
     start: int
@@ -94,7 +94,7 @@ def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
 
 
 class ReadBuffer:
-    """Memory that weights are read into, one at a time, with room for the largest."""
+    """Holds memory that weights are read into, one at a time, with room for the largest."""
 
     def __init__(self, size: int) -> None:
         # Anonymous memory begins at a page.
@@ -112,7 +112,7 @@ class ReadBuffer:
 
 
 class WeightFiles:
-    """The files of a checkpoint, open for direct reads. Closed when nothing refers to it."""
+    """Keeps the files of a checkpoint open for direct reads, until nothing refers to it."""
 
     def __init__(self) -> None:
         self._opened: dict[Path, int] = {}
@@ -158,13 +158,7 @@ _PROBED = 1 << 27
 
 
 class WeightSource(ABC):
-    """A source of streamed weights.
-
-    Attributes:
-        device: the device that computes, and whose memory the budget limits.
-        name: name of that memory, for messages.
-        caches: ways to keep keys and values, the exact ones first.
-    """
+    """Gives streamed weights to the device that computes, whose memory, `name` in messages, the budget limits."""
 
     device: torch.device
     name: str
@@ -200,7 +194,7 @@ class WeightSource(ABC):
 
 
 class FromDisk(WeightSource):
-    """Weights on the disk, for computation on the CPU; the budget limits the process."""
+    """Streams weights from the disk, for computation on the CPU; the budget limits the process."""
 
     device = torch.device("cpu")
     name = "the machine, or the control group of the process,"
@@ -246,7 +240,7 @@ class FromDisk(WeightSource):
 
 
 class FromHost(WeightSource):
-    """Weights in memory of the host, for computation on a device; the budget limits the device."""
+    """Streams weights from memory of the host to a device; the budget limits the device."""
 
     name = "the device"
     caches = ("exact", "host", "int8")
@@ -359,7 +353,7 @@ def host_bandwidth(copies: DeviceCopies, size: int) -> Bandwidth:
 
 
 class _HostWeights:
-    """Weights in memory of the host, ready to copy to a device."""
+    """Holds weights in memory of the host, ready to copy to a device."""
 
     def __init__(
         self, stored: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies

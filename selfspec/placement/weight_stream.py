@@ -19,10 +19,7 @@ from selfspec.placement.plan import shown_bytes
 
 
 class DeviceCopies(ABC):
-    """Copies to one device, ordered with its computations by marks.
-
-    A mark stands for all copies, or all computations, requested so far. Only `finish` makes the host wait.
-    """
+    """Copies to one device; marks of all requests so far order them with computations. Only `finish` waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +58,7 @@ class DeviceCopies(ABC):
 
 
 class CudaCopies(DeviceCopies):
-    """Copies on a stream of their own."""
+    """Copies on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -120,13 +117,9 @@ def _anonymous(size: int) -> mmap.mmap:
 
 
 class HostMemory:
-    """Memory of the host that a device copies from. It is given back when nothing refers to this object.
+    """Holds memory of the host that a device copies from, `[size]` in bytes; it is given back with this object.
 
-    Attributes:
-        bytes: the memory, `[size]`. No part of it may be kept longer than this object.
-
-    Raises:
-        UnsupportedOptionError: there is too little memory.
+    No part of `bytes` may be kept longer than this object.
     """
 
     def __init__(self, size: int, copies: DeviceCopies) -> None:
@@ -146,11 +139,7 @@ _PAUSE = 0.5
 
 
 class Slot(ABC):
-    """Memory for one weight at a time, where modules compute.
-
-    Attributes:
-        holds: number of the weight that is there or being fetched; None: there is none.
-    """
+    """Holds one weight at a time, where modules compute; `holds` is its number from the start of its fetch."""
 
     holds: int | None = None
 
@@ -173,17 +162,9 @@ class Slot(ABC):
 
 
 class WeightStream:
-    """A stream of weights into a few slots of memory, in the order in which passes use them.
+    """Streams weights into a few slots, at least 2 more than one module uses, in the order of use, learnt from passes.
 
-    Passes of several threads take turns: each moves all the weights that it uses. A pass that fails or is interrupted
-    leaves nothing behind.
-
-    Args:
-        sizes: bytes of each weight, in the likely order of use. The order of the passes is learnt.
-        slots: at least 2 more than one module uses.
-
-    Attributes:
-        bytes_moved: bytes moved so far.
+    `sizes` are in bytes. Passes of several threads take turns; a pass that fails leaves nothing behind.
     """
 
     def __init__(self, sizes: Sequence[int], slots: Sequence[Slot]) -> None:
