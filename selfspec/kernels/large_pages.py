@@ -1,8 +1,4 @@
-"""Keep weights in pages of 2 MiB where the system has them, so that a pass looks up fewer addresses.
-
-A pass reads every weight once. With pages of 4 KiB it looks up an address every 64 cache lines, and the address tables
-do not stay in the caches from one pass to the next.
-"""
+"""Keep weights in pages of 2 MiB: in pages of 4 KiB, a pass looks up an address for every 64 cache lines."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _LINE = 64
 
 
 class LargePages:
-    """Memory for tensors, in pieces that grow. A piece is freed with the last tensor in it."""
+    """Holds memory for tensors, in pieces that grow. A piece is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._piece: mmap.mmap | None = None
@@ -29,7 +25,7 @@ class LargePages:
         self._pages = 1
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in large pages; without such pages, and off the CPU, return the tensor itself."""
+        """Return a copy of a tensor in large pages, or the tensor itself: off the CPU, or where there are none."""
         is_here = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
         if not is_here or not hasattr(mmap, "MADV_HUGEPAGE"):
             return tensor

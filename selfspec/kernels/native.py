@@ -1,7 +1,6 @@
-"""Compute products of few rows by a small C++ extension, built on demand and kept for later processes.
+"""Compute products of few rows by an optional C++ extension, built on demand and kept for later processes.
 
-torch multiplies one row on one thread, at a third of the memory's speed. The extension reads each weight once for up
-to ten rows at a time, on all threads. It is optional: if it was not built, torch's own products run.
+torch multiplies one row on one thread; the extension reads each weight once for up to ten rows, on all threads.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp")
 
 
 def build_kernels(verbose: bool = False) -> Path:
-    """Build the extension with this machine's C++ compiler, once, and load it: 15 to 60 seconds.
+    """Build the CPU kernels with this machine's C++ compiler, once, and load them: 15 to 60 seconds.
 
-    Later processes load it by themselves. Products on a CPU then differ in their last bits from torch's: see
-    docs/exactness.md.
+    Later processes load them too. Their products differ in the last bits from torch's (docs/exactness.md).
 
     Returns:
         The file of the extension: in the user's cache, or in the folder that `TORCH_EXTENSIONS_DIR` names.
 
     Raises:
-        UnsupportedOptionError: there is no compiler, or it fails; the message holds its output.
+        UnsupportedOptionError: There is no compiler, or it fails; the message holds its output.
     """
     from torch.utils import cpp_extension
 
@@ -77,11 +75,7 @@ def build_kernels(verbose: bool = False) -> Path:
 
 
 def load_kernels() -> bool:
-    """Load the extension if it was built on this machine for this torch; return whether it is loaded.
-
-    Raises:
-        UnsupportedOptionError: its file is broken.
-    """
+    """Load the extension if it was built here for this torch; return whether it is loaded. Refuse a broken file."""
     if are_loaded() or not _library().exists():
         return are_loaded()
     try:
@@ -104,19 +98,15 @@ def few_rows(
 ) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
-    Each output is summed in the same order for any number of rows and threads. A weight in int8 has scales `[out]`.
-    Inputs are first multiplied by `factors`, `[in]`, in float32.
+    An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
+    `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
     """
     product: Tensor = torch.ops.selfspec.few_rows(states, weight, bias, scales, factors)
     return product
 
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, `[..., in]` to `[..., out]`.
-
-    Each output is summed in the same order for any number of rows and threads. Inputs are first multiplied by
-    `factors`, `[in]`, in float32.
-    """
+    """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
     product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight, factors)
     return product
 
@@ -124,9 +114,8 @@ def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None
 def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Lay out a weight in 4 bits and groups of 32 for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
 
-    Four consecutive groups are a block: scales, zeros, and 16 bytes for each group, with its first 16 levels in the
-    lower bits and its last 16 in the higher bits. Levels are `[out, in / 2]`, the first of two in the higher bits;
-    scales and zeros are `[out, groups]` in bfloat16.
+    Levels are `[out, in / 2]`, the first of two in the higher bits; scales and zeros are `[out, groups]`, bfloat16. A
+    block is four groups: scales, zeros, and 16 bytes for each, with its first 16 levels in the lower bits.
     """
     # Groups of 16 pairs; then half a group and 16 levels.
     halves = torch.stack([levels >> 4, levels & 15], -1).unflatten(1, (-1, 2, 8)).flatten(3)

@@ -27,14 +27,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class Trial:
-    """A kernel and whether it is trusted, by kind of call.
-
-    It is tried against torch's own path with the first tensors of each kind. If it differs beyond rounding, or cannot
-    be compiled, torch's path runs from then on, and a warning says so once.
-
-    Args:
-        name: name of what the kernel computes, for the warning.
-    """
+    """Tries a kernel against torch on the first tensors of a kind; if it fails, torch runs, and a warning says so."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,8 +1,7 @@
 """Compute attention of a few tokens over many slots on a CUDA device, in Triton.
 
-With a mask, torch's kernels need keys and values repeated for all heads of a group, which copies the cache in each
-layer, and they run few programs for one row of few heads. Here a program takes all heads of a group and a run of slots,
-and reads only slots that one of its tokens sees. The length of runs depends on the number of slots, not on the batch.
+With a mask, torch's kernels copy keys and values for each head of a group. Here a program takes all heads of a group
+and a run of slots, whose length does not depend on the batch, and reads only slots that one of its tokens sees.
 """
 
 from __future__ import annotations
@@ -59,34 +58,12 @@ def attend_run(
     is_added: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Attend from some tokens and heads of a group to a run of slots.
+    """Attend from some tokens and heads of a group, `block_rows` together, to a run of slots.
 
-    Args:
-        queries: `[batch, heads, tokens, width]`.
-        keys: `[batch, key_heads, slots, width]`.
-        values: `[batch, key_heads, slots, value_width]`.
-        mask: `[batch, heads, tokens, slots]`, bytes, or numbers to add.
-        output: `[batch, tokens, heads, value_width]`, written; with several runs sums, `[runs, ...]`.
-        largest: largest score in each run, `[runs, batch, tokens, heads]`, written if there are several.
-        totals: totals of weights, the same.
-        query_strides: strides of the queries' four dimensions.
-        key_strides: strides of the keys.
-        value_strides: strides of the values.
-        mask_strides: strides of the mask.
-        tokens: number of tokens.
-        slots: number of slots.
-        run: number of slots in a run.
-        key_heads: number of heads of keys.
-        group: heads of queries for each head of keys.
-        scale: scale of scores; as a run-time argument it would be rounded to float32.
-        width: width of a head of keys.
-        value_width: width of a head of values.
-        block_rows: tokens times heads of a program.
-        block_slots: slots read together.
-        block_width: a power of two, at least `width`.
-        block_values: a power of two, at least `value_width`.
-        is_added: whether the mask is added.
-        is_whole: whether there is only one run.
+    Shapes are those of `block_attention`; the mask is `[batch, heads, tokens, slots]`, bytes, or numbers if `is_added`.
+    With several runs, `output` is sums, `[runs, batch, tokens, heads, value_width]`, and the largest score and the sum
+    of weights of each run are written too. `block_width` and `block_values` are powers of two, at least the widths.
+    `scale` is constant, since as a run-time argument it would be rounded to float32.
     """
     # Offsets may pass 2^31.
     batch = (tl.program_id(0) // key_heads).to(tl.int64)
@@ -158,18 +135,7 @@ def attend_run(
 
 @triton.jit
 def join_runs(sums, largest, totals, output, runs, value_width, block_runs: tl.constexpr, block_values: tl.constexpr):
-    """Join the results of all runs for one token and head.
-
-    Args:
-        sums: `[runs, rows, value_width]`.
-        largest: `[runs, rows]`.
-        totals: `[runs, rows]`.
-        output: `[rows, value_width]`, written.
-        runs: number of runs.
-        value_width: width of a head.
-        block_runs: a power of two, at least `runs`.
-        block_values: a power of two, at least `value_width`.
-    """
+    """Join all runs of one token and head: sums `[runs, rows, value_width]`, largest and totals `[runs, rows]`."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     run, inner = tl.arange(0, block_runs).to(tl.int64), tl.arange(0, block_values)
     most = tl.load(largest + run * rows + row, mask=run < runs, other=float("-inf"))
@@ -196,17 +162,11 @@ def tried_attention(
 
 
 def block_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend from few tokens to many slots; a token that sees none gets zeros.
+    """Attend from few tokens to many slots: `[batch, tokens, heads, value_width]`; a token that sees none gets zeros.
 
-    Args:
-        queries: `[batch, heads, tokens, width]`.
-        keys: `[batch, key_heads, slots, width]`, in the same dtype; consecutive heads of queries share a head of keys.
-        values: `[batch, key_heads, slots, value_width]`.
-        mask: broadcasts to `[batch, heads, tokens, slots]`: whether a token sees a slot, or numbers to add to scores.
-        scale: scale of scores.
-
-    Returns:
-        `[batch, tokens, heads, value_width]`.
+    Queries are `[batch, heads, tokens, width]`, keys and values `[batch, key_heads, slots, ...]`, in one dtype;
+    consecutive heads of queries share a head of keys. The mask broadcasts to `[batch, heads, tokens, slots]`: True if a
+    token sees a slot, or numbers to add to scores.
     """
     (batch, heads, tokens, width), (_, key_heads, slots, value_width) = queries.shape, values.shape
     mask = mask.expand(batch, heads, tokens, slots)

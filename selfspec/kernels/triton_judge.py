@@ -39,22 +39,11 @@ def judge_rows(
     is_cut: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Judge the chain of a row.
+    """Judge the chain of a row; write the number of accepted tokens and the token after them, `[rows, 2]`.
 
-    Args:
-        p: target distributions, `[rows, nodes + 1, vocabulary]`.
-        q: draft distributions, `[rows, nodes, vocabulary]`; read if `is_drawn`.
-        tokens: drafted tokens, `[rows, nodes]`.
-        uniform: numbers that accept tokens, the same shape; read if `is_sampled`.
-        judged: whether a node is judged, the same shape; read if `is_cut`.
-        noise: exponentials that draw the token after the accepted ones, `[rows, vocabulary]`; read if `is_sampled`.
-        verdict: `[rows, 2]`, written: number of accepted tokens, and the token after them.
-        nodes: number of nodes.
-        vocabulary: number of all tokens.
-        is_drawn: whether the draft was drawn from q; else q is one-hot.
-        is_sampled: whether tokens are sampled; else all chances are 0 and 1, and the likeliest token follows.
-        is_cut: whether some nodes are not judged.
-        block: number of tokens processed together.
+    Shapes are those of `judge_chain`. `is_drawn`: the draft was drawn from q; else q is one-hot. `is_sampled`:
+    `uniform` and `noise` are read; else all chances are 0 and 1, and the likeliest token follows. `is_cut`: `judged` is
+    read.
     """
     row = tl.program_id(0).to(tl.int64)
     own, drawn = p + row * (nodes + 1) * vocabulary, q + row * nodes * vocabulary
@@ -104,18 +93,11 @@ def judge_rows(
 def judge_chain(
     p: Tensor, q: Tensor | None, tokens: Tensor, uniform: Tensor | None, judged: Tensor | None, noise: Tensor | None
 ) -> Tensor:
-    """Accept the tokens of a chain by min(1, p/q) until one is rejected, and draw the token that follows.
+    """Accept tokens of a chain by min(1, p/q) until one is rejected, and draw the next: number and token, `[rows, 2]`.
 
-    Args:
-        p: `[rows, nodes + 1, vocabulary]`, float32.
-        q: `[rows, nodes, vocabulary]`, float32; None: one-hot at the tokens.
-        tokens: `[rows, nodes]`, at least one node.
-        uniform: numbers that accept tokens, `[rows, nodes]`, float64; None: all chances are 0 and 1.
-        judged: whether a token is judged, `[rows, nodes]`; None: all are.
-        noise: unit exponentials, not 0, for the following token, `[rows, vocabulary]`, float32; None with `uniform`.
-
-    Returns:
-        Number of accepted tokens, and the token that follows them, `[rows, 2]`.
+    `p` is `[rows, nodes + 1, vocabulary]` and `q` `[rows, nodes, vocabulary]`, float32; None: q is one-hot at `tokens`.
+    `uniform`, `[rows, nodes]`, float64, accepts tokens, and `noise`, unit exponentials above 0, `[rows, vocabulary]`,
+    float32, draws the next; both None: all chances are 0 and 1. `judged` says which nodes are judged; None: all.
     """
     (rows, nodes), vocabulary = tokens.shape, p.shape[-1]
     p, q = p.contiguous(), None if q is None else q.contiguous()

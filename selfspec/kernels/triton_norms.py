@@ -22,16 +22,7 @@ _OF_WARP, _MOST_WARPS = 512, 16
 
 @triton.jit
 def normalize_token(states, weight, output, width, epsilon, block: tl.constexpr):
-    """Normalize one token.
-
-    Args:
-        states: `[tokens, width]`.
-        weight: `[width]`.
-        output: `[tokens, width]`, written.
-        width: numbers of a token.
-        epsilon: added to the mean square.
-        block: a power of two, at least `width`.
-    """
+    """Normalize one token of `[tokens, width]`; `block` is a power of two, at least `width`."""
     start = tl.program_id(0).to(tl.int64) * width
     inner = tl.arange(0, block)
     inside = inner < width
@@ -50,13 +41,7 @@ def tried_norm(states: Tensor, weight: Tensor, epsilon: float, *, stock: Callabl
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalize tokens, `[..., width]` to the same: `weight * states / sqrt(mean square + epsilon)`.
-
-    Args:
-        states: in a dtype of `MOST_OFF`; squares are summed in float32.
-        weight: `[width]`, in the same dtype.
-        epsilon: above 0.
-    """
+    """Normalize tokens, `[..., width]` in a dtype of `MOST_OFF`: `weight * states / sqrt(mean square + epsilon)`."""
     states = states.contiguous()
     width, output = states.shape[-1], torch.empty_like(states)
     block = int(triton.next_power_of_2(width))

@@ -1,8 +1,7 @@
 """Compute products of few rows with weights in 8 and 4 bits on a CUDA device, in Triton.
 
-ATen's kernel for 8 bits takes longer there than the product in bfloat16. These kernels read each weight once for up to
-sixteen rows, and take states of any dtype. Sizes alone decide the order in which an output is summed, so a seed gives
-the same tokens in every process: nothing is tuned at run time.
+Each weight is read once for up to sixteen rows, of any dtype. Sizes alone decide the order in which an output is
+summed, so a seed gives the same tokens in every process: nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Division of a product into programs: outputs of each, bytes of an output read together, warps, and stages."""
+    """Divides a product into programs: outputs of each, bytes of an output read together, warps, and stages."""
 
     outputs: int
     width: int
@@ -87,22 +86,11 @@ def few_rows(
     block_outputs: tl.constexpr,
     block_bytes: tl.constexpr,
 ):
-    """Compute some outputs of some rows.
+    """Compute some outputs of some rows, `[rows, in]` times `factors`, `[in]`, to `[rows, outputs]`.
 
-    Args:
-        states: `[rows, in]`.
-        factors: `[in]`, float32; states are first multiplied by them.
-        levels: `[outputs, width]`, bytes: a level each, or two, the first in the higher bits.
-        scales: `[outputs]`, or in 4 bits `[outputs, groups]`.
-        zeros: as the scales; read in 4 bits alone.
-        product: `[rows, outputs]`, written.
-        rows: number of rows.
-        outputs: number of outputs.
-        width: bytes of an output.
-        group_bytes: bytes that share a scale, in 4 bits; 0: in 8 bits.
-        block_rows: rows of a program, 1 or 16.
-        block_outputs: outputs of a program.
-        block_bytes: bytes of an output that are read together.
+    `levels` are `[outputs, width]`, bytes: a level each, or two, the first in the higher bits. In 8 bits `group_bytes`
+    is 0, and `scales` are `[outputs]`; in 4 bits it is the bytes that share a scale, and `scales` and `zeros` are
+    `[outputs, groups]`.
     """
     output = (tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)).to(tl.int64)
     row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
@@ -141,14 +129,11 @@ def few_rows(
 
 @custom_op("selfspec::few_rows_by_triton", mutates_args=())
 def low_bits_product(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Multiply rows, `[rows, in]` to `[rows, out]` in their dtype, with a weight in 8 or 4 bits.
+    """Multiply rows, `[rows, in]` to `[rows, out]` in their dtype, by `factors`, `[in]`, and a weight in few bits.
 
-    Args:
-        states: rows on the device of the weight.
-        factors: `[in]`, float32; inputs are first multiplied by them.
-        levels: `[out, in]`, int8; in 4 bits `[out, in / 2]`, uint8, the first of two in the higher bits.
-        scales: `[out]`; in 4 bits `[out, groups]`, where the size of a group is a power of two.
-        zeros: the value of level 8, laid out as the scales; None in 8 bits.
+    In 8 bits `levels` are `[out, in]`, int8, and `scales` `[out]`. In 4 bits `levels` are `[out, in / 2]`, uint8, the
+    first of two in the higher bits, and `scales` and `zeros`, the values of level 8, are `[out, groups]`; the size of a
+    group is a power of two.
     """
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(states):

@@ -37,23 +37,9 @@ def rotate_head(
     half: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Rotate one head of one token.
+    """Rotate one head of one token; outputs are `[batch, tokens, heads, 2 * half]`, other shapes those of `rotated`.
 
-    Args:
-        queries: `[batch, heads, tokens, 2 * half]`.
-        keys: `[batch, key_heads, tokens, 2 * half]`.
-        cosines: `[batch or 1, tokens, 2 * half]`.
-        sines: the same shape.
-        rotated_queries: `[batch, tokens, heads, 2 * half]`, written.
-        rotated_keys: `[batch, tokens, key_heads, 2 * half]`, written.
-        query_strides: strides of the queries' four dimensions.
-        key_strides: strides of the keys.
-        turn_strides: strides of the three dimensions of cosines and sines; 0 first if all rows share one.
-        tokens: number of tokens.
-        heads: number of heads of queries.
-        key_heads: number of heads of keys.
-        half: half the width of a head.
-        block: a power of two, at least `half`.
+    The first of `turn_strides` is 0 if all rows share cosines and sines; `block` is a power of two, at least `half`.
     """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
@@ -84,11 +70,8 @@ def rotate_head(
 def rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys to their positions (Su et al., 2021), the halves of a head as its two coordinates.
 
-    Args:
-        queries: `[batch, heads, tokens, width]`, in a dtype of `DTYPES`.
-        keys: `[batch, key_heads, tokens, width]`; all arguments have the same dtype.
-        cosines: `[batch or 1, tokens, width]`.
-        sines: the same shape and strides.
+    They are `[batch, heads, tokens, width]`; cosines and sines, of equal strides, are `[batch or 1, tokens, width]`.
+    All have one dtype of `DTYPES`.
     """
     (batch, heads, tokens, width), key_heads = queries.shape, keys.shape[1]
     turned = queries.new_empty(batch, tokens, heads, width), keys.new_empty(batch, tokens, key_heads, width)

@@ -23,19 +23,9 @@ _TRIAL = Trial("slots of committed paths")
 def move_slots(
     like, addresses, sources, targets, heads, row_stride, head_stride, count, width: tl.constexpr, block: tl.constexpr
 ):
-    """Move slots of one row and head of a tensor, one after the other.
+    """Move slots of one row and head of the tensor at an address, one after the other, as `slots_moved` says.
 
-    Args:
-        like: a tensor of the dtype that is moved; not read.
-        addresses: addresses, `[tensors]`, of tensors `[batch, heads, slots, width]`.
-        sources: slots, `[batch, count]`, in rising order, except slots that do not move.
-        targets: slots, the same shape; no target lies behind its source.
-        heads: number of heads.
-        row_stride: distance between rows of the tensors, in numbers.
-        head_stride: distance between heads of the tensors, in numbers.
-        count: number of slots to move.
-        width: numbers in a slot.
-        block: a power of two, at least `width`.
+    `like` gives the dtype, and is not read; strides count numbers. `block` is a power of two, at least `width`.
     """
     row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     inner = tl.arange(0, block)
@@ -69,12 +59,9 @@ def moved_at_once(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> 
 
 
 def slots_moved(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-    """Move slots of each row in tensors of one device.
+    """Move slots of each row in tensors `[batch, heads, slots, width]`; the numbers of a head's slots are contiguous.
 
-    Args:
-        parts: tensors `[batch, heads, slots, width]`, in which the numbers of a head's slots are contiguous.
-        sources: slots of each row, `[batch, count]`, in rising order, except slots that do not move.
-        targets: slots to move them to, the same shape; no target lies behind its source.
+    Slots are `[batch, count]`: sources in rising order, except slots that stay, and targets, none behind its source.
     """
     for _, alike in groupby(sorted(parts, key=_layout), key=_layout):
         tensors = list(alike)
