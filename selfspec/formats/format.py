@@ -103,11 +103,7 @@ class Format(ABC):
 
 @cache
 def formats() -> Mapping[str, type[Format]]:
-    """Return every format by name, the most faithful first.
-
-    Raises:
-        DraftConfigError: a package declares a name that is taken, or names something that is no format.
-    """
+    """Return every format by name, the most faithful first; refuse a name declared twice, and what is no format."""
     found: dict[str, type[Format]] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.formats."):
         for kind in vars(import_module(module.name)).values():

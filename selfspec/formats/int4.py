@@ -1,7 +1,4 @@
-"""Weights in 4 bits, with a scale and a zero for each group of inputs, fitted to the levels.
-
-Errors may be compensated on the inputs of a layer (GPTQ; Frantar et al., 2023).
-"""
+"""Weights in 4 bits, with scales and zeros fitted by group; errors may be compensated (GPTQ; Frantar et al., 2023)."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _FITS = 3
 
 
 class Int4Linear(RoundedLinear):
-    """A linear layer in 4 bits. Arguments as in `PackedLinear`."""
+    """Multiplies by a weight in 4 bits."""
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
@@ -91,12 +88,9 @@ def _for_aten(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Int4(Rounded):
-    """4 bits, 0 to 15, two in a byte of `levels`, `[..., out, in / 2]`, the first in the higher bits.
+    """Keeps weights in 4 bits, 0 to 15, two in a byte of `levels`, `[..., out, in / 2]`, the first in the higher bits.
 
-    `scales` are `[..., out, groups]`, and `zeros`, in bfloat16 as well, are the values of level 8.
-
-    Attributes:
-        group_size: weights that share a scale and a zero: 32, 64, 128 or 256.
+    `scales`, and `zeros`, the values of level 8, are `[..., out, groups]` in bfloat16, each for `group_size` weights.
     """
 
     name = "int4"
@@ -143,10 +137,7 @@ class Int4(Rounded):
 
     @torch.no_grad()
     def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
-        """Pack a weight, input by input: later inputs compensate the errors of earlier ones.
-
-        If there are no inputs, or some are not finite, only scales are fitted.
-        """
+        """Pack a weight input by input, each compensating earlier errors; without finite inputs, only fit scales."""
         mean = moments.diagonal().mean()
         if not (mean > 0 and mean.isfinite()):
             return self.pack(weight)
@@ -165,7 +156,7 @@ class Int4(Rounded):
 
 @dataclass(frozen=True)
 class _Grid:
-    """Levels, `[out, in]`, with scales and zeros, `[out, groups]`."""
+    """Holds levels, `[out, in]`, with scales and zeros, `[out, groups]`."""
 
     levels: Tensor
     scales: Tensor

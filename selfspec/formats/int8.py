@@ -27,7 +27,7 @@ _ATEN_INPUTS = 16
 
 
 class Int8Linear(RoundedLinear):
-    """A linear layer in 8 bits. Arguments as in `PackedLinear`."""
+    """Multiplies by a weight in 8 bits."""
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
@@ -49,7 +49,7 @@ class Int8Linear(RoundedLinear):
 
 @dataclass(frozen=True)
 class Int8(Rounded):
-    """8 bits: `levels` are int8 in -127..127, `[..., out, in]`, and `scales` `[..., out]`."""
+    """Keeps weights in 8 bits: `levels` are int8 in -127..127, `[..., out, in]`, and `scales` `[..., out]`."""
 
     name = "int8"
     help = "the same layers in 8 bits; FILE is by `selfspec quantize`; int8+mtp is a head in 8 bits"

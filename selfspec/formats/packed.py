@@ -1,8 +1,4 @@
-"""Packed weights, and the linear layers and experts that multiply by them.
-
-The layers take plain tensors, so passes with them can be recorded. A draft with them keeps outputs exact: q is the
-distribution that the draft computes.
-"""
+"""Packed weights, and layers that multiply by them; they take plain tensors, so that passes can be recorded."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ from torch.utils._pytree import tree_map
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight in a format, the same on every machine and not laid out for a kernel.
-
-    Attributes:
-        shape: of the weight, `[..., out, in]`.
-        parts: the tensors that it is kept in, by name; those of experts are stacked.
-    """
+    """Holds a weight, `[..., out, in]`, as named parts, alike on every machine; those of experts are stacked."""
 
     shape: torch.Size
     parts: Mapping[str, Tensor]
@@ -42,19 +33,9 @@ class Packed:
 
 
 class PackedLinear(nn.Module, ABC):
-    """A linear layer over a packed weight. Subclasses keep the parts as parameters, laid out for a device's kernel.
+    """Multiplies by a packed weight, `[out, in]`; subclasses keep its parts as parameters, laid out for a kernel.
 
-    Args:
-        packed: the layer's weight, `[out, in]`.
-        bias: bias of the layer, `[out]`; None: it has none. It is not copied.
-        dtype: dtype of the layer.
-
-    Attributes:
-        bias: the same bias.
-        in_features, out_features: sizes of the layer, for modules that read them.
-
-    Raises:
-        RuntimeError: no kernel takes this size.
+    The bias, `[out]`, is not copied. Making the layer raises `RuntimeError` if no kernel takes its size.
     """
 
     bias: Tensor | None
@@ -75,10 +56,7 @@ class PackedLinear(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, `[out, in]`, for modules that read it.
-
-        Its values are computed each time they are read; its dtype and shape need no values.
-        """
+        """The dense weight, `[out, in]`, for modules that read it; its values are computed at each read."""
         return _MadeWhenRead(self)
 
     @property
@@ -95,7 +73,7 @@ class PackedLinear(nn.Module, ABC):
 
 
 class _MadeWhenRead(Tensor):
-    """The weight of a packed layer, whose values exist only while an operation reads them."""
+    """Stands for the weight of a packed layer, whose values exist only while an operation reads them."""
 
     layer: PackedLinear
 
@@ -115,7 +93,7 @@ class _MadeWhenRead(Tensor):
 
 
 class PackedExperts(nn.Module):
-    """Experts of a mixture over packed weights, with two products each. A pass reads only the experts of its tokens."""
+    """Runs experts of a mixture, two packed products each. A pass reads only the experts of its tokens."""
 
     def __init__(
         self, up: Iterable[PackedLinear], activation: Callable[[Tensor], Tensor], down: Iterable[PackedLinear]
@@ -130,16 +108,7 @@ class PackedExperts(nn.Module):
         return sum(linear.nbytes for linear in (*self.up, *self.down) if isinstance(linear, PackedLinear))
 
     def forward(self, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Sum the outputs of each token's experts.
-
-        Args:
-            states: `[tokens, hidden]`.
-            chosen: numbers of each token's experts, `[tokens, experts of a token]`.
-            shares: weights of these experts in the sum, same shape.
-
-        Returns:
-            `[tokens, hidden]`.
-        """
+        """Sum the experts of tokens, `[tokens, hidden]`, by numbers and shares `[tokens, experts of a token]`."""
         total = torch.zeros_like(states)
         for number in chosen.unique().tolist():
             tokens, places = torch.where(chosen == number)

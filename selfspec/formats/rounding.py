@@ -1,10 +1,7 @@
-"""Rounding to integers with scales, for products by the kernels of a device: what 8 and 4 bits have in common.
+"""Rounding to integers with scales, for the fastest kernels of a device: selfspec's own, those in Triton, or ATen's.
 
-On a CPU selfspec's kernels run if they were built, on a CUDA device those in Triton if it is installed, and otherwise
-ATen's weight-only kernels, which take bfloat16 inputs.
-
-Columns of different sizes lower the acceptance rate in few bits. So each column is first divided by a factor, and its
-input multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
+Columns of different sizes lower the acceptance rate in few bits, so each is first divided by a factor, and its input
+multiplied by it, as in SmoothQuant (Xiao et al., 2023) and AWQ (Lin et al., 2024), whose factors need data.
 """
 
 from __future__ import annotations
@@ -33,20 +30,15 @@ _PROBED = 128
 
 @dataclass(frozen=True)
 class Rounded(Format):
-    """A format of integer levels, for inputs that are first multiplied by `factors`.
+    """Keeps integer `levels`, `scales` in bfloat16, and `factors` of the inputs, `[..., in]` in float32.
 
-    A packed weight has the parts `levels` and `scales`, in bfloat16, as ATen's kernels take them, and `factors` of the
-    inputs, `[..., in]`, float32, by which columns are divided. Columns of zeros have 0: few bits may hold no zero, and
-    inputs that nothing reads may be large.
+    Columns are divided by their factors. Columns of zeros have 0: few bits may hold no zero, and inputs that nothing
+    reads may be large.
     """
 
     @torch.no_grad()
     def pack(self, weight: Tensor, factors: Tensor | None = None) -> Packed:
-        """Pack a weight, `[..., out, in]`; `factors`, `[..., in]`, are those of its inputs.
-
-        None: the sizes of its columns, which is right where inputs are smaller in proportion as their columns are
-        larger, as layers learn them.
-        """
+        """Pack a weight, `[..., out, in]`, with `factors` of its inputs, `[..., in]`; None: the sizes of columns."""
         packed = self.empty(weight.shape, weight.device)
         packed["factors"].copy_(column_sizes(weight.detach()) if factors is None else factors)
         self._fill_all(packed, weight.detach())
@@ -105,7 +97,7 @@ def as_kept(scales: Tensor) -> Tensor:
 
 
 class Kernels(Enum):
-    """The library whose products run."""
+    """Names the library whose products run."""
 
     ATEN = auto()
     NATIVE = auto()
@@ -136,7 +128,7 @@ def has_kernels(kind: str) -> bool:
 
 
 class RoundedLinear(PackedLinear):
-    """A linear layer over a rounded weight, by the kernels of its device."""
+    """Multiplies by a rounded weight, by the kernels of its device."""
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
