@@ -61,10 +61,7 @@ def _has_long_integer(value: Any) -> bool:
 
 
 def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError], remedy: str) -> _Content:
-    """Read a JSON file that holds a dataclass. Fields that the dataclass lacks are left out.
-
-    Each field must have the type it declares; values are not converted.
-    """
+    """Read a JSON file that holds a dataclass, each field in its declared type; other fields are left out."""
     try:
         return parsed(Path(file).read_bytes().decode(), kind)
     # ValueError: a name that no file can have, too.
@@ -159,24 +156,16 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class _Written:
-    """The SHA-256 of each tensor by name, and the checksum of the description."""
+    """Holds the SHA-256 of each tensor by name, and the checksum of the description."""
 
     sha256: dict[str, str]
     checksum: str
 
 
 class DescribedTensors(Generic[_About]):
-    """A file of tensors for a draft, written by `write_described`. Tensors are read one by one.
+    """Reads a file of `write_described`, tensor by tensor, with a description, `about`, of class `kind` under `key`.
 
-    Args:
-        file: the file to read.
-        what: name of the kind of file, for messages.
-        key: key of the description in the metadata.
-        kind: dataclass of the description, `about`.
-        remedy: what to do about a file that cannot be used.
-
-    Raises:
-        DraftConfigError: the file is missing, truncated, foreign or of another format, or its description is damaged.
+    `what` and `remedy` are for messages. A missing, damaged or foreign file raises `DraftConfigError`.
     """
 
     def __init__(self, file: str | Path, what: str, key: str, kind: type[_About], remedy: str) -> None:

@@ -26,10 +26,7 @@ _TORCH_WORDS = ("PytorchStreamWriter", "inline_container", "iostream error")
 
 
 def check_output_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before there are results. Nothing is left there.
-
-    If it does not exist, its nearest existing parent is checked.
-    """
+    """Refuse a folder, or its nearest existing parent, that cannot be written to. Nothing is left there."""
     with writing(folder):
         there = folder.absolute()
         while not _exists(there):
@@ -51,11 +48,7 @@ def check_output_file(file: Path) -> None:
 
 @contextmanager
 def whole(file: Path, kept: str = "") -> Iterator[Path]:
-    """Yield a path to write to; it becomes the file on success, and is deleted on failure.
-
-    Readers and other writers of the file see the old file or the new one. Missing folders are made. `kept` is as in
-    `writing`.
-    """
+    """Yield a path whose file replaces `file` at once on success, and is deleted on failure; make its folders."""
     draft = file.parent / f".{uuid.uuid4().hex}{file.suffix}"
     with writing(file, kept):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,10 +69,7 @@ def check_new(place: Path, remedy: str) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it replaces the folder on success, and is deleted on failure.
-
-    The old content stays until then, and is removed as a whole. Missing parent folders are made.
-    """
+    """Yield an empty folder that replaces `folder`, old content too, on success, and is deleted on failure."""
     place = folder.absolute()
     draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
     with writing(folder):
@@ -115,10 +105,7 @@ def _mode_of_new_files(folder: Path) -> int:
 
 @contextmanager
 def writing(place: Path, kept: str = "") -> Iterator[None]:
-    """Turn errors of a full disk or a missing permission into a one-line error.
-
-    `kept` is text for it that says what is not lost and how to continue.
-    """
+    """Turn errors of a full disk or a missing permission into one line; `kept` says what is not lost."""
     try:
         yield
     except SelfSpecError:
