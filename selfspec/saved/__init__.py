@@ -1,1 +1,1 @@
-"""What folders of saved models call."""
+"""Generate from folders of saved models."""

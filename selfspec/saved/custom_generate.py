@@ -1,4 +1,4 @@
-"""What the `custom_generate/generate.py` of a saved folder calls: `generate` of `transformers`, by a recipe."""
+"""Generate by a recipe, for the `custom_generate/generate.py` of a saved folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,9 @@ def generate_by(
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
 ) -> GenerateOutput | Tensor:
-    """Generate as `model.generate` does, drafting by a recipe.
+    """Generate as `model.generate` does, drafting by a recipe in JSON; prompts and sequences are `[batch, length]`.
 
-    Args:
-        recipe: as JSON, see `selfspec.recipe.Recipe`.
-        model: loaded from the folder, or any that the recipe fits.
-        inputs: prompts, `[batch, prompt]`, unless they are among the options as `input_ids`.
-        generation_config: as in `model.generate`.
-        options: further keywords of `model.generate`, and `seed`, `draft_length` and `accept` of selfspec.
-
-    Returns:
-        The sequences, `[batch, length]`, or a `GenerateOutput` if `return_dict_in_generate` is set.
+    Options are its keywords, and `seed`, `draft_length` and `accept`; `input_ids` among them replaces `inputs`.
     """
     given = dict(options)
     if given.get("custom_generate") is not None:
