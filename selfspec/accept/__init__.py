@@ -1,4 +1,4 @@
-"""Verification rules: pure functions of draft tokens, q and p; no model, no cache, no draws."""
+"""Verification rules: pure functions of draft tokens, q and p, which run no model and draw nothing."""
 
 from selfspec.accept.block import Block
 from selfspec.accept.relaxed import TopKTolerance, Typical
@@ -22,8 +22,5 @@ __all__ = [
 
 
 def default_rule(greedy: bool) -> Rule:
-    """Return the rule for callers who name none: block verification where tokens are sampled.
-
-    Under greedy decoding all lossless rules accept alike, and the token-level one has the least to compute.
-    """
+    """Return `Block` for sampling, and the cheaper `TokenLevel` where greedy: all lossless rules then accept alike."""
     return TokenLevel() if greedy else Block()

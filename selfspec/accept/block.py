@@ -21,22 +21,21 @@ class Block:
 
     Over trees it is traversal verification (Weng et al., 2025, arXiv 2505.12398).
 
-    Each place has a weight P: 1 at the last committed token, min(1, P(parent) p(x) / q(x)) at a node. Nodes are judged
-    from the leaves up, each after its children: the first whose draw falls within its weight is accepted with its whole
-    path, and the token after it is drawn from the residual that its children leave of p. A rejected child leaves its
-    parent the residual max(P p - q, 0), normalised; if that sums to s, the weight becomes s / (s + 1 - P).
+    Every place has a weight P: 1 at the last committed token, min(1, P(parent) p(x) / q(x)) at a node. Each node is
+    judged after its children; the first whose draw is within its weight is accepted with its whole path. A rejected
+    child leaves its parent the residual max(P p - q, 0), normalised. If that sums to s, its weight becomes
+    s / (s + 1 - P). The next token is drawn from what all rejected children leave of p.
 
-    The committed tokens are distributed exactly as draws from p. No lossless rule commits more of a chain in
-    expectation. On trees it commits no less than the token-level rule if siblings are drawn with or without replacement
-    and no sibling is followed by one with a deeper subtree; else a short path may be accepted before a long one is
-    judged.
+    Committed tokens are distributed exactly as draws from p. No lossless rule commits more of a chain in expectation.
+    On trees it commits no less than the token-level rule if siblings are drawn with or without replacement and no
+    sibling is followed by one with a deeper subtree; else it may accept a short path before it judges a long one.
     """
 
     lossless = True
     couples = False
 
     def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        """Return the chance of each node if none of those judged before it is accepted, `[rows, nodes]`."""
+        """Return the chance of each node if no node judged before it is accepted, `[rows, nodes]`."""
         weights, left = _before_last_children(draft, p)
         if draft.tree.depth > 1:
             inner: slice | Tensor = slice(1, len(draft.tree))

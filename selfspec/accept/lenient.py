@@ -21,10 +21,9 @@ from selfspec.errors import UnsupportedOptionError
 class Lenience(TokenLevel):
     """Speculative sampling with lenience l (Leviathan et al., 2023, arXiv 2211.17192, appendix A.5).
 
-    A draft token x is accepted with probability min(1, p(x) / (l q(x))); otherwise the token is drawn from the residual
-    max(p - q, 0), as in `TokenLevel`. Given the text before it, x is committed with at most p(x) / l, also where it is
-    one of several siblings. So a committed token's distribution is within total variation 1 - l of p. Greedy decoding
-    has a one-hot p and stays exact.
+    A draft token x is accepted with probability min(1, p(x) / (l q(x))); if it is rejected, the token is drawn from the
+    residual max(p - q, 0). Given the text before it, x is committed with at most p(x) / l, also as one of several
+    siblings, so a committed token's distribution is within total variation 1 - l of p. Greedy decoding stays exact.
 
     Attributes:
         lenience: l, above 0 and at most 1; 1 is `TokenLevel`.

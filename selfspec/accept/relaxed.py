@@ -1,4 +1,4 @@
-"""Rules that are not lossless: faster, but the output no longer follows the target's p. Used only if named."""
+"""Rules that are not lossless: they accept more, but the output no longer follows p. They run only if named."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class _Relaxed:
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
 
-    A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: almost any
-    token is accepted where the target is unsure. Greedy decoding has a p without entropy and stays exact.
+    A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H the entropy of p in nats: where the
+    target is unsure, almost any token is accepted. Greedy decoding has an H of 0 and stays exact.
     """
 
     epsilon: float = 0.3
@@ -62,13 +62,12 @@ class Typical(_Relaxed):
 class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.
 
-    A draft token is accepted if it is among the target's `top_k` likeliest and its log-likelihood is at most
-    `tolerance` below the likeliest token's. The rule judges the target's own logits, before temperature and filters, so
-    it relaxes greedy decoding too.
+    A draft token is accepted if it is among the target's likeliest tokens and its log-likelihood is close to that of
+    the likeliest. The rule judges logits before temperature and filters, so it relaxes greedy decoding, too.
 
     Attributes:
-        top_k: how many tokens are good enough (the paper's beta).
-        tolerance: how much less likely, in nats (the paper's tau).
+        top_k: number of likeliest tokens to accept (beta in the paper).
+        tolerance: largest gap in log-likelihood, in nats (tau in the paper).
     """
 
     top_k: int = 3

@@ -75,12 +75,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class RuleDeclaration:
-    """Says how a rule is named, and what it does.
-
-    Attributes:
-        help: one line that says what the rule does.
-        by_kernel: whether the kernel for chains of `selfspec.kernels.triton_judge` implements the rule.
-    """
+    """Holds a rule's name, one line of help, and whether the kernel for chains in `triton_judge` implements it."""
 
     name: str
     help: str
@@ -99,17 +94,17 @@ def rule(name: str, *, help: str, by_kernel: bool = False) -> Callable[[type[_Ki
 
 
 def declaration_of(kind: type) -> RuleDeclaration | None:
-    """Return what a class declares itself, and does not inherit; None: nothing."""
+    """Return what a class declares itself, without what it inherits; None: nothing."""
     found: RuleDeclaration | None = vars(kind).get("declared")
     return found
 
 
 @cache
 def rules() -> Mapping[str, Rule]:
-    """Return every rule by name, lossless rules first. Names of our rules that are not lossless begin with `relaxed-`.
+    """Return every rule by name, lossless rules first; names of our other rules begin with `relaxed-`.
 
     Raises:
-        UnsupportedOptionError: a package declares a name that is taken, or names something that is no rule.
+        UnsupportedOptionError: a package declares a name that is taken, or names a class that is no rule.
     """
     found: dict[str, Rule] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.accept."):
@@ -125,7 +120,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def find_rule(accept: str | Rule) -> Rule:
-    """Return the rule with a name or a `module:Class`; a rule is returned as it is.
+    """Return the rule with a name or a `module:Class`; return a rule as it is.
 
     Raises:
         UnsupportedOptionError: no rule has that name, the class is no rule, or it has no such fields.
@@ -148,7 +143,7 @@ def find_rule(accept: str | Rule) -> Rule:
 
 
 def rule_name(rule: Rule) -> str | None:
-    """Return the name by which `find_rule` finds a rule; None: it has none."""
+    """Return the name by which `find_rule` finds a rule; None if it has none."""
     kind: Any = type(rule)
     if kind.__module__ == "__main__":
         return None
@@ -161,14 +156,14 @@ def rule_name(rule: Rule) -> str | None:
 
 
 def with_fields(name: str, rule: Rule) -> str:
-    """Return the name of a rule with all its fields behind it, as `find_rule` reads them."""
+    """Return the name of a rule followed by all its fields, as `find_rule` reads them."""
     own: Sequence[Field[Any]] = fields(rule) if is_dataclass(rule) else ()
     written = ",".join(f"{each.name}={getattr(rule, each.name)!r}" for each in own if each.init)
     return f"{name}:{written}" if written else name
 
 
 def _made(kind: object, named: str, argument: str = "") -> Rule:
-    """Make a rule of a class, with fields as `name=number`, joined by commas."""
+    """Make a rule from a class and its fields, `name=number` joined by commas."""
     try:
         pairs = (each.partition("=") for each in argument.split(",") if argument)
         given = {name.strip(): literal_eval(value.strip()) for name, _, value in pairs}

@@ -23,11 +23,11 @@ from selfspec.draft.draft import Draft
 class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.
 
-    Over a tree it is recursive rejection sampling (Miao et al., 2024, arXiv 2305.09781; Jeon et al., 2024, arXiv
-    2402.14160): siblings are judged in turn, each against the residual that its rejected siblings left of p.
+    Over trees it is recursive rejection sampling (Miao et al., 2024, arXiv 2305.09781; Jeon et al., 2024, arXiv
+    2402.14160): siblings are judged in turn, each against the residual that rejected siblings before it leave of p.
 
-    The committed tokens are distributed exactly as draws from p. Greedy decoding is the case of a one-hot p: a draft
-    token is accepted if it is the target's choice, and the residual is that choice.
+    Committed tokens are distributed exactly as draws from p. Greedy decoding is the case of a one-hot p: a draft token
+    is accepted if it is the target's choice, and the residual is that choice.
     """
 
     lossless = True
@@ -80,7 +80,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the n-th child of each row's place, and whether the row has no n-th child, for each n; each `[rows]`."""
+    """Yield, for each n, the n-th child of each row's place and whether it is missing, `[rows]` each."""
     if not tree.is_chain:
         for child in tree_tables(tree, place.device).children[place].unbind(-1):
             yield child.clamp(min=0), child < 0
@@ -89,7 +89,7 @@ def _children(tree: Tree, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice | int]) -> Tensor:
-    """Return max(p - q, 0), with q at an index of rows and nodes; q is one-hot if the draft was not drawn."""
+    """Return max(p - q, 0) with q at an index of rows and nodes; q is one-hot if the draft was not drawn."""
     if draft.probs is None:
         q = torch.zeros_like(p).scatter_(-1, draft.tokens[nodes][..., None], 1.0)
     else:
@@ -104,13 +104,12 @@ def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice 
 )
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
-    """Choose the tokens of draft and target at a place with the same noise; accept the draft where they are equal.
+    """Chooses draft and target tokens at a place with the same noise; accepts the draft token where they are equal.
 
-    So the output does not depend on the draft: with equal seeds it equals that of plain decoding under
-    `accept="coupled"`, token for token where the arithmetic allows (float32, float64). The noise is applied before the
-    rule judges: p and q are one-hot, and the rule is the greedy case of token-level rejection sampling. It accepts
-    less than the optimum, 1 - TV(p, q), but at least (1 - TV) / (1 + TV) (Daliri et al., 2024). In a tree the child
-    that the noise chooses is accepted.
+    So the output does not depend on the draft: with equal seeds it equals plain decoding under `accept="coupled"`,
+    token for token where the arithmetic allows (float32, float64). The noise makes p and q one-hot, and the rule is the
+    greedy case of `TokenLevel`. Its acceptance rate is less than the optimum, 1 - TV(p, q), but at least
+    (1 - TV) / (1 + TV) (Daliri et al., 2024). In a tree it accepts the child that the noise chooses.
     """
 
     couples = True

@@ -1,4 +1,4 @@
-"""Find on the device the nodes of a tree that a mask accepts, and the paths to them."""
+"""Find the accepted nodes of a tree and their paths on the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from selfspec.device import to_device
 
 
 def first_path(mask: Tensor, tree: Tree) -> Tensor:
-    """Find the deepest node on the path that takes, at each place, the first child that a mask accepts.
-
-    Returns:
-        Its place, `[rows]`; 0: no node. In a chain it is the number of nodes before the first rejected one.
-    """
+    """Return the place where the path of first accepted children ends, `[rows]`; 0: no child is accepted."""
     if tree.is_chain:
         return mask.long().cumprod(-1).sum(-1)
     tables = tree_tables(tree, mask.device)
@@ -28,7 +24,7 @@ def first_path(mask: Tensor, tree: Tree) -> Tensor:
 
 
 def longest_path(mask: Tensor, tree: Tree) -> Tensor:
-    """Return the place of the deepest node whose whole path a mask accepts, the first of several; see `first_path`."""
+    """Return the place of the deepest node whose whole path is accepted, the first of several, `[rows]`; 0: none."""
     if tree.is_chain:
         return mask.long().cumprod(-1).sum(-1)
     tables = tree_tables(tree, mask.device)
@@ -39,25 +35,21 @@ def longest_path(mask: Tensor, tree: Tree) -> Tensor:
 
 
 def from_leaves(mask: Tensor, tree: Tree) -> Tensor:
-    """Return the place of the first accepted node if each node is judged after its children; see `first_path`."""
+    """Return the place of the first accepted node if each node is judged after its children, `[rows]`; 0: none."""
     tables = tree_tables(tree, mask.device)
     return tables.by_turn[(mask * tables.turns).amax(-1)] if len(tree) else mask.sum(-1)
 
 
 def at_parents(values: Tensor, tree: Tree) -> Tensor:
-    """Select from values at each place, `[rows, nodes + 1, ...]`, those at each node's parent, `[rows, nodes, ...]`."""
+    """Return the values at each node's parent, `[rows, nodes, ...]`, from those of all places."""
     return values[:, :-1] if tree.is_chain else values[:, tree_tables(tree, values.device).parents]
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The nodes that have the same number of earlier siblings.
+    """Holds the nodes that have the same number of earlier siblings, and the `siblings` just before them, if any.
 
-    Attributes:
-        nodes: their numbers, `[of this rank]`.
-        before: for first siblings, the place of the parent; for later siblings, the index of the sibling before in the
-            rank before, `[of this rank]`.
-        siblings: numbers of the siblings before; None for first siblings.
+    `before` is the place of a first sibling's parent; for others, the index of the previous sibling in the rank before.
     """
 
     nodes: Tensor
@@ -67,22 +59,18 @@ class Rank:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """A tree as tensors. Places are 0 for the last committed token, i + 1 for node i.
+    """Holds a tree as tensors. Place 0 is the last committed token, place i + 1 is node i.
 
     Attributes:
-        places: 0 to the number of nodes.
-        depths: of each place.
         parents: place of each node's parent, `[nodes]`.
-        children: nodes that are children of each place, in order, -1 after the last, `[places, most children]`.
+        children: children of each place in order, -1 after the last, `[places, most children]`.
         last_children: last child of each place, -1 at leaves.
-        inner: the places that have children, without the last committed token.
-        turns: rank of each node in the order that judges children before their parent, `[nodes]`; the node judged last
-            has 1, and earlier nodes have more.
-        by_turn: the place with each turn, 0 for turn 0.
-        paths: the places from the root to each place, which is repeated to fill up, `[places, depth + 1]`.
-        ancestors: whether a node (first axis) has another (second axis) on its path, itself included.
-        earlier_siblings: whether a node (first axis) comes after a sibling (second axis).
-        ranks: first siblings, second siblings, and so on.
+        inner: places with children, without place 0.
+        turns: `[nodes]`, falling in the order that judges children before their parent; 1 for the last.
+        by_turn: place with each turn; 0 for turn 0.
+        paths: places from the root to each place, which is repeated to fill up, `[places, depth + 1]`.
+        ancestors: True if a node (first axis) has another (second axis) on its path; each has itself.
+        earlier_siblings: True if a node (first axis) comes after a sibling (second axis).
     """
 
     places: Tensor
@@ -101,7 +89,7 @@ class TreeTables:
 
 @lru_cache(maxsize=64)
 def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
-    """Return the tables of a tree, made once for each device."""
+    """Return the tables of a tree, which are made once for each device."""
     nodes = range(len(tree))
     widest = max(map(len, tree.children))
     paths = [(0,), *(tuple(node + 1 for node in (-1, *path)) for path in tree.paths)]
@@ -125,7 +113,7 @@ def tree_tables(tree: Tree, device: torch.device) -> TreeTables:
 
 
 def _from_leaves(tree: Tree, node: int) -> Iterator[int]:
-    """Yield the nodes below a node and the node itself, each after its children."""
+    """Yield the nodes below a node, then the node, each after its children."""
     for child in tree.children[node + 1]:
         yield from _from_leaves(tree, child)
     yield node
@@ -147,5 +135,5 @@ def _ranks(tree: Tree, device: torch.device) -> Iterator[Rank]:
 
 
 def _reached(mask: Tensor, tables: TreeTables) -> Tensor:
-    """Return whether the mask holds for a node and all its ancestors, `[rows, nodes]`."""
+    """Return True where the mask holds for a node and all its ancestors, `[rows, nodes]`."""
     return ~(~mask[:, None] & tables.ancestors).any(-1)
