@@ -1,4 +1,4 @@
-"""Drafts by name for a given model: `auto`, `auto:FILE`, or any drafter's name."""
+"""Find the draft of a name for a given model: `auto`, `auto:FILE`, or any drafter's name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ _ACCEPTED, _CLEAR_GAIN = 0.95, 1.2
 
 
 def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
-    """Find the drafter of a name; None for plain decoding.
-
-    `auto` is the profile that fits the model, or without one `uncalibrated_draft`.
-    """
+    """Return the drafter of a name; None: plain decoding. `auto` is the model's profile, else `uncalibrated_draft`."""
     given = name.strip()
     if given == AUTO:
         return find_profile(Setting.of(model)) or uncalibrated_draft(model)
@@ -34,10 +31,7 @@ def named_draft(model: PreTrainedModel, name: str) -> Drafter | Profile | None:
 
 
 def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
-    """Return `UNCALIBRATED` if the estimated gain of its draft is clear; else None: plain decoding.
-
-    The control ends drafts that do not pay.
-    """
+    """Return `UNCALIBRATED` if its draft in 8 bits clearly gains by estimate; else None: plain decoding."""
     draft, adapter = LowPrecision(), find_adapter(model)
     try:
         draft.check_model(model, adapter)
@@ -48,9 +42,7 @@ def uncalibrated_draft(model: PreTrainedModel) -> Drafter | None:
 
 
 def clear_gain(cost: float, device: torch.device, widening: float) -> float | None:
-    """Estimate the speed-up of a draft in 8 bits, whose step costs c; None: it is not clear.
-
-    Estimates were made on CPUs only, so on other devices no gain is clear. `widening` is as in `Costs.assumed`.
-    """
+    """Estimate the speed-up of a draft in 8 bits, by its step cost c; None: not clear, as on any device but CPUs."""
+    # Estimates were made on CPUs only.
     gain = forecast(_ACCEPTED, Costs.assumed(cost, device, widening)).speedup
     return gain if device.type == "cpu" and gain >= _CLEAR_GAIN else None

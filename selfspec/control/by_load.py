@@ -1,8 +1,8 @@
 """Decide whether to draft in a batch whose rows come and go, by the measured speed of recent rounds at this load.
 
-In one generation no clock decides, so that a seed gives the same tokens again. Where rows come and go, rows with a
-seed are coupled: they get the tokens of plain decoding whatever is drafted. For rows without a seed the output stays
-exact, too: times of earlier rounds do not depend on the verdict on the next draft.
+In one generation no clock decides, so that a seed gives the same tokens again. Where rows come and go, rows with a seed
+are coupled, and so get plain decoding's tokens. Rows without a seed stay exact: times of earlier rounds do not depend
+on the verdict on the next draft.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selfspec.draft.draft import Budget, Draft, RowOutcome
 # In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
 # they are recorded, after some thirty of a kind, so many plain rounds are needed to know what drafts must beat.
 _FIRST_TURNS, _FIRST_PAIRS = (12, 4), 6
-# Number of latest rounds of a kind that count.
+# Latest rounds of a kind that count.
 _WINDOW = 16
 # Drafts that are slower by more than this share, divided by the root of the pairs so far, are given up at once.
 _CLEAR = 0.25
@@ -53,7 +53,7 @@ class _Rounds:
 
 
 class _Comparison:
-    """Compares both kinds of rounds side by side, in at most `pairs` pairs of turns: plain, then drafting rounds."""
+    """Compares both kinds of rounds in at most `pairs` pairs of turns: plain rounds, then rounds that draft."""
 
     def __init__(self, turns: tuple[int, int], pairs: int) -> None:
         self.thorough = pairs >= _FIRST_PAIRS
@@ -65,7 +65,7 @@ class _Comparison:
         return self._counted % self._pair >= self._plain
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
-        """Count a round. Return the speed of rounds that may draft over that of plain rounds, once it is known."""
+        """Count a round; return the speed of rounds that may draft over that of plain rounds, None while unknown."""
         self._rounds[drafted].count(tokens, seconds)
         self._counted += 1
         pairs, within = divmod(self._counted, self._pair)
@@ -76,7 +76,7 @@ class _Comparison:
 
 
 class _Load:
-    """Decides for one range of row counts; `better` is whether drafts are faster, None until that is known."""
+    """Decides for one range of row counts; `better` is True if drafts are faster, None while unknown."""
 
     def __init__(self, better: bool | None) -> None:
         self.better = better
@@ -111,23 +111,21 @@ class _Load:
 
 
 class LoadGate:
-    """Compares rounds that draft with plain rounds, separately for each load; drafts run where they clearly gain.
+    """Compares rounds that draft with plain rounds at each load, a range of row counts between powers of two.
 
-    A load is a range of row counts, from one power of two to the next. The slower kind is tried again now and then,
-    drafts ever more rarely while they do not gain: in the end two to four rounds in four thousand. Drafts gain less
-    with more rows, so a load begins without drafts if a smaller load runs without. A single row is left to the control,
-    which is made for it.
+    The slower kind is tried again now and then, drafts ever more rarely while they do not gain. Drafts gain less with
+    more rows, so a load begins without drafts if a smaller load runs without. A single row is left to the control.
     """
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
 
     def opens(self, rows: int) -> bool:
-        """Return whether the next round, of `rows` rows, may draft. Call once per round."""
+        """Return whether the next round, of `rows` rows, may draft; call once a round."""
         return rows == 1 or self._load(rows).drafts()
 
     def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """Count a round, with or without drafts: tokens that all its rows committed, and its seconds."""
+        """Count a round, with or without drafts: the tokens that all rows committed, and its seconds."""
         if rows > 1:
             self._load(rows).count(drafted, tokens / rows, seconds)
 
@@ -144,13 +142,7 @@ _LEFT_TO_INNER = ("tries", "prefers", "price", "round_cost", "shape", "look_up_l
 
 
 class ControllerByLoad(Controller):
-    """Decides for a batch whose rows come and go.
-
-    Args:
-        inner: decides how long drafts are.
-        gate: decides whether a round drafts; None: `inner` does.
-        most_rows: the most rows of a batch that drafts; None: any number.
-    """
+    """Decides for batches whose rows come and go, of up to `most_rows`: `gate` whether to draft, `inner` how long."""
 
     def __init__(self, inner: Controller, gate: LoadGate | None = None, most_rows: int | None = None) -> None:
         super().__init__(inner.most)
@@ -168,7 +160,7 @@ class ControllerByLoad(Controller):
         return self._inner.budget(remaining, unfinished) if self._opened else Budget.chain(0)
 
     def timed(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learn the seconds of the round whose budget was last asked for, and the tokens that its rows committed."""
+        """Count the last budget's round: its seconds, and the tokens that its rows committed."""
         if self._gate is not None and (self.most_rows is None or rows <= self.most_rows):
             self._gate.count(rows, self._opened, tokens, seconds)
 

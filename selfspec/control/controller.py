@@ -1,8 +1,8 @@
-"""Base of controls, which decide how long drafts are, and whether to draft at all.
+"""Define the base of controls, which decide how long drafts are, and whether to draft at all.
 
-A control is configuration; its controller decides for one generation. It decides from the draft's own scores up to the
-last token drafted and from earlier rounds, never from the verdict on the current draft and never from a clock. So the
-output stays exact, and a seed gives the same tokens again.
+A control is configuration; its controller decides for one generation. It reads the draft's scores up to the last token
+drafted, and earlier rounds, but neither the verdict on the current draft nor a clock. So the output stays exact, and a
+seed gives the same tokens again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from selfspec.draft.tree_growth import largest_products
 from selfspec.errors import DraftConfigError
 
 MOST_NODES = 1024
-"""The most nodes of a tree: far more than ever pay."""
+"""The most nodes that a tree may have: far more than ever pay."""
 
 LONG_MATCH = 12
 """Look-up matches of this length or longer count as one source of drafts."""
@@ -29,12 +29,11 @@ LONG_MATCH = 12
 
 @dataclass(frozen=True)
 class Evidence:
-    """Says how good the draft is on the prompt, where both draft and target were run.
+    """Says how good the draft is on the prompt, where draft and target both ran.
 
     Attributes:
-        confidences: the largest probability of q at each compared token of the prompt.
-        chances: acceptance rate of a draft token there, 1 - TV(p, q); for greedy decoding the mean of that and of
-            whether p and q have the same best token (1 or 0).
+        confidences: largest probability of q at each compared token.
+        chances: acceptance rate there, 1 - TV(p, q); for greedy decoding, its mean with 1 or 0 for equal best tokens.
     """
 
     confidences: tuple[float, ...]
@@ -47,9 +46,9 @@ class Controller(DraftController):
     Costs of a round are estimates; None: the costs of a draft are not known.
 
     Attributes:
-        most: the largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
-        judges_prompt: whether it learns from the draft's acceptance on the prompt.
-        rows_apart: whether decisions for a row never depend on other rows, so that drafts need not either.
+        most: largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
+        judges_prompt: True if it learns from the draft's acceptance on the prompt.
+        rows_apart: True if decisions for a row never depend on other rows, so that drafts need not either.
     """
 
     judges_prompt = False
@@ -64,8 +63,8 @@ class Controller(DraftController):
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         """Choose the budget of the next round's draft, given the tokens still wanted, at least 1.
 
-        One token of every round is the target's own, so a depth of more than `remaining` - 1 is never useful.
-        `unfinished` says which of the running rows are unfinished.
+        One token of every round is the target's own, so a depth above `remaining` - 1 is never useful. `unfinished`
+        says which of the running rows are unfinished.
         """
         return self.most.within(remaining - 1)
 
@@ -115,7 +114,7 @@ class Control(ABC):
     """Chooses draft lengths; it is configuration.
 
     Attributes:
-        yields_to_load: whether measured times may stop drafts where rows come and go: see `selfspec.control.by_load`.
+        yields_to_load: True if measured times may stop drafts where rows come and go: see `selfspec.control.by_load`.
     """
 
     yields_to_load = False
@@ -130,13 +129,13 @@ class Control(ABC):
 
 
 def check_length(length: int) -> None:
-    """Refuse a draft length that is no integer of at least 1."""
+    """Refuse a draft length that is not an integer of at least 1."""
     if not is_whole(length) or length < 1:
         raise DraftConfigError(f"draft length must be an integer of at least 1, got {shown(length)}")
 
 
 def check_nodes(nodes: int, length: int) -> None:
-    """Refuse a number of nodes that no tree of that depth has, or more than `MOST_NODES`."""
+    """Refuse a number of nodes that no tree of that depth has, or above `MOST_NODES`."""
     if not is_whole(nodes) or not length <= nodes <= max(length, MOST_NODES):
         raise DraftConfigError(
             f"nodes of a draft are an integer of at least its length, {length}, and at most {MOST_NODES}, got "
@@ -154,15 +153,14 @@ _SELDOM = 2.0
 
 
 def may_lose(at_once: float, rounds: int) -> float:
-    """Return the plain steps that drafting may lose within `rounds` rounds, `at_once` of them from the start."""
+    """Return the plain steps that drafting may lose in `rounds` rounds, `at_once` of them from the start."""
     return at_once + _PER_ROUND * rounds
 
 
 class LossBudget(Gain):
-    """Bounds what a source of drafts may lose, in plain steps.
+    """Bounds the plain steps that a source of drafts may lose: a few from the start, and 0.005 more each round.
 
-    The budget is a few steps from the start and 0.005 further steps each round. So a draft has time to show its worth,
-    a useless draft is tried again now and then, and the total cost is about one percent.
+    So a draft has time to show its worth, a useless one is tried again now and then, and the cost is about one percent.
     """
 
     def __init__(self) -> None:
@@ -175,7 +173,7 @@ class LossBudget(Gain):
 
         Args:
             at_once: plain steps that may be lost from the start.
-            at_risk: possible loss of a round of an unpromising draft, to be saved up first; 0 for a promising one.
+            at_risk: what a round of an unpromising draft may lose, which is saved up first; 0 for a promising draft.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:
@@ -184,7 +182,7 @@ class LossBudget(Gain):
 
     @property
     def gains(self) -> bool:
-        """True if its drafts have gained at least what they cost; losses of the trial do not count."""
+        """True if its drafts gained at least what they cost; losses of the trial do not count."""
         return self.rounds > 0 and self._lost <= 0
 
     def count_dropped(self, committed: float, dropped: float, cost: float) -> None:
@@ -199,7 +197,7 @@ class LossBudget(Gain):
 
 
 class Progress:
-    """Counts how far drafts advance rows that come and go: each row by the tokens that it gains."""
+    """Counts how far drafts advance rows that come and go: each by the tokens that it gains."""
 
     def after(self, tokens: Sequence[int | None]) -> float:
         """Count the tokens that each row gained, None for a finished row; return the tokens gained on average."""
@@ -210,8 +208,8 @@ class Progress:
 class BatchProgress(Progress):
     """Counts how far drafts advance a batch, which ends when its slowest row ends.
 
-    If rows are alike, a row that is slow for a few rounds catches up; if some rows loop and another does not, that one
-    falls behind for good. So the progress of the slowest row is shrunk towards the mean, less with more rounds.
+    If rows are alike, a slow row catches up; if other rows loop and it does not, it falls behind for good. So the
+    slowest row's progress is shrunk towards the mean, less with more rounds.
     """
 
     _PRIOR = 8.0  # rounds

@@ -34,31 +34,26 @@ _PROMPT_WEIGHT = 0.25
 
 @dataclass(frozen=True)
 class CostAware(Control):
-    """Draft as long as one more token promises more than it costs, and not at all where drafting does not pay.
+    """Drafts as long as one more token promises more than it costs, and not at all where drafting does not pay.
 
-    The acceptance rate at each confidence of the draft is learned during the generation. With the costs this is optimal
-    stopping: drafting continues while the chance that the whole draft and the next token are accepted is worth more
-    than a draft step at the speed reached so far.
+    It learns the acceptance rate at each confidence of the draft, and drafts on while the chance that the whole draft
+    and the next token are accepted is worth more than a draft step at the speed so far.
 
-    A loss budget, in plain steps, bounds what drafting may cost: a few steps at once (at most 4 % of a short text) and
-    one more for every two hundred rounds. When it is spent, the draft length is 0 until there is budget again. The
-    model's drafts and look-ups of each match length have one budget each; together they may lose no more than one
-    budget. A draft that is unpromising, by the prompt or by its costs, waits until twice the possible loss of a round
-    is saved up.
+    A loss budget bounds what drafting may cost: a few plain steps at once (at most 4 % of a short text), and one more
+    for every two hundred rounds. When it is spent, the draft length is 0 until there is budget again. An unpromising
+    draft waits until twice the possible loss of a round is saved up.
 
-    A batch ends when its slowest row ends, so a draft gains only what it gains for that row in the long run. A look-up
-    drafts all it can in a single row, and in a batch as much as pays. Rows start in lockstep, since passes over rows at
-    different places take longer. Once a draft has gained enough to pay for that, each row advances alone to the end.
+    A batch ends when its slowest row ends, so only a draft's gain for that row counts. Rows start in lockstep, since
+    passes over rows at different places take longer, and advance alone once drafts gain enough to pay for that.
 
-    If more nodes than levels are allowed, the model drafts the tree that promises most for its cost, by how often
-    siblings of each rank are accepted; a chain if that promises as much.
+    If more nodes than levels are allowed, the model drafts the tree that promises most for its cost, or a chain if that
+    promises as much.
 
     Attributes:
-        longest: the most tokens of a draft; the most levels of a tree.
-        nodes: the most tokens of a draft, siblings included; if less than `longest`, the most levels, too. None: drafts
-            are chains.
-        costs: costs of the parts of a round, as `Costs` or `BatchCosts`; None: measured costs, or else an estimate from
-            the weights that a draft step reads.
+        longest: the most tokens of a draft, or levels of a tree.
+        nodes: the most tokens of a draft, siblings included, and so also the most levels. None: drafts are chains.
+        costs: `Costs` or `BatchCosts` of a round; None: measured costs, else an estimate from the weights that a step
+            reads.
     """
 
     yields_to_load = True
@@ -199,7 +194,7 @@ class CostAwareController(Controller):
 
 @lru_cache(maxsize=64)
 def _best_shape(chances: tuple[float, ...], most: Budget, costs: Costs) -> Shape:
-    """Return the tree that commits most for its cost; the longest chain if a chain does, since it may end early."""
+    """Return the tree that commits most for its cost, or the longest chain if a chain does: it may end early."""
 
     def promise(shape: Shape) -> float:
         steps = shape.tree.depth
@@ -215,12 +210,10 @@ def _best_shape(chances: tuple[float, ...], most: Budget, costs: Costs) -> Shape
 
 
 class AcceptanceModel:
-    """Learns the acceptance rate of tokens by the draft's confidence.
+    """Learns the acceptance rate of tokens by the draft's confidence, starting with the rates of a fair draft.
 
-    It starts with the rates of a fair draft. These exceed low confidences: an unsure draft means an unsure target, and
-    two flat distributions overlap. A draft that is accepted more or less often than a fair one with the same
-    confidences shifts the rates of all confidences, also unseen ones, by the same log-odds. Tokens seen at a confidence
-    count besides.
+    These exceed low confidences, as two flat distributions overlap. A draft that is accepted more or less often than a
+    fair one shifts the rates of all confidences by the same log-odds; tokens seen at a confidence count besides.
     """
 
     _BINS = 10
@@ -246,7 +239,7 @@ class AcceptanceModel:
         return (self._PRIOR * shifted + self._accepted[bin_]) / (self._PRIOR + self._judged[bin_])
 
     def count(self, confidence: float, accepted: float, weight: float = 1.0) -> None:
-        """Count a judged token: whether it was accepted, or its chance of acceptance."""
+        """Count a judged token: its acceptance, 1 or 0, or its chance of acceptance."""
         bin_ = self._bin(confidence)
         self._judged[bin_] += weight
         self._accepted[bin_] += weight * accepted

@@ -29,15 +29,13 @@ class Costs:
     """Holds the terms of the speed-up formula (Leviathan et al., 2023), in steps of plain decoding.
 
     Attributes:
-        draft: c, a draft step, head included; 0 for a draft that runs no model.
-        verify: V(1), a target pass over a single token; more than 1 if drafting makes it slower.
+        draft: c, a draft step with its head; 0 for a draft that runs no model.
+        verify: V(1), a target pass over one token; above 1 if drafting makes it slower.
         widening: cost that each further token of the block adds to V.
         overhead: o, everything else in a round that drafts.
-        out_of_step: time of a pass over rows at different places, by that of a pass over rows in lockstep. 1.2 was
-            measured on a model of 2M parameters; larger models have less.
-        rows: of the batch that these costs are for.
-        each_row: cost that a further row adds to a pass over one token per row, if it is more than `widening` gives:
-            kernels for a few rows do not help batches.
+        out_of_step: time of a pass over rows at different places, by that of a pass in lockstep, at least 1.
+        rows: number of rows of the batch.
+        each_row: cost that a further row adds to a pass over one token per row, if above `widening`.
 
     Raises:
         DraftConfigError: a number is not finite, or too small.
@@ -47,6 +45,7 @@ class Costs:
     verify: float = 1.0
     widening: float = 0.0
     overhead: float = 0.0
+    # Measured on a model of 2M parameters; larger models have less.
     out_of_step: float = 1.2
     rows: int = 1
     each_row: float = 0.0
@@ -69,20 +68,14 @@ class Costs:
 
     @classmethod
     def assumed(cls, draft: float, device: torch.device, widening: float = 0.0) -> Costs:
-        """Make costs where only c is known, with all other costs from the machines that were measured.
-
-        `widening` is the cost of what a further token of a pass reads for itself, in steps.
-        """
+        """Make costs from c and `widening`, the cost of a further token's own reads; the rest is as was measured."""
         # Two CPUs were measured, and no GPU.
         each_row = 0.08 if device.type == "cpu" else 0.0
         return cls(draft, verify=1.1, widening=0.03 + widening, overhead=0.05, each_row=each_row + widening)
 
     def in_batch(self, rows: int) -> Costs:
-        """Return the costs for another number of rows, with the cost of a pass linear in its tokens.
-
-        For more rows the slope is the cost of a further row, if larger; for fewer, that of a further token. A further
-        token of a block is one more in every row, so it widens a pass more in a larger batch.
-        """
+        """Return the costs for another number of rows; the cost of a pass is linear in its tokens."""
+        # The slope is the cost of a further token; for more rows that of a further row, if larger.
         each = self.widening / self.rows
         if rows > self.rows:
             each = max(each, self.each_row)
@@ -96,18 +89,13 @@ class Costs:
         )
 
     def of_round(self, steps: float, drafted: int) -> float:
-        """Return the cost of a round: its draft steps, and a target pass that verifies `drafted` tokens."""
+        """Return the cost of a round with `steps` draft steps and a target pass that verifies `drafted` tokens."""
         return max(steps * self.draft + self.verify + drafted * self.widening + self.overhead, _LEAST_ROUND)
 
 
 @dataclass(frozen=True)
 class CostsOfReading:
-    """Gives the costs of rounds by the bytes that passes read: weights, and keys and values, which grow with the text.
-
-    Attributes:
-        costs: for an empty text.
-        step: bytes of the weights that a target step reads.
-    """
+    """Gives costs by the bytes read; `costs` are for an empty text, `step` is the weights that a target step reads."""
 
     costs: Costs
     step: int
@@ -116,7 +104,7 @@ class CostsOfReading:
         return self.costs.in_batch(rows)
 
     def behind(self, target: float, draft: float) -> Costs:
-        """Return the costs after texts, given the bytes of keys and values that a target and a draft step read."""
+        """Return the costs after texts, by the bytes of keys and values that a target step and a draft step read."""
         step = 1 + target / self.step
         return replace(
             self.costs,
@@ -140,10 +128,7 @@ class RaggedCosts:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Gives the costs of rounds that were measured in batches of different sizes.
-
-    The cost of a further row is not linear: products of a few rows run at the speed of memory, of many rows at that of
-    arithmetic, and kernels change in between.
+    """Gives the costs of rounds that were measured in batches of different sizes; they are not linear in the rows.
 
     Attributes:
         measured: costs for each measured number of rows, the smallest first.
@@ -164,11 +149,7 @@ class BatchCosts:
             raise DraftConfigError(f"costs are measured once for each number of rows, in order, got {sizes}")
 
     def in_batch(self, rows: int) -> Costs:
-        """Return the costs of rounds over `rows` rows.
-
-        Between two measured sizes they are interpolated, linearly in the logarithm of the number of rows. Beyond the
-        smallest and the largest size, `Costs.in_batch` of that size is taken.
-        """
+        """Return the costs of rounds over `rows` rows, linear in log(rows) between measured sizes."""
         smaller = [costs for costs in self.measured if costs.rows <= rows]
         larger = [costs for costs in self.measured if costs.rows >= rows]
         if not smaller or not larger or smaller[-1] is larger[0]:
@@ -191,7 +172,7 @@ class BatchCosts:
         )
 
 
-# The speed-up that a draft must promise on the prompt to be tried at once.
+# Speed-up that a draft must promise on the prompt to be tried at once.
 _WORTH_TRYING = 1.02
 # Acceptance rate of a good draft, and the length beyond which it gains less than a billionth of a token.
 _GOOD = 0.85
@@ -212,7 +193,7 @@ def speedup(alpha: float, draft_length: int, costs: Costs) -> float:
 
 
 def expected_tokens(alpha: float, draft_length: int) -> float:
-    """Return the tokens that a round commits on average, if every draft token has acceptance rate `alpha`."""
+    """Return the mean tokens that a round commits if every draft token has acceptance rate `alpha`."""
     return sum(alpha**accepted for accepted in range(draft_length + 1))
 
 
@@ -225,9 +206,7 @@ def forecast(alpha: float, costs: Costs, longest: int = 8) -> Forecast:
 class Prospects:
     """Predicts what drafts of at most `longest` tokens may gain or lose by the costs of a batch.
 
-    Attributes:
-        of_model: plain steps that the shortest round loses if nothing is accepted; 0 if a good draft would pay.
-        of_look_up: the same for look-ups.
+    `of_model` and `of_look_up` are the plain steps that the shortest round may lose; 0 if a good draft would pay.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:
@@ -241,10 +220,8 @@ class Prospects:
         return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
 
     def look_up_length(self, share: float) -> int:
-        """Return how many tokens to look up if a share of the slowest rows has a match; 0: look-ups would not pay.
-
-        In a single row a look-up costs next to nothing; in a batch each token is one more in every row.
-        """
+        """Return how many tokens to look up if a share of the slowest rows has a match; 0: look-ups would not pay."""
+        # In a single row a look-up costs next to nothing; in a batch each token is one more in every row.
         if self._costs.rows == 1:
             return self._longest
         best = max(self._lengths, key=lambda length: self._speed(0, length, share))

@@ -1,4 +1,4 @@
-"""Controls with a fixed draft length or a confidence threshold, and the control for given length and nodes."""
+"""Define controls with a fixed draft length or a confidence threshold, and the control for given length and nodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ class FixedLength(Control):
     """Drafts with the same length every round.
 
     When sampling, a row's chains depend only on that row and on what the wrapper knew before the call, so a seed gives
-    the same tokens whatever other rows are in the batch. Trees have one shape for all rows, which depends on all
-    rows.
+    the same tokens whatever other rows are in the batch. Trees have one shape for all rows, which depends on all rows.
 
     Attributes:
         length: tokens to draft, at least 1; levels of a tree.
-        nodes: tokens to draft in all, siblings included, at least `length`. More than `length` make a tree, shaped by
-            how often siblings of each rank are accepted, with at most six children per node. None: a chain.
+        nodes: tokens to draft in all, at least `length`; more make a tree with at most six children per node. None: a
+            chain.
     """
 
     length: int
@@ -41,7 +40,7 @@ class FixedLength(Control):
 
 
 def control_of(draft_length: int | None, nodes: int | None) -> Control:
-    """Return the control for a draft length, a number of nodes, both, or neither (the default control)."""
+    """Return the control for a draft length, nodes, both, or neither, which is the default control."""
     if draft_length is not None:
         return FixedLength(draft_length, nodes)
     return CostAware(nodes=nodes)

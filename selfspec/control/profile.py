@@ -1,4 +1,4 @@
-"""Calibration profiles: JSON files, bound to the setting where they were measured, and checked when read."""
+"""Calibration profiles: JSON files that are bound to the setting where they were measured, and checked when read."""
 
 from __future__ import annotations
 
@@ -34,14 +34,7 @@ from selfspec.version import __version__
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Says which draft serves a generation, and with which control and costs.
-
-    Attributes:
-        draft: proposes tokens; None: plain decoding.
-        control: default choice of draft lengths.
-        costs: measured costs of a round that drafts; None: not measured.
-        most_rows: the most rows of a batch that drafts; larger batches use plain decoding. None: any number.
-    """
+    """Says which draft serves a generation, if any, and how; batches above `most_rows` rows have none."""
 
     draft: Drafter | None
     control: Control = field(default_factory=CostAware)
@@ -61,11 +54,7 @@ class DraftPolicy(ABC):
         """Choose the draft of a generation that decodes greedily, or samples."""
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
-        """Refuse a model that the policy was not made for. Called once, when the model is wrapped.
-
-        Raises:
-            SelfSpecError: naming what does not fit.
-        """
+        """Refuse a model that the policy was not made for, with a `SelfSpecError`; called once, when it is wrapped."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class Setting:
         fingerprint: of the weights.
         device: the device's own name.
         threads: of the CPU; 0 on other devices, where threads hardly matter.
-        kernels: whether the CPU kernels run.
+        kernels: True if the CPU kernels run.
     """
 
     model: str
@@ -91,7 +80,7 @@ class Setting:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Setting:
-        """Return the setting that a model would run in now; refuse one whose weights are offloaded."""
+        """Return the setting that a model would run in now; refuse a model whose weights are offloaded."""
         try:
             check_in_memory(model)
         except ValueError as error:
@@ -134,11 +123,10 @@ class Chosen:
 
     Attributes:
         draft: its name, as on the command line; `none` if plain decoding was the fastest.
-        longest: the most tokens of a draft, or levels of a tree; each draft's own length follows from the costs.
+        longest: the most tokens of a draft, or levels of a tree; each draft's length follows from the costs.
         costs: of its rounds, measured in batches of some sizes; None for plain decoding.
-        temperature: at which it was chosen.
         speedup: confirmed speed-up over plain decoding: median, low, high.
-        most_rows: the most rows at which it beat plain decoding; None: it did in all batches that were tried.
+        most_rows: the most rows at which it beat plain decoding; None: it did in all batches tried.
         nodes: the most tokens of a tree, siblings included; None: chains were as fast.
     """
 
@@ -221,7 +209,7 @@ class Profile(DraftPolicy):
         self.check_setting(Setting.of(model))
 
     def check_setting(self, setting: Setting) -> None:
-        """Refuse a setting other than the one it was measured in, saying how to calibrate here."""
+        """Refuse another setting than the one it was measured in; the message says how to calibrate here."""
         differing = self.setting.differences(setting)
         if differing:
             raise ProfileError(
@@ -261,7 +249,7 @@ def folder() -> Path:
 
 
 def default_file(setting: Setting) -> Path:
-    """Return the file of a setting's profile. Its name has no versions: a new profile replaces an old one."""
+    """Return the file of a setting's profile; without versions in its name, a new profile replaces an old one."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", setting.device).strip("-")
     threads = f"_{setting.threads}-threads" if setting.threads else ""
     kernels = "_kernels" if setting.kernels else ""
@@ -269,10 +257,7 @@ def default_file(setting: Setting) -> Path:
 
 
 def find_profile(setting: Setting) -> Profile | None:
-    """Return the profile of a setting; None if these weights were never calibrated.
-
-    Weights that were calibrated in other settings only are refused, naming these and how to calibrate in this one.
-    """
+    """Return the profile of a setting, or None if the weights have none; refuse weights calibrated only elsewhere."""
     file = default_file(setting)
     if file.exists():
         profile = Profile.load(file)
