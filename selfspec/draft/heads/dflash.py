@@ -31,11 +31,10 @@ class BlockConfig:
     """Describes the blocks of a head, read from its folder in either layout.
 
     Attributes:
-        layers: the configuration of its layers, as `transformers` takes it.
         points: numbers of the layers whose inputs it reads.
-        end: the state it reads where that number is the model's depth: the last one, before or after the final norm.
+        end: state that it reads where that number is the model's depth, before or after the final norm.
         size: tokens of a block, the last committed one included.
-        mask: the token in the place of unknown tokens.
+        mask: token in the place of unknown tokens.
         first: place in the block that guesses the next token.
     """
 
@@ -48,11 +47,7 @@ class BlockConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockConfig:
-        """Read a config.json.
-
-        Raises:
-            ValueError: a field is missing.
-        """
+        """Read a config.json; raise `ValueError` if a field is missing."""
         own = config.get("dflash_config")
         if own is not None:
             # State i is the output of layer i in transformers: for the last layer, that is after the final norm.
@@ -250,7 +245,7 @@ class ContextState(PairState):
 
 
 def heads_of(attention: Any, part: str, states: Tensor) -> Tensor:
-    """Project states to queries, keys or values, `[rows, heads, tokens, size]`, and norm them where the layer does."""
+    """Project states to queries, keys or values, `[rows, heads, tokens, size]`, with the layer's norm if it has one."""
     made = getattr(attention, f"{part}_proj")(states).unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{part}_norm", None)
     heads: Tensor = made if norm is None else norm(made)

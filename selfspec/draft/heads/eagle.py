@@ -31,14 +31,13 @@ class EagleConfig:
     """Describes a head, read from its folder in either layout.
 
     Attributes:
-        layers: the configuration of its layers, as `transformers` takes it.
         points: numbers of the layers whose inputs it reads; empty: the usual three.
         target: width of the target; None: its own.
         drafted: number of tokens it drafts from; None: the folder does not say.
-        normed_residual: see `Eagle3Layer`.
-        norm: whether the states that it reads are normed each by itself or all together; None: no norm.
-        recycled: the one of its states that stands for a drafted token.
-        base: the name of the model that it was trained for, for messages; empty: the folder names none.
+        normed_residual: True if the residual of `Eagle3Layer` is the state after its norm.
+        norm: norm of the states that it reads, one for each or one for all; None: no norm.
+        recycled: its state that stands for a drafted token.
+        base: name of the model that it was trained for, for messages; empty: unknown.
     """
 
     layers: Mapping[str, Any]
@@ -52,11 +51,7 @@ class EagleConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> EagleConfig:
-        """Read a config.json.
-
-        Raises:
-            ValueError: the config describes no layers.
-        """
+        """Read a config.json; raise `ValueError` if it describes no layers."""
         kind = config.get("speculators_model_type")
         own = config.get("eagle_config") or {}
         layers = config.get("transformer_layer_config") if kind else config
@@ -89,8 +84,8 @@ class EagleConfig:
 class Eagle(FromFolder, HeadDrafter):
     """Drafts with an EAGLE head: one layer over states of the target, which reads its own states for further tokens.
 
-    EAGLE 1 and 2 (Li et al., 2024, arXiv 2401.15077 and 2406.16858) read the target's last states, EAGLE-3 (2025, arXiv
-    2503.01840) those of three layers, and may draft from a vocabulary of fewer tokens.
+    EAGLE 1 and 2 (Li et al., 2024, arXiv 2401.15077 and 2406.16858) read the target's last states; EAGLE-3 (2025, arXiv
+    2503.01840) reads those of three layers, and may draft from a vocabulary of fewer tokens.
     """
 
     _config: EagleConfig = field(init=False, repr=False, compare=False)
@@ -235,15 +230,7 @@ class Eagle1Fusion(Fusion):
 
 
 class Eagle3Fusion(Fusion):
-    """Joins states of several layers of the target (EAGLE-3; Li et al., 2025). The head's own states need no joining.
-
-    Args:
-        target: width of the target.
-        points: number of layers whose states are read.
-        hidden: width of the head.
-        norm: makes a norm of a given width; None: no norm.
-        each: whether each state has its own norm; else one norm covers all states together.
-    """
+    """Joins states of several layers of the target (EAGLE-3; Li et al., 2025), with norms of each, of all, or none."""
 
     def __init__(self, target: int, points: int, hidden: int, norm: Any = None, each: bool = False) -> None:
         super().__init__()
@@ -263,13 +250,7 @@ class Eagle3Fusion(Fusion):
 
 
 class Eagle3Layer(nn.Module):
-    """Reads an embedding and a state, `[batch, tokens, 2 * hidden]`, and adds to the state, as a decoder layer.
-
-    Args:
-        layer: a stock layer, whose parts it takes.
-        config: configuration of the head's layers.
-        normed_residual: whether the residual is the state after its norm.
-    """
+    """Reads an embedding and a state, `[batch, tokens, 2 * hidden]`, and adds to the state, as a decoder layer."""
 
     def __init__(self, layer: nn.Module, config: PreTrainedConfig, normed_residual: bool) -> None:
         super().__init__()
@@ -296,7 +277,7 @@ class Eagle3Layer(nn.Module):
 
 
 def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residual: bool) -> PreTrainedModel:
-    """Make the layers of an EAGLE-3 head as a causal LM on the meta device, which is called with joined inputs."""
+    """Make the layers of an EAGLE-3 head on the meta device, as a causal LM that is called with joined inputs."""
     layers = causal_lm(config, attention)
     inside: Any = layers.get_submodule(find_adapter(layers).base(layers))
     inside.layers[0] = Eagle3Layer(inside.layers[0], config, normed_residual)
@@ -315,10 +296,9 @@ _USUAL = 8
 )
 @dataclass(frozen=True)
 class ParallelEagle(Eagle):
-    """Drafts with a P-EAGLE head (2026, arXiv 2602.01469).
+    """Drafts with a P-EAGLE head (2026, arXiv 2602.01469): one pass guesses all levels, independent of each other.
 
-    Behind the last committed token it reads slots for the tokens to come. All slots have the embedding of a mask token
-    and a learnt state, so that one pass guesses every level, and no level depends on the tokens drafted before it.
+    In the place of the tokens to come it reads slots with the embedding of a mask token and a learnt state.
     """
 
     holds = "P-EAGLE head"

@@ -1,4 +1,4 @@
-"""Folders of published heads: their configuration and weights. Only tensors are unpickled."""
+"""Read folders of published heads: their configuration and weights. Only tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ class FromFolder(Drafter):
     """Drafts with weights from a folder, and is written `name:FOLDER`.
 
     Attributes:
-        source: the folder.
-        weight_format: format of its linear layers; None: they have the dtype of the model.
         holds: the kind of head, for messages.
         essential: names of weights without which a folder holds no such head.
     """
@@ -67,7 +65,7 @@ class FromFolder(Drafter):
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Any:
-        """Read from the config.json what the drafter needs; a ValueError says what is missing."""
+        """Read what the drafter needs from the config.json; a `ValueError` says what is missing."""
         return config
 
     @staticmethod
@@ -76,7 +74,7 @@ class FromFolder(Drafter):
         return name
 
     def weights(self) -> dict[str, Tensor]:
-        """Read the weights, by common names."""
+        """Read the weights by their common names."""
         return {self.common_name(name): weight for name, weight in HeadFolder.at(self.source).tensors().items()}
 
     @classmethod
@@ -95,28 +93,20 @@ class FromFolder(Drafter):
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """Reads the folder `path`, which holds a head."""
+    """Reads the folder `path` of a head; its methods raise `HeadError` for files that are missing or damaged."""
 
     path: Path
 
     @classmethod
     def at(cls, folder: str | Path) -> HeadFolder:
-        """Return the folder of a given path.
-
-        Raises:
-            HeadError: there is no such folder.
-        """
+        """Return the folder of a given path; raise `HeadError` if there is none."""
         path = checked_path("folder", folder, HeadError).expanduser()
         if not path.is_dir():
             raise HeadError(f"there is no folder {str(folder)!r}; download the head and give its folder")
         return cls(path)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json, which is called adapter_config.json for a LoRA.
-
-        Raises:
-            HeadError: the file is missing or holds no object.
-        """
+        """Read its config.json, which is called adapter_config.json for a LoRA."""
         file = self.path / _CONFIG
         if not file.exists() and (self.path / _ADAPTER_CONFIG).exists():
             file = self.path / _ADAPTER_CONFIG
@@ -129,11 +119,7 @@ class HeadFolder:
         return content
 
     def check_kind(self, wanted: str) -> None:
-        """Refuse a folder of another kind of head.
-
-        Raises:
-            HeadError: the kind in its config.json is another one, or config.json cannot be read.
-        """
+        """Raise `HeadError` if the config.json says that the folder holds another kind of head."""
         found = kind_of(self.config())
         if found in (None, wanted):
             return
@@ -141,11 +127,7 @@ class HeadFolder:
         raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; {remedy}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Read the names and shapes of its weights; for safetensors, only the headers are read.
-
-        Raises:
-            HeadError: files are missing or damaged.
-        """
+        """Read the names and shapes of its weights; for safetensors, only the headers are read."""
         files = self._safetensors()
         if files is None:
             return {name: tuple(weight.shape) for name, weight in self.tensors().items()}
@@ -156,11 +138,7 @@ class HeadFolder:
         return found
 
     def tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """Read its weights, or only those in `names`.
-
-        Raises:
-            HeadError: files are missing or damaged, hold more than tensors, or NaN.
-        """
+        """Read its weights, or only those in `names`; files with NaN, or with more than tensors, raise `HeadError`."""
         files = self._safetensors()
         found: dict[str, Tensor] = {}
         if files is None:
@@ -190,7 +168,7 @@ class HeadFolder:
         return found
 
     def _safetensors(self) -> list[Path] | None:
-        """Return the safetensors files; None: there is a pickle in their place."""
+        """Return the safetensors files; None if there is a pickle in their place."""
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
         if (self.path / _ADAPTER).exists():
@@ -213,7 +191,7 @@ class HeadFolder:
 
 
 def format_spelled(format: Format | None) -> str:
-    """Return the prefix of a head's spelling for weights in a format."""
+    """Return the prefix that a weight format has in a head's spelling."""
     return "" if format is None else f"{format.name}+"
 
 
@@ -311,7 +289,7 @@ def check_layout(names: Collection[str], config: Mapping[str, Any], source: str)
 
 
 def dequantised(weights: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
-    """Multiply weights in float8 by the scales of their blocks, in float32; other weights are unchanged.
+    """Multiply weights in float8 by the scales of their blocks, in float32; return other weights unchanged.
 
     Weights are `[..., out, in]`, scales `[..., blocks of out, blocks of in]`; the last blocks may be cut off.
     """

@@ -1,4 +1,4 @@
-"""Drafting with a head that reads its own states again for each further token, such as EAGLE and MTP."""
+"""Draft with a head that reads its own states again for each further token, such as EAGLE and MTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HeadDrafter(Drafter):
 
     @property
     def block(self) -> int:
-        """Fixed number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
+        """Number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
         return 0
 
     @abstractmethod
@@ -50,7 +50,7 @@ class HeadDrafter(Drafter):
         """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
 
     def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
-        """Return these points for one model, if they depend on it; by default they do not."""
+        """Return these points for one model; by default they do not depend on it."""
         return self.points(depth)
 
     @abstractmethod
@@ -62,7 +62,7 @@ class HeadDrafter(Drafter):
         return [self.head(model)]
 
     def made(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make these heads in `weight_format`. Raises as `head` does."""
+        """Make these heads in `weight_format`."""
         heads = self.heads(model)
         if self.weight_format is None:
             return heads
@@ -111,11 +111,7 @@ class FeatureProposer(GrowingProposer):
 
     @abstractmethod
     def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
-        """Take over the target's states of committed tokens.
-
-        `features` are those of a pass of the target, none for a pass over embeddings; `places` are the places of the
-        tokens in that pass, for each running row.
-        """
+        """Take over the target's states at `places` of a pass, for each running row; embeddings have no `features`."""
 
     @abstractmethod
     def known(self, rows: RowsView) -> Sequence[bool]:
@@ -144,14 +140,7 @@ class FeatureProposer(GrowingProposer):
 
 
 class KeepingProposer(FeatureProposer):
-    """Grows drafts from one tensor of each row: by default the target's state before the last token, `[hidden]`.
-
-    Args:
-        rows: number of rows.
-
-    Attributes:
-        kept: the tensors by row number; None: the row has none yet.
-    """
+    """Grows drafts from a `kept` tensor of each row: by default the target's state before the last token."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -220,7 +209,7 @@ class HeadProposer(FeatureProposer):
 
 
 class LevelProposer(HeadProposer):
-    """Grows drafts from one pass of a head, which guesses all levels independently; `most` limits their number."""
+    """Grows drafts of at most `most` levels from one pass of a head, which guesses all levels independently."""
 
     def __init__(self, state: PairState, most: int | None = None) -> None:
         super().__init__(state)
@@ -249,10 +238,7 @@ def remembered(rows: RowsView, drafter: Drafter, made: Callable[[PreTrainedModel
 
 
 def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:
-    """Return, for each running row, the places in the pass of its committed tokens.
-
-    The last new token has no place: no pass has computed its state yet.
-    """
+    """Return the places of each running row's committed tokens in the pass; the last new token has none yet."""
     found = [verdict.rows.get(row) for row in rows.running]
     return [() if row is None else [node + 1 for node in (-1, *row.path)][: len(row.tokens)] for row in found]
 

@@ -25,22 +25,13 @@ class Fusion(nn.Module):
     """Computes the inputs of a head's layers from states of the target and the tokens after them."""
 
     def state(self, features: Sequence[Tensor]) -> Tensor:
-        """Make one state for each token of the target, `[rows, tokens, hidden]`; by default its only feature.
-
-        Args:
-            features: one for each point that the head reads, `[rows, tokens, target hidden]` each.
-        """
+        """Join the features of all points to one state, `[rows, tokens, hidden]`; by default there is one feature."""
         (state,) = features
         return state
 
     @abstractmethod
     def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Return the inputs of the head's layers.
-
-        Args:
-            embedded: embeddings of tokens, `[rows, tokens, hidden]`.
-            state: states of the tokens before them, by the target or by the head itself, in the same shape.
-        """
+        """Return the layers' inputs, given embeddings and the states before them, `[rows, tokens, hidden]` each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +39,12 @@ class Head:
     """Holds the parts of a head over one target.
 
     Attributes:
-        fusion: computes the inputs of its layers.
-        layers: a causal LM of its layers, final norm and language-model head, which is called with embeddings.
-        adapter: where the causal LM keeps its layers.
-        recycled: the one of its own states that stands for a drafted token.
-        embed: the embeddings of tokens, its own or the target's.
+        layers: causal LM of its layers, final norm and language-model head, which is called with embeddings.
+        recycled: its own state that stands for a drafted token.
         tokens: ids that it can draft, in the order of its logits; None: all.
-        masked: the input of its layers in the place of an unknown token, `[input]`; None: it reads no such tokens.
-        passes_on: the states that the module behind it reads, if there is one: those that it made, or that it read.
-        copy: the copy of its weights that its linear layers run; None: they have the dtype of the target.
+        masked: input of its layers in the place of an unknown token, `[input]`; None: it reads none.
+        passes_on: states that the module behind it reads: those that it made, or that it read.
+        copy: copy of its weights that its linear layers run; None: they have the dtype of the target.
     """
 
     fusion: Fusion
@@ -70,12 +58,7 @@ class Head:
     copy: WeightCopy | None = None
 
     def packed(self, format: Format, substitutes: Substitutes) -> Head:
-        """Return a copy with linear layers in a format, without the head's own full-precision ones.
-
-        Args:
-            format: format of the weights.
-            substitutes: hold a copy of the target's language-model head for all heads that read it.
-        """
+        """Return a copy with linear layers packed in a format; `substitutes` share one copy of the target's head."""
         copy = WeightCopy(format)
         fusion, layers = (
             substitutes.within(module, name, copy)
@@ -86,10 +69,7 @@ class Head:
         return replace(self, fusion=fusion, layers=layers, copy=copy)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Return the head's logits, `[rows, tokens, ids it can draft]`, as `[rows, tokens, vocabulary]` of the target.
-
-        Tokens that cannot be drafted get -inf, and so q = 0.
-        """
+        """Spread logits of the ids it can draft over the target's, `[rows, tokens, vocabulary]`; others get -inf."""
         if self.tokens is None and logits.shape[-1] == vocabulary:
             return logits
         known = torch.arange(logits.shape[-1], device=logits.device) if self.tokens is None else self.tokens
@@ -116,13 +96,7 @@ def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
 
 
 def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, format: Format | None) -> int:
-    """Count bytes of weights; those of linear layers may be packed.
-
-    Args:
-        shapes: shapes of the weights by name; embeddings are not packed.
-        itemsize: bytes of a number that is not packed.
-        format: format of packed weights; None: no weight is packed.
-    """
+    """Count bytes of weights by name; a format packs linear layers, the rest takes `itemsize` bytes a number."""
     return sum(_bytes_of(name, shape, itemsize, format) for name, shape in shapes.items())
 
 

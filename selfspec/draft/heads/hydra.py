@@ -40,10 +40,7 @@ _PREFIX = "prefix_embeding_layer."
 )
 @dataclass(frozen=True)
 class Hydra(FromFolder, HeadDrafter):
-    """Drafts with Hydra heads (Ankner et al., 2024, arXiv 2402.05109), those with a prefix layer ("Hydra++").
-
-    A draft is as deep as there are heads.
-    """
+    """Drafts with Hydra heads that have a prefix layer (Ankner et al., 2024, arXiv 2402.05109), one for each level."""
 
     holds = "Hydra heads with a prefix layer"
     essential = ("hydra_mlp.0.1.linear.weight", f"{_PREFIX}norm.weight")
@@ -105,12 +102,7 @@ class Hydra(FromFolder, HeadDrafter):
 
 
 class HydraFusion(Fusion):
-    """Computes the guesses of Hydra heads. Their prefix layer reads states alone.
-
-    Args:
-        weights: weights by published name: for head i, `hydra_mlp.i.b.linear` of each block b, `res_connection` of the
-            first block, and `hydra_lm_head.i.1`.
-    """
+    """Computes the guesses of Hydra heads from weights by published name; their prefix layer reads states alone."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -122,10 +114,10 @@ class HydraFusion(Fusion):
         return state.clone()
 
     def logits(self, prefix: Tensor, embedded: Tensor) -> Tensor:
-        """Return the logits of the head of the next level, `[rows, nodes, vocab]`.
+        """Return the logits of the next level's head, `[rows, nodes, vocab]`.
 
         `prefix` is the state of the prefix layer, `[rows, 1, hidden]`; `embedded` has the last committed token and the
-        drafted ones on the path to each node, `[rows, nodes, tokens, hidden]`.
+        path to each node, `[rows, nodes, tokens, hidden]`.
         """
         rows, nodes, tokens, hidden = embedded.shape
         head = tokens - 1
@@ -144,7 +136,7 @@ class HydraFusion(Fusion):
 
 
 class HydraProposer(HeadProposer):
-    """Grows drafts with Hydra heads: one head for each level, from the prefix state and the path before it."""
+    """Grows drafts with Hydra heads, one for each level, from the prefix state and the path before it."""
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         fusion = self._state.head.fusion
@@ -174,13 +166,12 @@ def _count(names: Iterable[str]) -> int:
 
 
 def _blocks(names: Iterable[str], head: int) -> list[int]:
-    """Return the numbers of a head's residual blocks. The numbers between them belong to modules of training alone."""
+    """Return the numbers of a head's residual blocks; the numbers between them belong to modules of training alone."""
     found = (re.fullmatch(rf"hydra_mlp\.{head}\.(\d+)\.linear\.weight", name) for name in names)
     return sorted(int(each[1]) for each in found if each)
 
 
 def _layer_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the prefix layer, which is of the same kind as the model's layers."""
     config: Any = one_layer_config(model)
     config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:1]
     found: PreTrainedConfig = config

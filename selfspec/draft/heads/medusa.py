@@ -86,13 +86,7 @@ class Medusa(FromFolder):
 
 @dataclass(frozen=True, eq=False)
 class MedusaHeads:
-    """Computes the guesses of Medusa heads.
-
-    Attributes:
-        layers: their linear layers by published name: for head i, `i.b.linear` of each residual block b, then the
-            output layer `i.B` behind its B blocks.
-        blocks: the number of residual blocks of each head.
-    """
+    """Holds the linear layers of Medusa heads by published name, and each head's number of residual `blocks`."""
 
     layers: nn.Module
     blocks: Sequence[int]
@@ -106,7 +100,7 @@ class MedusaHeads:
 
 
 class MedusaProposer(KeepingProposer):
-    """Grows drafts with Medusa heads: one head for each level, all from the row's last state."""
+    """Grows drafts with Medusa heads, one for each level, all from the row's last state."""
 
     def __init__(self, rows: int, heads: MedusaHeads) -> None:
         super().__init__(rows)

@@ -57,14 +57,7 @@ class MtpFusion(Fusion):
 
 @dataclass(frozen=True)
 class _Module:
-    """Describes a module in the files of a checkpoint.
-
-    Attributes:
-        number: number of the module, from 0.
-        folder: the folder with the files.
-        names: names of its weights there, and their meaning: see `MtpLayout.renamed`.
-        shapes: shapes of its weights by names there.
-    """
+    """Describes a module in a checkpoint's files; see `MtpLayout.renamed` for the meaning of `names`."""
 
     number: int
     folder: HeadFolder
@@ -78,7 +71,6 @@ class _Module:
 
     @property
     def size(self) -> int:
-        """Number of its parameters."""
         return sum(torch.Size(shape).numel() for shape in self.kept.values())
 
     @property
@@ -147,11 +139,11 @@ class _Module:
 class MultiTokenPrediction(HeadDrafter):
     """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
 
-    `transformers` leaves its weights out; they are read from the files that the model was loaded from. If there are
-    several modules, each drafts its own token, and the last one also all further tokens, from its own states.
+    `transformers` leaves its weights out; they are read from the files that the model was loaded from. Of several
+    modules, each drafts its own token, and the last one drafts all further tokens, too, from its own states.
 
     Attributes:
-        source: the folder with the checkpoint; None: where the model was loaded from.
+        source: folder with the checkpoint; None: where the model was loaded from.
         weight_format: format of its linear layers; None: they have the dtype of the model.
     """
 
@@ -290,14 +282,9 @@ class HeldModules:
 
 
 def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
-    """Count the modules that a checkpoint holds, from the headers of its files.
+    """Count the modules of a checkpoint, by its folder or by its name on the hub, from files on this machine.
 
-    Args:
-        name: its folder, or its name on the hub, for which only files on this machine are read.
-        config: its configuration.
-
-    Returns:
-        None if selfspec knows no modules of this architecture, or this checkpoint neither has nor promises any.
+    None: selfspec knows no modules of this architecture, or the checkpoint neither has nor promises one.
     """
     layout, text = mtp_layout(config), config.get_text_config(decoder=True)
     if layout is None:
@@ -336,7 +323,7 @@ def _layout(model: PreTrainedModel) -> MtpLayout:
 
 
 def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> PreTrainedConfig:
-    """Return the config of a language model with a module's layer alone."""
+    """Return the configuration of a language model with a module's layer alone."""
     config = one_layer_config(model)
     for name, value in layout.config:
         if hasattr(config, name):
@@ -351,7 +338,6 @@ def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> Pre
 
 
 def _with_text(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a model's config with the config of its language model replaced."""
     name = next(name for name, part in vars(config).items() if part is config.get_text_config(decoder=True))
     whole = copy.deepcopy(config)
     setattr(whole, name, text)
@@ -366,7 +352,7 @@ class ModuleState(PairState):
 
     @property
     def passed_on(self) -> Tensor:
-        """States of the root and of the nodes that the module behind it reads, `[rows, nodes, hidden]`."""
+        """States of the root and the nodes that the module behind it reads, `[rows, nodes, hidden]`."""
         passed = self._states if self.head.passes_on == "made" else self._read
         assert passed is not None
         return passed
@@ -378,10 +364,7 @@ class ModuleState(PairState):
         return logits
 
     def after_nodes(self, view: RowsView, before: ModuleState, tokens: Tensor, first: int) -> Tensor:
-        """Read the nodes of a draft so far, `[rows, nodes]`, and all committed tokens before them.
-
-        `before` is the module whose states it reads. Return the logits from node `first` on, `[rows, nodes, vocab]`.
-        """
+        """Read the text, then nodes with states of the module `before`; return the logits from node `first` on."""
         self._catch_up(view, 0)
         self._tree = before._tree
         root, states = self._next_pairs(view, 1)
@@ -397,9 +380,8 @@ class ModuleState(PairState):
 class ModulesInOrder(ModuleState):
     """Runs the passes of several modules in order: the first's own, and the `further` ones of those behind it.
 
-    Module j reads a token and the state that module j - 1 made of the token before it. So module j reads the nodes of a
-    draft from the root down to depth j - 1, and each module has keys and values of its own. Below the depth of the last
-    module, the last one reads its own states.
+    Module j reads a token and the state that module j - 1 made of the token before it: the nodes of a draft down to
+    depth j - 1, with keys and values of its own. Deeper, the last module reads its own states.
     """
 
     def __init__(self, *args: Any, further: Sequence[ModuleState]) -> None:

@@ -1,4 +1,4 @@
-"""A head's state in a generation: passes over a cache of its own, which follows the committed text.
+"""Run a head's passes over a cache of its own, which follows the committed text.
 
 Slot p of the cache belongs to a pair: the state of token p, and token p + 1. A committed token has the target's state;
 a drafted token has the head's own, and the next draft begins by writing its slot again with the target's state.
@@ -29,12 +29,11 @@ _MOST_WAITING = 256
 
 @dataclass
 class _Waiting:
-    """Holds the states of a row that are not in the cache yet.
+    """Holds the states of a row that are not in the cache yet, `[tokens, hidden]`.
 
     Attributes:
-        states: the states, `[tokens, hidden]`.
         start: number of the token that slot 0 belongs to; None: nothing was read yet.
-        first_read: whether the first of them was read, as the last pair before a draft.
+        first_read: True if the first of them was read, as the last pair before a draft.
     """
 
     states: Tensor
@@ -45,13 +44,11 @@ class _Waiting:
 class PairState:
     """Reads pairs of a state and the token after it, committed pairs first and drafted ones behind them.
 
-    `points` are those of the target whose states it reads, in the order of `Fusion.state`; `vocabulary` is the number
-    of the target's logits.
+    `points` are the target's, in the order of `Fusion.state`; `vocabulary` is the number of the target's logits.
 
     Attributes:
-        head: the head that drafts.
         kept: number of pairs of each row that are left for the pass that begins a draft.
-        following: the passes of the module that reads this one's states; None: there is no such module.
+        following: passes of the module that reads this one's states, if there is one.
     """
 
     kept = 1
@@ -106,7 +103,6 @@ class PairState:
             self._catch_up(view, _MOST_WAITING)
 
     def known(self, view: RowsView) -> list[bool]:
-        """Return, for each running row, whether it has a state to draft from."""
         self._drop(view.running)
         return [self._reaches(number) for number in range(len(self._rows))]
 
@@ -126,10 +122,7 @@ class PairState:
         return self._states
 
     def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
-        """Read the committed text, and behind it slots for `depth` unknown tokens, in one pass.
-
-        Return the logits of these tokens, `[rows, depth, vocab]`.
-        """
+        """Read the text and then `depth` unknown tokens in one pass; return their logits, `[rows, depth, vocab]`."""
         logits, self._states = self._after_committed(view, depth - 1)
         return self.head.spread(logits, self._vocabulary)
 
@@ -171,12 +164,10 @@ class PairState:
         return self._cache.nbytes
 
     def hold(self, rows: int, tokens: int) -> None:
-        """Make storage for `rows` rows of `tokens` tokens each."""
         self._cache.lengthen(tokens)
         self._cache.hold(rows, tokens)
 
     def join(self, other: PairState) -> None:
-        """Append the rows of another state of the same head."""
         for each in (self, other):
             each._close()
         longest = max(self._cache.room, other._cache.room)
@@ -187,7 +178,6 @@ class PairState:
         self._rows = list(range(len(self._waiting)))
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep some rows alone, renumbered in the order given."""
         self._close()
         self._cache.narrow(rows)
         self._waiting = [self._waiting[row] for row in rows]
@@ -195,7 +185,6 @@ class PairState:
 
     @property
     def _counts(self) -> list[int]:
-        """Number of waiting states of each row."""
         return [self._count(number) for number in range(len(self._waiting))]
 
     def _count(self, number: int) -> int:

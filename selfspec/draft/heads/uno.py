@@ -1,8 +1,7 @@
 """UNO: a LoRA of the target that mask rows alone use, so that one pass of one model verifies and drafts.
 
-Behind the last committed token and behind each drafted token, the pass reads masks: tokens without meaning. With the
-LoRA they guess the tokens after the next one, whatever that will be; the guesses behind the last accepted token are the
-next draft. The target's own tokens see no masks, and run without the LoRA.
+Behind each token the pass reads masks: tokens without meaning, which guess the tokens after the next one by the LoRA.
+The guesses behind the last accepted token are the next draft. The target's own tokens see no masks.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Uno(FromFolder):
             raise HeadError(f"{self.source} says {DEPTH}={self._depth!r}; it is the masks behind a token, 1 or more")
 
     def _ids(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return the bounds of the mask ids: the least id, and the first id above them."""
+        """Return the least mask id, and the first id above the mask ids."""
         return self._config.get(LOWEST, 1), self._config.get(BOUND, vocabulary_size(model))
 
     @property
@@ -151,10 +150,7 @@ def check_whole_passes(name: str, adapter: Adapter) -> None:
 
 
 def mask_ids(places: Tensor, low: int, bound: int) -> Tensor:
-    """Return mask ids for places in a text, `[...]`: at least `low` and below `bound`.
-
-    They depend on the place alone, so that a row has the same masks whatever rows are beside it.
-    """
+    """Return mask ids from `low` to below `bound` by place in the text alone, so that other rows do not change them."""
     return low + (places * _STRIDE) % (bound - low)
 
 
@@ -174,13 +170,7 @@ def _with_masks(length: int, levels: int) -> Tree:
 
 @dataclass(frozen=True)
 class MaskRows(Behind):
-    """Adds masks behind a draft, which guess the tokens of the next one.
-
-    Attributes:
-        tokens: the masks, `[rows, tokens]`.
-        block: the tree of the whole pass: the nodes of the draft, then the masks.
-        lora: the LoRA of the target's layers that the masks alone use.
-    """
+    """Adds masks, `[rows, tokens]`, behind a draft; they alone use `lora`. `block` is the tree of draft and masks."""
 
     tokens: Tensor
     block: Tree
