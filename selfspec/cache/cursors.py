@@ -16,16 +16,12 @@ from selfspec.device import to_device
 
 @dataclass(frozen=True)
 class OpenBlock:
-    """Describes an open block: the last committed token and the nodes of a tree, in the slots from the cursor on.
-
-    The tree is given by tensors whose shapes depend only on its size, so one recording of a pass serves all trees of
-    that size.
+    """Holds an open block as tensors whose shapes depend only on the number of nodes: one recording serves many trees.
 
     Attributes:
         start: slot of the last committed token, `[batch, 1]`, or `[1, 1]` where all cursors are equal.
         depths: 0 for the last committed token, then the depth of each node, `[nodes + 1]`.
-        sees: for each of these tokens (rows), those that it sees (columns): itself and its ancestors,
-            `[nodes + 1, nodes + 1]`.
+        sees: True where a token (row) sees another (column): itself and its ancestors, `[nodes + 1, nodes + 1]`.
     """
 
     start: Tensor
@@ -58,12 +54,7 @@ class OpenBlock:
         return torch.where(place < 0, slots, inside)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return whether tokens of the block see other slots, `[batch or 1, queries, keys]`.
-
-        Args:
-            queries: slots of the tokens, `[batch or 1, queries]`.
-            keys: the other slots, `[batch or 1, keys]`.
-        """
+        """Return whether tokens of the block in slots `queries` see slots `keys`, `[batch or 1, queries, keys]`."""
         query, key = (queries - self.start)[:, :, None], (keys - self.start)[:, None, :]
         own = self.sees[query, self._clamped(key)] & (key <= self.nodes)
         return (key < 0) | own
@@ -81,21 +72,14 @@ _SMALLEST_ROOM = 64
 class Cursors:
     """Keeps where the committed tokens of each row end, and what a pass reads after them.
 
-    A pass reads nodes of the round's block: `width` of them from node `first` on. Node -1 is the last committed token,
-    which lies in the slot at the cursor; node i lies `i + 1` slots further.
+    A pass reads `width` nodes of the block, from node `first` on. Node -1, the last committed token, lies in the slot
+    at the cursor; node i lies `i + 1` slots further. `seq_lens` are the cursors.
 
     Attributes:
-        seq_lens: cursor of each row, in slots: how many of its tokens have their keys and values.
-        offsets: for each row, position id minus the number of a token in the text.
-        tree: the parents of the open block's nodes; None: each is the child of the one before it.
-        first: first node of the pass that runs.
-        read: how many tokens of the block some pass has read.
-        limit: the most tokens a row may come to hold, prompt included.
+        offsets: position id minus the number of a token in the text, for each row.
+        read: how many tokens of the block passes have read.
         held: number of rows with storage, now or from the next pass on; those of `seq_lens` come first.
-        capacity: slots a row has, or will have with the next pass.
-        device: where slot numbers are made.
         aligned: the side on which passes find the rows of a ragged batch aligned.
-        bucket: passes of a round look at a multiple of this number of slots, or at all slots.
     """
 
     def __init__(
@@ -142,12 +126,12 @@ class Cursors:
         self.tree, self.read = None, 0
 
     def make_room(self, committed: int) -> None:
-        """Double the room until it holds `committed` tokens; at most to the limit, rounded up to whole buckets."""
+        """Double the room until it holds `committed` tokens; at most to the limit, in whole buckets."""
         while self._room < min(committed, self.limit):
             self._room = self._whole(min(2 * self._room, self.limit))
 
     def _whole(self, room: int) -> int:
-        """Round room up to whole buckets of slots: caches of many lengths then have passes of one shape."""
+        """Round room up to whole buckets of slots, so that passes over caches of many lengths have one shape."""
         return -(-(room + self.slack) // self.bucket) * self.bucket - self.slack
 
     def hold(self, rows: int, committed: int) -> None:

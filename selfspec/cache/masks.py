@@ -43,15 +43,12 @@ def all_layers_slide(config: PreTrainedConfig) -> bool:
 
 
 def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Return the types of layers for which no mask can be made, since it is not known what their tokens see."""
+    """Return the layer types for which no mask can be made, since it is not known what their tokens see."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
 
 
 def needs_mask(config: PreTrainedConfig, slots: Tensor, block: OpenBlock | None, padded: bool) -> bool:
-    """Return whether full attention over these slots gets a mask; arguments as in `attention_mask`.
-
-    On the sdpa kernel a single token per row, all in the same slot, sees all and gets none, as in stock models.
-    """
+    """Return whether full attention gets a mask: on sdpa a single token per row, all in one slot, needs none."""
     kernel: str = config._attn_implementation
     return block is not None or padded or slots.shape != (1, 1) or kernel != "sdpa"
 
@@ -68,24 +65,12 @@ def attention_mask(
     padded: bool = False,
     attended: Seen = EVERYTHING,
 ) -> Any:
-    """Make the `attention_mask` of a stock model for tokens in slots of their rows.
+    """Make the `attention_mask` of a stock model for a pass; None for full attention where `needs_mask` is False.
 
-    Windows and chunks are those of positions, not of slots.
-
-    Args:
-        config: of the text model.
-        slots: of each token, `[rows, tokens]`, or `[1, tokens]` where all rows have the same.
-        rows: number of rows.
-        visible: number of slots, from the first, that the pass looks at.
-        dtype: of additive masks.
-        block: the open block of the tokens; None: slot i holds position i, and a token sees all slots before its own.
-        recurrent: whether some layers have states in place of keys and values.
-        padded: whether slots past the last token may be visible even where all rows have the same.
-        attended: what tokens attend to: a window limits all layers, top slots those with full attention.
-
-    Returns:
-        A 4-D mask `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. None
-        for full attention without window or top where `needs_mask` is False.
+    It is 4-D, `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. `slots`
+    are `[rows or 1, tokens]`; without `block`, slot i holds position i. Windows and chunks count positions, not slots.
+    `recurrent`: some layers have states; `padded`: slots past the last token may be visible. A window of `attended`
+    limits all layers, its top slots those with full attention.
     """
     tokens, window, top = slots.shape[1], attended.view.window, attended.top
     masks_full = needs_mask(config, slots, block, padded)

@@ -1,8 +1,8 @@
 """The KV cache that draft and verification share: preallocated, with a cursor and one open block per row.
 
-Every row is stored without padding: up to its cursor, slot i holds position i. Then come the tokens of the round's
-block: the last committed token and the nodes of the draft. Passes read and write them and move nothing. `commit`
-moves the cursors over accepted tokens; everything after the cursors is scrap.
+Rows are stored without padding: up to its cursor, slot i holds position i. Then comes the round's block: the last
+committed token and the nodes of the draft. Passes read and write these in place; `commit` moves the cursors over
+accepted tokens, and what lies after the cursors is scrap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": Hos
 
 @dataclass(frozen=True)
 class Slots:
-    """Holds, as tensors, where a pass reads and writes keys and values.
+    """Holds the tensors that say where a pass reads and writes keys and values.
 
     Attributes:
         slot_mapping: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
@@ -43,7 +43,6 @@ class Slots:
         visible: numbers of the slots that the pass looks at, `[visible]`, from 0.
         buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
         block: the open block of the tokens; None: each sees all slots before its own.
-        attended: what the tokens attend to.
     """
 
     slot_mapping: Tensor
@@ -55,33 +54,27 @@ class Slots:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The tensors that stay at their places in memory: copies and buffers."""
+        """Copies and buffers: the tensors that keep their addresses."""
         return self.attended.copies + self.buffers
 
 
 class SharedCache(Cache):
     """Holds keys and values of every layer in preallocated slots, with one cursor per row.
 
-    A round reads one block: node -1, the last committed token, in the slot at the cursor, and the nodes of a tree
-    after it, node i in slot `cursor + i + 1` and at position `cursor + depth`. A node sees all slots before the cursor,
-    its ancestors and itself. Unless `open` is called, the block is a chain. Several passes may read it, each a run of
-    nodes; `commit` or `commit_paths` ends it.
+    A block is node -1, the last committed token, in the slot at the cursor, and the nodes of a tree: node i in slot
+    `cursor + i + 1`, at position `cursor + depth`. A node sees all slots before the cursor, its ancestors and itself.
+    Without a call of `open` the block is a chain. Several passes may read it, each a run of nodes.
 
     Args:
-        depth: number of layers.
-        batch: number of rows.
         limit: the most tokens a row may come to hold, prompt included.
         slack: the most nodes of a draft, for which slots are kept after the committed tokens.
         device: where positions are made.
-        aligned: "left": passes find the slots of a ragged batch unmoved, and need a 4-D mask. "right": they find a
-            copy that is padded on the left, for models that take only a padding mask.
+        aligned: "left": passes read ragged rows in place, and need a 4-D mask. "right": they read a left-padded copy,
+            for models that take only a padding mask.
         recurrent: layers with states, by number, as `recurrent_layers` returns them.
-        bucket: where rows are aligned on the left and no layer has states, passes of a round look at a multiple of
-            this number of slots, so that many passes have one shape. Slots past a row's end are masked.
-        kept: how keys and values are kept; those of layers that have states as well are exact.
-
-    Attributes:
-        source: the rows' inputs, which cross-attention reads; None: the model has no encoder.
+        bucket: passes of a round look at a multiple of this number of slots, the rest masked; 1 for rows aligned on the
+            right or layers with states.
+        kept: how keys and values are kept; layers that have states as well keep them exactly.
     """
 
     def __init__(
@@ -162,7 +155,7 @@ class SharedCache(Cache):
         return max(self._most_bytes, self.nbytes)
 
     def reserve(self, committed: int) -> None:
-        """Make room for `committed` tokens per row and a draft after them. Room doubles, up to `limit`."""
+        """Make room for `committed` tokens per row and a draft after them; room doubles, up to `limit`."""
         self._cursors.make_room(committed)
 
     @property
@@ -176,11 +169,7 @@ class SharedCache(Cache):
         return self._cursors.room
 
     def hold(self, rows: int, committed: int) -> None:
-        """Allocate storage for exactly `rows` rows of `committed` tokens each and a draft after them.
-
-        Raises:
-            ValueError: the rows there are would not fit.
-        """
+        """Allocate `rows` rows of `committed` tokens, and a draft after them. ValueError: present rows do not fit."""
         if rows < len(self.seq_lens) or min(committed, self._cursors.limit) < max(self.seq_lens):
             raise ValueError(f"{rows} rows of {committed} tokens do not hold rows of {list(self.seq_lens)}")
         self._cursors.hold(rows, committed)
@@ -197,11 +186,7 @@ class SharedCache(Cache):
         self._cursors.limit = max(self.limit, limit)
 
     def join(self, other: SharedCache) -> None:
-        """Append the rows of another cache of the same model, which must not be used afterwards.
-
-        Raises:
-            ValueError: there is no storage for them; see `hold`.
-        """
+        """Append the rows of another cache of the same model, then unusable. ValueError: no storage; see `hold`."""
         self._forget_copies()
         first, rows = len(self.seq_lens), len(other.seq_lens)
         if first + rows > self.held or max(other.seq_lens) > self.room:
@@ -217,18 +202,7 @@ class SharedCache(Cache):
             states.join_states(others, first, rows)
 
     def take(self, other: SharedCache, row: int, length: int) -> None:
-        """Copy the first tokens of a row of another cache of the same model into the only row of this one.
-
-        Layers with states have only those after all tokens of the row, so there all tokens must be taken.
-
-        Args:
-            other: not changed.
-            row: of the other cache.
-            length: tokens, for which there is room.
-
-        Raises:
-            ValueError: the states are those after another number of tokens.
-        """
+        """Copy the first tokens of another cache's row here, as the only row. ValueError: states need all tokens."""
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
         self._forget_copies()
@@ -250,11 +224,7 @@ class SharedCache(Cache):
         return part
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, at least one, in the order given. The storage of dropped rows stays allocated.
-
-        Args:
-            rows: a row may only move towards the front.
-        """
+        """Keep some rows, at least one, moving each only towards the front. Storage of dropped rows stays allocated."""
         self._forget_copies()
         for top in self._top.values():
             top.narrow(rows)
@@ -274,15 +244,9 @@ class SharedCache(Cache):
         return self._cursors.tree
 
     def open(self, tree: Tree) -> None:
-        """Give this round's block the nodes of a tree, until the next commit.
+        """Give the block the nodes of a tree until the next commit; a later call may remove nodes, and add unread ones.
 
-        A later call may remove nodes, and add nodes that no pass has read yet.
-
-        Args:
-            tree: of at most `slack` nodes.
-
-        Raises:
-            ValueError: it has more nodes, or gives another parent to a node that a pass has already read.
+        ValueError: it has more than `slack` nodes, or gives another parent to a node that a pass has already read.
         """
         if len(tree) > self._cursors.slack:
             raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
@@ -295,12 +259,9 @@ class SharedCache(Cache):
 
     @contextmanager
     def reading(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Iterator[None]:
-        """Run a pass within this context over `width` nodes of the block, from node `first` on.
+        """Run a pass within this context over `width` nodes from `first` on. ValueError: the open tree has fewer.
 
         If `view` has bits, the pass reads committed tokens from their copy in that many bits.
-
-        Raises:
-            ValueError: the open tree has fewer nodes.
         """
         if self.tree is not None and first + width > len(self.tree):
             raise ValueError(f"the open tree has {len(self.tree)} nodes, and a pass asks for {first + width}")
@@ -313,11 +274,7 @@ class SharedCache(Cache):
             self._cursors.first = -1
 
     def check_copies(self) -> None:
-        """Refuse a draft that reads copies in fewer bits, if they cannot be made.
-
-        Raises:
-            DraftConfigError: keys and values are not kept exactly, on the device.
-        """
+        """Raise DraftConfigError where copies in fewer bits cannot be made: the cache is not exact, on the device."""
         if self._kept != "exact":
             raise DraftConfigError(
                 f"a draft cannot read keys and values in fewer bits where they are kept as cache={self._kept!r}; leave "
@@ -349,24 +306,13 @@ class SharedCache(Cache):
             copy.forget()
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Make the first tokens of the block final by moving each row's cursor over `counts[row]` of them.
-
-        Raises:
-            ValueError: the open tree branches among these tokens.
-        """
+        """Move each row's cursor over its first tokens of the block. ValueError: the open tree branches among them."""
         if self.tree is not None and max(counts) - 1 > self.tree.trunk:
             raise ValueError(f"the first {max(counts) - 1} nodes of {self.tree} are no path; commit paths")
         self._settle(counts, [count - 2 if count else None for count in counts])
 
     def commit_paths(self, paths: Sequence[Sequence[int]]) -> None:
-        """Make one path final in each row: gather its nodes and move the cursor over them.
-
-        Args:
-            paths: each row's nodes in order, starting with -1, the last committed token; empty: it commits nothing.
-
-        Raises:
-            ValueError: one of them is no path of the block.
-        """
+        """Gather a path of nodes in each row, from -1 on, and move the cursor over it. ValueError: it is no path."""
         for path in paths:
             if not self._cursors.is_path(path):
                 raise ValueError(f"{list(path)} is no path of the block")
@@ -431,14 +377,10 @@ class SharedCache(Cache):
                 layer.scrub(row)
 
     def prefill_widths(self, lengths: Sequence[int], most: int | None = None) -> list[int]:
-        """Return how many tokens each pass of the prefill reads.
+        """Return how many tokens each pass of the prefill reads, at most `most`: all at once if no layer has states.
 
-        All at once if no layer has states. Recurrent layers would take tokens past a row's end into their states: they
-        read first the tokens that all rows have, then a few at a time, since each leaves a copy of the state.
-
-        Args:
-            lengths: tokens to read in each row.
-            most: tokens at a time; None: any number.
+        Recurrent layers would take tokens past a row's end into their states: they first read the tokens that all rows
+        have, then a few at a time, since each leaves a copy.
         """
         longest, shortest = max(lengths), min(lengths)
         if self.rolls_back_by_cursor:
@@ -454,10 +396,9 @@ class SharedCache(Cache):
         return self._cursors.position_ids(self.positions(width, first))
 
     def positions(self, width: int, first: int = -1) -> Tensor:
-        """Return the place in the text of each node that a pass reads, `[batch or 1, width]`.
+        """Return the text position of each node of a pass, `[batch or 1, width]`.
 
-        Tokens past the limit are scrap of rows near their end. They get the last position, since a table of learned
-        positions has no more.
+        Scrap past the limit gets the last position: a table of learned positions has no more.
         """
         return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
 
@@ -484,11 +425,10 @@ class SharedCache(Cache):
         return self._cursors.padded(width)
 
     def slots(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Slots | None:
-        """Return the tensors that a pass needs to read this cache through a view and to write to it.
+        """Return the tensors that a pass needs to read this cache through a view and write to it.
 
-        None if these tensors are not enough: where layers have states, ragged rows are aligned on the right, rows
-        have different offsets or keys and values are not kept as passes read them, and before every layer has read
-        tokens.
+        None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
+        offsets, keys and values are not kept as passes read them, or some layer has read no tokens yet.
         """
         laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
         laid_out = laid_out and self._kept == "exact" and self._cursors.shifted_alike
@@ -514,10 +454,9 @@ class SharedCache(Cache):
     ) -> Any:
         """Make the `attention_mask` of a stock model for a pass over some nodes of the block.
 
-        None if all cursors are equal and each token sees exactly the slots up to its own: the stock model then derives
-        the mask from the cursor by `get_query_offset` and `get_mask_sizes`. Otherwise a 4-D mask
-        `[batch, 1, width, slots]` in the form of the attention kernel, or a dict of one per layer type where the config
-        has layer types; or a padding mask `[batch, slots]` where rows are aligned on the right.
+        It is None if all cursors are equal and each token sees exactly the slots up to its own: the stock model then
+        derives it from `get_query_offset` and `get_mask_sizes`. Rows aligned on the right get a padding mask `[batch,
+        slots]`.
         """
         padded, block = self._cursors.padded(width), self._cursors.block(width, first)
         plain = self._cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
@@ -572,7 +511,7 @@ def _layer_like(
 
 
 class _RecurrentSharedLayer(RecurrentLayer, SharedLayer):
-    """Holds both slots of keys and values, and states."""
+    """Both slots of keys and values, and states."""
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         SharedLayer.__init__(self, cursors)

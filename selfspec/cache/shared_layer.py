@@ -1,9 +1,8 @@
 """Layers of the shared cache: slots of keys and values, allocated with the first tokens, and recurrent states.
 
-No cursor rolls a recurrent or convolutional state back: it sums up all that the layer has read, so rolling back means
-restoring a copy. Copies are small, one per node of a round. A pass over a block runs these layers one token at a time:
-each starts from its parent's state and leaves a copy. Besides, several architectures start a pass over several tokens
-from an empty state.
+A recurrent or convolutional state sums up all that its layer has read, so rolling back means restoring a copy. A pass
+over a block runs these layers one token at a time: each token starts from its parent's state and leaves a copy, which
+is small. Also, several architectures start a pass over several tokens from an empty state.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 class SharedLayer(CacheLayerMixin):
     """Holds one layer's slots, `[batch, heads, capacity, head_dim]`: the first rows of what is stored.
 
-    Args:
-        cursors: where each row ends.
-
-    Attributes:
-        seen_through: maps keys and values to what passes see in place of them; None: passes see them as they are.
+    `seen_through` maps keys and values to what passes see in place of them; None: passes see them as they are.
     """
 
     is_sliding = False
@@ -97,7 +92,7 @@ class SharedLayer(CacheLayerMixin):
         return self._shown
 
     def hold(self) -> None:
-        """Reallocate to as many rows and slots as the cursors ask for, and keep the contents."""
+        """Reallocate to the rows and slots that the cursors ask for, and keep the contents."""
         if self._stored is not None:
             parts = list(self._stored)
             self._stored, self._shown = None, ()
@@ -250,8 +245,8 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 class RoundedLayer(SharedLayer):
     """Keeps one layer's slots as int8 levels of -127..127 with bfloat16 scales.
 
-    Passes read rounded keys and values, also of their own tokens. So the text does not depend on how it was drafted,
-    but it may differ from that of exact keys and values.
+    Passes read rounded keys and values, also of their own tokens: the text does not depend on how it was drafted, but
+    may differ from that of exact keys and values.
     """
 
     _names = ("keys", "values", "_key_scales", "_value_scales")
@@ -290,12 +285,7 @@ class RoundedLayer(SharedLayer):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds the state of one layer after some token.
-
-    Attributes:
-        conv: the last inputs of each convolution, `[batch, channels, kernel]`.
-        recurrent: the state of each recurrence, `[batch, ...]`.
-    """
+    """Holds the states of one layer after a token: of convolutions, `[batch, channels, kernel]`, and recurrences."""
 
     conv: dict[int, Tensor]
     recurrent: dict[int, Tensor]
@@ -320,12 +310,7 @@ class Snapshot:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node.
-
-    Args:
-        cursors: where each row ends, and the block that is open there.
-        number_of_states: number of convolutions or recurrences of the layer.
-    """
+    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node."""
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
@@ -376,14 +361,7 @@ class RecurrentLayer(LinearAttentionLayer):
             self._settled = other._settled.mapped(lambda state: state[row : row + 1].clone())
 
     def settle(self, nodes: Sequence[int | None]) -> None:
-        """Commit each row's state after its node, and drop all other states.
-
-        Args:
-            nodes: for each row, the last node that it commits; None: it commits nothing.
-
-        Raises:
-            KeyError: no pass has read the node.
-        """
+        """Commit each row's state after its node, if any, and drop all others. KeyError: no pass has read a node."""
         # A layer may have read nothing yet: keys and values of a past are loaded before states.
         if (self._settled or self._after) and any(node is not None for node in nodes):
             # A row that has read nothing has a state of zeros.
@@ -397,13 +375,7 @@ class RecurrentLayer(LinearAttentionLayer):
             self._settled = self._settled.mapped(lambda state: state[to_device(rows, state.device)])
 
     def join_states(self, other: RecurrentLayer, own: int, others: int) -> None:
-        """Append the states of another cache's rows. Rows that have read nothing have states of zeros.
-
-        Args:
-            other: the same layer of the other cache.
-            own: number of rows here.
-            others: number of rows there.
-        """
+        """Append the states of another cache's rows; rows that have read nothing have states of zeros."""
         if self._settled is None and other._settled is None:
             return
         like = self._settled or other._settled

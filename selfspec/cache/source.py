@@ -1,7 +1,7 @@
 """Source of an encoder-decoder: the encoder's output for each row, and cross-attention's keys and values of it.
 
-Cross-attention makes its keys and values once, in the first pass of the whole network. They belong to their row, do not
-depend on its text, and are never rolled back; draft and target read the same.
+Cross-attention makes its keys and values once, in the first pass of the whole network. They do not depend on the row's
+text and are never rolled back; draft and target read the same.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from selfspec.device import to_device
 class Source:
     """Holds the encoder's output for some rows, and cross-attention's keys and values.
 
-    Args:
-        outputs: of the encoder, from one pass over all rows.
-        mask: marks places that hold input, as the model's `forward` takes it; None: all.
-
     Attributes:
         outputs: tensors of the encoder's output, `[rows, places, ...]` each.
-        mask: as given.
+        mask: marks places that hold input, as the model's `forward` takes it; None: all.
         inputs: input of the encoder before rows were repeated; None: unknown.
         text: input tokens of each row, if encoder and decoder share a vocabulary; else None.
         cross: keys and values of cross-attention, for the layers that have made them.
@@ -64,10 +60,10 @@ class Source:
         return EncoderDecoderCache(cache, self.cross)
 
     def as_tensors(self, depth: int) -> ReadSource | None:
-        """Return all that passes of `depth` layers read of it, as tensors.
+        """Return all that passes of `depth` layers read of it; None where tensors of one length are not enough.
 
-        None before each layer has made its keys and values, and where tensors of one length are not enough: the
-        encoder gives more than states, or a row is all padding.
+        They are not before each layer has made its keys and values, and where the encoder gives more than states or a
+        row is all padding.
         """
         if self._as_tensors is None:
             kept = [each for layer in self.cross.layers for each in (layer.keys, layer.values) if each is not None]

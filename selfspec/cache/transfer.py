@@ -48,11 +48,7 @@ def past_length(past: Cache) -> int:
 
 
 def check_past(past: Cache) -> None:
-    """Refuse a cache whose contents cannot be copied.
-
-    Raises:
-        UnsupportedOptionError: it is no dynamic cache of full keys and values, or of states.
-    """
+    """Raise UnsupportedOptionError unless a cache is a dynamic one of full keys and values, or of states."""
     if type(past) is not DynamicCache or any(type(layer) not in _KINDS for layer in past.layers):
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in getattr(past, "layers", ())))
         raise UnsupportedOptionError(
@@ -81,12 +77,9 @@ def check_kinds(past: Cache, cache: SharedCache) -> None:
 
 
 def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
-    """Copy keys, values and states into an empty shared cache, and advance its cursors.
+    """Copy a checked cache into an empty shared cache of the same model, and advance its cursors.
 
-    Args:
-        past: already checked, not changed; its slot i belongs to column i of the mask.
-        cache: of the same model.
-        mask: marks columns that hold tokens, `[rows, columns]`; the first columns are those of the past.
+    Slot i of `past` belongs to column i of `mask`, `[rows, columns]`, which marks columns that hold tokens.
     """
     slots = [row.nonzero().flatten() for row in mask[:, : past_length(past)]]
     known = [len(row) for row in slots]
@@ -102,14 +95,10 @@ def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
 
 
 def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
-    """Replace the contents of a dynamic cache by the committed tokens of a shared cache.
+    """Replace the contents of a dynamic cache by the committed tokens of a shared cache whose generation has ended.
 
-    Columns are those of `transformers`, only as many as every row has filled: all hold what a pass computed.
-
-    Args:
-        cache: of a generation that has ended.
-        past: a dynamic cache.
-        mask: marks columns of the prompts that hold tokens, `[rows, columns]`.
+    `mask`, `[rows, columns]`, marks columns of the prompts that hold tokens. Columns are those of `transformers`, only
+    as many as every row has filled.
     """
     after = torch.arange(max(cache.seq_lens), device=mask.device) + mask.shape[1]
     places = [

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class Tree:
-    """Lists nodes of a draft in topological order: parents come first, siblings in the order of judging.
+    """Lists the nodes of a draft in topological order: parents come first, siblings in the order of judging.
 
     Attributes:
         parents: parent of each node; -1: the last committed token, which is no node itself.
@@ -75,7 +75,7 @@ class Tree:
         return tuple(map(tuple, children))
 
     def first_branch(self, path: Sequence[int]) -> list[int]:
-        """Return the nodes after a path, which may be empty: a first child, its first child, and so on."""
+        """Return the nodes that follow a path (possibly empty): a first child, its first child, and so on."""
         branch, place = [], path[-1] if path else -1
         while self.children[place + 1]:
             place = self.children[place + 1][0]

@@ -18,14 +18,9 @@ from selfspec.device import to_device
 
 @dataclass(frozen=True)
 class Window:
-    """Limits attention to the latest positions of a text and the first ones.
+    """Limits attention to the latest positions of a text, the token's own included, and the first ones, the sinks.
 
-    With the latest tokens alone a model fails; with the first few added it does not (StreamingLLM; Xiao et al., 2024,
-    arXiv 2309.17453).
-
-    Attributes:
-        recent: number of latest positions, the token's own included.
-        sinks: number of first positions.
+    Without the first few a model fails (StreamingLLM; Xiao et al., 2024, arXiv 2309.17453).
     """
 
     recent: int
@@ -34,12 +29,9 @@ class Window:
 
 @dataclass(frozen=True)
 class CacheView:
-    """Says what the tokens of a pass attend to. The target always attends to all of the exact cache.
+    """Says what the tokens of a pass attend to: all, a window, or the `top_keys` that the target attended to most.
 
-    Attributes:
-        window: the part of the text; None: all.
-        top_keys: number of tokens, those that the target attended to most; None: all.
-        bits: of the copies of committed keys and values that are read; None: the exact ones are read.
+    Committed tokens may be read from copies in `bits`. The target always attends to all of the exact cache.
     """
 
     window: Window | None = None
@@ -57,7 +49,7 @@ WHOLE = CacheView()
 
 @dataclass(frozen=True)
 class Seen:
-    """What the tokens of one pass attend to: a view, with the tensors that say what it is in this pass.
+    """Holds a view, and the tensors that say what the tokens of one pass attend to through it.
 
     Attributes:
         top: slots that rows see, as from `TopSlots.seen`; None: all.
@@ -95,13 +87,8 @@ EVERY = 64
 class TopSlots:
     """Chooses the chunks of each row's slots that got most of the target's attention; its latest slots are always seen.
 
-    A row sees all of its slots until it has more than `keys`. Then a quarter of `keys` are its latest slots, the rest
-    whole chunks; tokens added later are seen, too. Rows do not depend on each other.
-
-    Args:
-        rows: of the cache.
-        keys: slots that a row sees just after it has chosen, at least `4 * CHUNK`.
-        device: of the tensor.
+    A row sees all of its slots until it has more than `keys`, at least `4 * CHUNK`. Then a quarter of `keys` are its
+    latest slots, the rest whole chunks; it also sees tokens added later. Rows do not depend on each other.
     """
 
     def __init__(self, rows: int, keys: int, device: torch.device) -> None:
@@ -121,13 +108,7 @@ class TopSlots:
         ]
 
     def choose(self, shares: Tensor, seq_lens: Sequence[int], rows: Sequence[int]) -> None:
-        """Choose the slots of some rows.
-
-        Args:
-            shares: the target's attention to each slot, `[rows of the cache, slots]`.
-            seq_lens: tokens of each row of the cache.
-            rows: that choose; each has more than `keys` tokens.
-        """
+        """Choose the slots of rows that have more than `keys` tokens, by the target's attention, `[rows, slots]`."""
         since = [(seq_lens[row] - self._latest) // CHUNK * CHUNK for row in rows]
         device, chosen = self._seen.device, to_device(list(rows), self._seen.device)
         ends = to_device(since, device)
@@ -158,8 +139,8 @@ class TopSlots:
     def seen(self, capacity: int) -> Tensor:
         """Return the slots that rows with `capacity` slots see, `[rows, 2 + chunks]`, int64.
 
-        The columns are: the slot from which on all is seen; the number of chunks seen before it; and, for each chunk,
-        its rank among the seen ones, or -1 if it is not seen.
+        Columns: first slot from which on all is seen; number of chunks seen before it; rank of each chunk, or -1 if
+        unseen.
         """
         self._widen(-(-capacity // CHUNK))
         return self._seen
@@ -171,7 +152,7 @@ class TopSlots:
 
 
 def sees(seen: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    """Return whether rows see slots; `seen` is from `TopSlots.seen`, numbers of rows and slots broadcast."""
+    """Return whether rows see slots, given `TopSlots.seen`; numbers of rows and slots broadcast."""
     chunk = key.div(CHUNK, rounding_mode="floor")
     return (key >= seen[row, 0]) | (seen[row, 2 + chunk] >= 0)
 
@@ -188,12 +169,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class RoundedCopy:
     """Keeps a copy of a cache's keys and values in 8 or 4 bits (QuantSpec; Tiwari et al., 2025, arXiv 2502.10424).
 
-    Each group of a key or value has levels, a scale and the value of level 0. The copy holds the committed tokens of
-    each row; tokens of the open block are read exactly. The target never reads the copy.
-
-    Args:
-        layers: those layers of the cache that have slots.
-        bits: of a level.
+    Each group of a key or value has levels, a scale and the value of level 0. The copy holds the committed tokens;
+    tokens of the open block are read exactly. The target never reads the copy.
     """
 
     def __init__(self, layers: Sequence[SharedLayer], bits: CacheBits) -> None:
@@ -215,12 +192,7 @@ class RoundedCopy:
         self._lengths = []
 
     def follow(self, seq_lens: Sequence[int], capacity: int) -> None:
-        """Copy tokens committed since the last call, and allocate as many slots as the cache has.
-
-        Args:
-            seq_lens: where rows end.
-            capacity: slots of each row.
-        """
+        """Copy tokens committed since the last call, and allocate as many slots as the cache has."""
         if self._lengths == list(seq_lens) and self._capacity == capacity:
             return
         self._capacity = capacity
@@ -267,12 +239,8 @@ def seen_by_copies(
 def through_copy(exact: Tensor, levels: Tensor, factors: Tensor, lengths: Tensor, bits: int) -> Tensor:
     """Return slots as a draft sees them: the first `lengths` of each row from the copy, all later ones exact.
 
-    Args:
-        exact: keys or values, `[rows, heads, visible, size]`.
-        levels: of the copy, `[rows, heads, slots, bytes]`.
-        factors: of the copy, `[rows, heads, 2 * groups, slots]`: each group's scale and value of level 0.
-        lengths: `[rows]`.
-        bits: of a level.
+    Shapes: `exact`, keys or values, `[rows, heads, visible, size]`; `levels` `[rows, heads, slots, bytes]`; `factors`,
+    each group's scale and value of level 0, `[rows, heads, 2 * groups, slots]`; `lengths` `[rows]`.
     """
     visible = exact.shape[2]
     read = _unrounded(levels[:, :, :visible], factors[..., :visible], bits)
@@ -298,7 +266,7 @@ def group_size(size: int) -> int:
 def rounded(exact: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round `[..., slots, size]` to levels, `[..., slots, bytes]`, and factors, `[..., 2 * groups, slots]`.
 
-    In 4 bits the lower half of a byte holds a number of a group's first half, the upper half one of its second half.
+    In 4 bits, the lower half of a byte holds a number of a group's first half, the upper half one of its second.
     """
     groups = exact.float().unflatten(-1, (-1, group_size(exact.shape[-1])))
     lowest, highest = groups.aminmax(dim=-1, keepdim=True)
