@@ -38,7 +38,7 @@ def usual_runtime(device: torch.device) -> RuntimeName:
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
-    """Make a runtime, with its default for the passes of a kind before a program is made where `after` is None."""
+    """Make a runtime; `after` None: its default number of passes of a kind before a program is made."""
     if name in _WITHOUT_PROGRAMS:
         return _WITHOUT_PROGRAMS[name]()
     return _MAKING_PROGRAMS[name]() if after is None else _MAKING_PROGRAMS[name](after=after)

@@ -21,12 +21,12 @@ from selfspec.runtime.few_rows import asks_for_kernel, with_kernel, written_forw
 
 
 def for_new_lengths(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention is fast over new lengths. The settings of torch are restored after it."""
+    """Return a context in which attention is fast over new lengths; it restores torch's settings at its end."""
     return _WITHOUT_CUDNN if device.type == "cuda" else nullcontext()
 
 
 def attends_by_cudnn() -> bool:
-    """Return whether passes may use cuDNN's attention inside and outside of `for_new_lengths`: no other may run."""
+    """Return whether passes may use cuDNN's attention, also inside `for_new_lengths`: no other kernel may run."""
     kernels = torch.backends.cuda
     return bool(kernels.cudnn_sdp_enabled()) and not _allows_others()
 
@@ -77,14 +77,9 @@ class _Noted:
 
 
 class AttentionShares:
-    """A view of a model whose attentions over all slots record their weights.
+    """Makes a view of a model, `module`, whose attentions over all slots record their weights.
 
-    Args:
-        model: neither changed nor copied.
-
-    Attributes:
-        module: the view.
-        sees_any: whether some attention records its weights. An attention whose `forward` was replaced does not.
+    `sees_any` is True if some attention records its weights; one whose `forward` was replaced does not.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Run passes on a CPU in which a token gets the same bits whatever is read beside it.
 
 torch sums a product or attention of one row in another order than that of several rows, so in bfloat16 a text may
-continue with other tokens in a draft, in a batch and alone. Here each output is summed in one order: linear layers and
-attention by selfspec's kernels, and pointwise functions, whose last elements torch computes in another way, in whole
-vectors. The rest of a layer, mainly norms, torch already computes token by token.
+continue with other tokens in a draft, in a batch and alone. Here selfspec's kernels run linear layers and attention in
+one order, and pointwise functions, whose last elements torch computes in another way, run in whole vectors. The rest of
+a layer, mainly norms, torch already computes token by token.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _VECTORS, _OF_A_THREAD = 64, 32768
 
 @dataclass(frozen=True)
 class BatchInvariant(Eager):
-    """The stock modules, with products and attention that give a token the same bits whatever is read beside it.
+    """Runs the stock modules with products and attention that give a token the same bits whatever is read beside it.
 
-    So a token's logits are the same alone, in a draft and in a batch, and drafts leave the text of plain decoding
-    unchanged in bfloat16, too. For models on a CPU in float32 or bfloat16, with selfspec's kernels built (`selfspec
-    kernels`), made of linear layers, mixtures of experts, norms and attention over keys. The last bits differ from
-    those of `model.generate`.
+    A token's logits are the same alone, in a draft and in a batch, so drafts leave the text of plain decoding unchanged
+    in bfloat16, too. It runs models on a CPU in float32 or bfloat16, made of linear layers, mixtures of experts, norms
+    and attention over keys, and needs selfspec's kernels (`selfspec kernels`). The last bits differ from those of
+    `model.generate`.
     """
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:

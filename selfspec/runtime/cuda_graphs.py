@@ -29,12 +29,12 @@ Launch = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class CudaGraphs(Runtime):
-    """CUDA graphs of passes, for models on a CUDA device.
+    """Runs passes as CUDA graphs, for models on a CUDA device.
 
     A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to its inputs;
     keys and values are read from the cache itself, so a graph is valid while the cache keeps its address. Passes read a
-    multiple of `bucket` slots, and slots past a row's end are masked: so one graph serves many lengths, and a short
-    text does not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
+    multiple of `bucket` slots and mask those past a row's end, so one graph serves many lengths, and a short text does
+    not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
 
     Attributes:
         after: number of passes of a kind that run without a graph first.
@@ -111,7 +111,7 @@ class Recorder:
         return outputs
 
     def record(self, launch: Launch) -> Recording:
-        """Capture the launches. Nothing runs before the first replay."""
+        """Capture the launches; nothing runs before the first replay."""
         graph = self._backend.CUDAGraph()
         with self._backend.stream(self._stream):
             # "thread_local" lets other threads work meanwhile.
@@ -147,13 +147,7 @@ class _Graph:
 
 
 class _Graphs:
-    """The graphs of one kind of pass, called like the pass.
-
-    Args:
-        function: the pass.
-        held: number of its last tensors that it reads and writes in place.
-        recorder: captures it.
-    """
+    """Holds the graphs of one kind of pass; it is called like the pass, whose last `held` tensors stay in place."""
 
     def __init__(self, function: Function, held: int, recorder: Recorder) -> None:
         self._function = function

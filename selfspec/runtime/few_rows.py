@@ -1,18 +1,14 @@
 """Views of a model that compute few tokens fast: linear layers, attention with grouped queries, norms and rotations.
 
-**Linear layers** run by the extension if it was built, else with the weight on the left.
+**Linear layers** run by the extension of `selfspec.kernels.native` if it was built, else with the weight on the left.
+torch computes x W^T for one row at the speed of memory, but two to eight rows take 1.4 to 3 times as long without
+AVX-512, which makes speculation useless; with AVX-512 this begins at more rows, and sixteen take up to twice as long as
+(W x^T)^T, where the same kernels read the weight once for all rows. The extension is faster than both, and than torch's
+product of hundreds of rows. Processor, rows and width decide, by benchmarks/few_rows.py. Weights are not copied.
 
-torch computes x W^T for one row as a matrix times a vector, at the speed of memory. More rows are much slower: without
-AVX-512 two to eight rows take 1.4 to 3 times as long, which makes speculation useless; with AVX-512 this begins at more
-rows, and sixteen rows take up to twice as long as with the weight as the left factor, (W x^T)^T, where the same kernels
-read it once for all rows. The extension of `selfspec.kernels.native` is faster than both, and than torch's product of
-hundreds of rows. Processor, rows and width decide which product runs, by benchmarks/few_rows.py. Weights are not
-copied.
-
-**Attention** reads key heads of grouped queries in place. `transformers` repeats keys and values for all heads of a
-group wherever there is a mask, since some GPU kernels want it so: whole copies of the cache in each layer, for every
-pass over more than one token. The CPU's kernel reads shared heads in place and gives the same bits; on a CUDA device
-one in Triton does, and gives the same up to rounding.
+**Attention** reads key heads of grouped queries in place. Where there is a mask, `transformers` repeats keys and values
+for all heads of a group, since some GPU kernels want it so: whole copies of the cache in each layer. The CPU's kernel
+reads shared heads in place and gives the same bits; on a CUDA device one in Triton does, up to rounding.
 
 **RMSNorm** runs in one step: as six operations it takes longer than a product. So do **rotary positions**, by Triton.
 """
@@ -142,22 +138,12 @@ _NAME = "selfspec_grouped_sdpa"
 
 
 def for_grouped_queries(module: nn.Module) -> nn.Module:
-    """Make a view of a module whose attentions share key heads without copies; the module itself if none do.
-
-    Args:
-        module: a model on the sdpa kernel, or a part of one. It is neither changed nor copied.
-    """
+    """Make a view of a module on the sdpa kernel whose attentions share key heads without copies; itself if none do."""
     return with_kernel(module, _NAME, _shares_heads)
 
 
 def with_kernel(module: nn.Module, name: str, takes: Callable[[nn.Module], bool]) -> nn.Module:
-    """Make a view of a module whose attentions ask for another kernel; the module itself if none do.
-
-    Args:
-        module: a model, or a part of one. It is neither changed nor copied.
-        name: by which `transformers` knows the kernel.
-        takes: whether an attention that asks its configuration for a kernel is to ask for this one.
-    """
+    """Make a view in which the attentions that `takes` accepts ask for the kernel `name`; the module itself if none."""
     return view_of(module, partial(_asking, name, takes, {}))
 
 
@@ -280,7 +266,7 @@ def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def _by_triton(module: nn.Module, states: Tensor) -> Tensor:
-    # It is not everywhere.
+    # Triton is not installed everywhere.
     from selfspec.kernels.triton_norms import MOST_OFF, tried_norm
 
     stock, weight = partial(_rms_norm, module, states), module.weight
@@ -292,7 +278,7 @@ def _by_triton(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    """RMSNorm (Zhang and Sennrich, 2019) as the modules of `transformers` compute it, most of them to the letter."""
+    """Compute RMSNorm (Zhang and Sennrich, 2019) as the modules of `transformers` do, most of them to the letter."""
     input_dtype = hidden_states.dtype
     hidden_states = hidden_states.to(torch.float32)
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -360,7 +346,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def _apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Rotary positions (Su et al., 2021) as the modules of `transformers` compute them, most of them to the letter."""
+    """Compute rotary positions (Su et al., 2021) as the modules of `transformers` do, most of them to the letter."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)

@@ -1,4 +1,4 @@
-"""The programs of one wrapped model: made for kinds of passes where it pays off, and used after they are proved."""
+"""The programs of one wrapped model: made for kinds of passes where they pay, and used once they are proved."""
 
 from __future__ import annotations
 
@@ -62,11 +62,7 @@ class _Candidate:
     making: ProcessLock = field(default_factory=ProcessLock)
 
     def serves(self, length: int) -> bool:
-        """Return whether its program runs passes over this number of slots.
-
-        All passes may have one number of slots: an ended row can hold a batch there, or short answers to similar
-        prompts. A program that was compared over one number alone may be right for that number only.
-        """
+        """Return whether its program runs passes over this number of slots; tried on one alone, it may fit no other."""
         return self.proved or self.lengths.count(length) >= _SAME
 
     def refuse(self, reason: str) -> None:
@@ -74,15 +70,7 @@ class _Candidate:
 
 
 class GraphCache:
-    """Holds the programs of one wrapper; several threads may run passes with it at once.
-
-    Args:
-        runtime: makes programs.
-        clock: returns the time in seconds.
-
-    Attributes:
-        runtime: as given.
-    """
+    """Holds the programs that `runtime` makes for one wrapper; several threads may run passes with it at once."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> None:
         self.runtime = runtime
@@ -117,11 +105,7 @@ class GraphCache:
         return {} if self._current is None else self._current.candidates
 
     def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
-        """Return the programs that fit the model as it is now, for one generation. Drop all programs if it has changed.
-
-        Returns:
-            None: passes of the model in this state are not recorded.
-        """
+        """Return the programs of the model as it is now, and drop those of an earlier state; None: do not record."""
         self.runtime.check(weight_of(model.get_input_embeddings()).device)
         if self.runtime.after is None:
             return None
@@ -136,14 +120,7 @@ class GraphCache:
 
 
 class BoundPrograms:
-    """The programs of one state of a model.
-
-    A generation uses the programs of the model's state at its beginning. If the model changes meanwhile, nothing more
-    is recorded.
-
-    Attributes:
-        candidates: progress of each kind of pass.
-    """
+    """Holds the programs of the model's state when a generation begins; if it changes, nothing more is recorded."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
         self.runtime = runtime
@@ -178,14 +155,9 @@ class BoundPrograms:
         stock: Callable[[], PassOutput],
         function: Callable[[], PassFunction],
     ) -> PassOutput:
-        """Run a pass, by its program if there is one.
+        """Run a pass over `width` tokens of each row, by its program if there is one, else by `stock`.
 
-        Args:
-            kind: of the pass, or of a wider pass that serves it.
-            tensors: arguments of that kind.
-            width: tokens of each row of the pass itself.
-            stock: runs the pass with the stock modules.
-            function: returns the pass as a function of tensors, to make a program of.
+        `kind` and `tensors` may be of a wider pass that serves it; `function` returns the pass to make a program of.
         """
         candidate = self.candidates.get(kind)
         if candidate is None:
@@ -222,13 +194,7 @@ class BoundPrograms:
         return after is not None and (candidate.passes > after or candidate.waited > self.runtime.making_seconds)
 
     def chain(self, kind: PassKind, first: PassTensors, draws: Draws) -> Chain | None:
-        """Take draft steps in one go by the program of `kind`; None: there is none, or it takes them one by one.
-
-        Args:
-            kind: of each step, over one token of each row.
-            first: arguments of the first step, whose tokens, slots and positions are overwritten.
-            draws: of the tokens.
-        """
+        """Take draft steps by the program of `kind`, overwriting `first`; None: none does, or they go one by one."""
         candidate = self.candidates.get(kind)
         program = None if candidate is None or not candidate.proved else candidate.program
         return self.runtime.chain(program.function, first, draws) if program is not None and program.is_plain else None

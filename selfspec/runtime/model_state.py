@@ -1,4 +1,4 @@
-"""Whether passes of a model can be recorded, and the state of it that a recording depends on besides its inputs.
+"""Check whether passes of a model can be recorded, and note the state that a recording depends on besides its inputs.
 
 Equal inputs must always take the same path through its code.
 """
@@ -35,18 +35,15 @@ _NOT_READ = ("backward", "state_dict", "_non_persistent_buffers_set", "warnings_
 
 
 class ModelState:
-    """A snapshot of everything in a model that a recording may depend on.
+    """Takes a snapshot of everything in a model that a recording may depend on.
 
-    These are the attributes of its modules, among them weights, children, hooks and what runs in place of a `forward`;
-    its configurations; its classes; the functions that their code looks up by name, those of torch too; addresses,
-    strides and offsets of weights and buffers; and settings of torch. Values of weights and buffers are not part of
-    it: recordings read them in place.
+    It holds the attributes of modules, among them weights, children, hooks and replaced `forward`s; configurations;
+    classes; the functions that their code looks up by name, those of torch too; addresses, strides and offsets of
+    weights and buffers; and settings of torch. Values of weights and buffers are left out: recordings read them in
+    place.
 
-    The snapshot holds every object, so that no new object can take its address, and compares by identity. A comparison
-    walks lists without Python code for each entry: about 0.2 ms for a dozen layers.
-
-    Attributes:
-        others: names of functions that it may run and that others wrote: see `ReachedCode`.
+    The snapshot holds every object, so that no new object can take its address, and compares by identity: about 0.2 ms
+    for a dozen layers. `others` are names of functions that it may run and that others wrote, as in `ReachedCode`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,10 +152,10 @@ _KERNELS = {"sdpa", "eager"}
 
 
 class ReachedCode:
-    """The code that can be reached from the `forward` of some modules, found without running it.
+    """Finds the code that can be reached from the `forward` of some modules, without running it.
 
     Names are followed wherever code mentions them: in its module, in modules found there, and among the methods of its
-    class. So it may name more than a pass runs, but misses nothing that is called by name.
+    class. It may name more than a pass runs, but misses nothing that is called by name.
 
     Attributes:
         names: by id of a namespace: the namespace, and the names looked up in it.
@@ -300,7 +297,7 @@ def is_watched(device: torch.device) -> bool:
 def frozen_view(module: nn.Module) -> nn.Module:
     """Make a view whose weights, in the same memory, need no gradient: others cannot be part of a recording.
 
-    The view has its own holders of weights and buffers, so other tensors can be swapped in.
+    It has its own holders of weights and buffers, so other tensors can be swapped in.
     """
     view = copied(module)
     view.__dict__["_buffers"] = dict(module._buffers)
@@ -322,11 +319,7 @@ def _not_warning(*_: object) -> None:
 
 
 def run_watched(function: Callable[[], Any]) -> Any:
-    """Run a pass once and check that no decision in it depends on values of tensors.
-
-    Raises:
-        UnsupportedModelError: a decision does; a recording would repeat it for all inputs.
-    """
+    """Run a pass once; raise UnsupportedModelError if a decision in it depends on values of tensors."""
     with _NoReading(), _NoTaking():  # type: ignore[no-untyped-call]
         return function()
 

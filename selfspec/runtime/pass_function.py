@@ -1,4 +1,4 @@
-"""A pass as a function of tensors: a view of the stock model runs it; where it reads and writes is an argument."""
+"""Make a pass a function of tensors: a view of the stock model runs it; where it reads and writes is an argument."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from selfspec.runtime.request import PassRequest, Runs
 
 @dataclass(frozen=True)
 class PassKind:
-    """The properties shared by passes that one program can run.
+    """Holds what passes that one program can run have in common.
 
     Attributes:
-        runs: the view that runs.
         base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
-        rows: of the batch.
         width: tokens of each row.
-        embedded: whether it takes their embeddings.
-        uniform: whether all rows write the same slots.
-        nodes: of the tree whose nodes they read; None: of a chain.
-        padded: whether slots past the last token may be seen, and are masked.
+        embedded: True if it takes embeddings.
+        uniform: True if all rows write the same slots.
+        nodes: number of nodes of the tree that it reads; None: a chain.
+        padded: True if slots past the last token may be seen, and are masked.
         entering: names of the attentions whose outputs enter with states; None: no states enter.
-        masked_source: whether some of what an encoder has read may be hidden; None: there is no encoder.
+        masked_source: True if some of what an encoder has read may be hidden; None: there is no encoder.
     """
 
     runs: Runs
@@ -76,13 +74,9 @@ class PassKind:
 
 @dataclass(frozen=True)
 class PassTensors:
-    """The arguments of a pass, also as a flat tuple of tensors.
+    """Holds the arguments of a pass, also as a flat tuple of tensors.
 
-    Attributes:
-        tokens: `[rows, width]`, or embeddings, `[rows, width, hidden]`.
-        entering: what enters at the start of the path; None: nothing.
-        slots: where keys and values are.
-        source: what an encoder has read; None: there is none.
+    Tokens are `[rows, width]`, or embeddings, `[rows, width, hidden]`; `entering` enters at the start of the path.
     """
 
     tokens: Tensor
@@ -111,12 +105,9 @@ class PassTensors:
 
 @dataclass(frozen=True)
 class PassOutput:
-    """The results of a pass, also as a flat tuple of tensors.
+    """Holds the results of a pass, also as a flat tuple: logits, `[rows, width, vocab]`, states and tapped features.
 
-    Attributes:
-        logits: `[rows, width, vocab]`; None where the pass ends before the head.
-        states: what it left at `path.resume_point`; None where the path leaves nothing.
-        features: states at the points that are tapped.
+    Logits are None where the pass ends before the head, states where the path leaves nothing.
     """
 
     logits: Tensor | None
@@ -138,12 +129,9 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class PassFunction:
-    """A pass as a function: maps the tensors of `PassTensors.flat` to those of `PassOutput.flat`.
+    """Maps the tensors of `PassTensors.flat` to those of `PassOutput.flat`, by running a pass through `view`.
 
-    Attributes:
-        view: runs the path.
-        takes_positions: whether the model takes position ids.
-        placed: tells the view where each row is, where the model counts that by the length of its cache; else None.
+    `placed` tells the view where each row is, for models that count that by the length of their cache.
     """
 
     view: GatedModel
@@ -220,13 +208,7 @@ class PassFunction:
 
 
 def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[str, Any]:
-    """Return the arguments of a stock model, besides its cache.
-
-    Args:
-        tokens: `[rows, width]`, or embeddings in their place, `[rows, width, hidden]`.
-        positions: `[rows or 1, width]`; None: the model takes none.
-        mask: as the model takes it.
-    """
+    """Return a stock model's arguments besides its cache: tokens or embeddings, and positions, `[rows or 1, width]`."""
     return {
         **({} if positions is None else {"position_ids": positions}),
         "inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens,
@@ -239,13 +221,7 @@ def model_inputs(tokens: Tensor, positions: Tensor | None, mask: Any) -> dict[st
 
 
 def beside_source(module: nn.Module, inputs: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Return the arguments with which an encoder-decoder, or its decoder, uses a source that is already read.
-
-    Args:
-        module: the model, or the part of it that runs.
-        inputs: of its decoder, as `model_inputs` names them.
-        source: what the encoder has read.
-    """
+    """Return the arguments of an encoder-decoder, or its decoder, for a source that is already read."""
     if takes(module, "encoder_outputs"):
         names = {name: f"decoder_{name}" for name in _OF_DECODER}
         beside: dict[str, Any] = {"encoder_outputs": source.outputs, "attention_mask": source.mask}
@@ -264,15 +240,7 @@ def run_view(
     inputs: Mapping[str, Any],
     source: Source | None = None,
 ) -> PassOutput:
-    """Run a view of a model.
-
-    Args:
-        view: runs some path.
-        base: attribute of the view that holds all but the head, and is all that runs; None: the head runs too.
-        entering: what enters at the start of the path.
-        inputs: of the model, those of its text.
-        source: what its encoder has read; None: it has none.
-    """
+    """Run a view of a model on the inputs of its text; `base` is as in `PassKind`, `entering` as in `PassTensors`."""
     view.enter(entering)
     module: nn.Module = view.module if base is None else view.module.get_submodule(base)
     output = module(**(inputs if source is None else beside_source(module, inputs, source)))
@@ -280,12 +248,7 @@ def run_view(
 
 
 class SlotCache(Cache):
-    """The cache that a stock model takes in such a pass.
-
-    Args:
-        slots: where the pass writes, and what it sees.
-        padded: whether slots past the pass's tokens may be visible.
-    """
+    """Stands in for the cache of a stock model; `padded`: slots past the pass's tokens may be visible."""
 
     def __init__(self, slots: Slots, padded: bool) -> None:
         super().__init__(layers=[])

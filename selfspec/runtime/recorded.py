@@ -22,7 +22,7 @@ from selfspec.runtime.runner import ModelRunner
 
 
 class RecordedRunner(ModelRunner):
-    """A runner that hands passes of a round to the programs of the model; what has none runs on the stock modules."""
+    """Hands passes of a round to the programs of the model; what has none runs on the stock modules."""
 
     def __init__(
         self,
@@ -124,10 +124,7 @@ def runner_for(
     programs: GraphCache | None,
     substitutes: Substitutes | None = None,
 ) -> ModelRunner:
-    """Make the runner of one generation: a recorded one where passes of this model can be recorded.
-
-    Without `programs` the stock modules run every pass.
-    """
+    """Make the runner of one generation; it records passes if `programs` are given and the model allows it."""
     recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.bucket and recordable:

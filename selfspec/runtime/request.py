@@ -1,4 +1,4 @@
-"""What is asked of one pass, or of a chain of draft steps, and what comes of it: all that is said to a runner."""
+"""Describe what is asked of one pass, or of a chain of draft steps, and what comes of it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class PassRequest:
 
     Attributes:
         path: the sublayers that run, their weights, and what its tokens attend to, `path.view`.
-        tokens: of consecutive nodes of the open block, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
+        tokens: tokens of consecutive nodes, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
         entering: what enters at `path.start`.
         head: reads the last states of a path that leaves early; None: the model's own norm and head.
         first: the first of the nodes; -1: the last committed token.
-        taps: points whose states are kept, of a path that runs there.
+        taps: points on the path whose states are kept.
         tree: the nodes of the block, which is opened for them; None: it is open.
         behind: nodes behind those of `tree` that are read, too; None: no such nodes.
         change: makes the view that runs, by the stock modules alone; None: no change.
-        headless: whether it leaves keys, values and states, and no logits.
+        headless: True if it leaves keys, values and states, and no logits.
     """
 
     path: LayerPath
@@ -60,7 +60,7 @@ class PassRequest:
 
 @dataclass(frozen=True)
 class Runs:
-    """Names a view of the model. Attributes as in `PassRequest`."""
+    """Names a view of the model; attributes are as in `PassRequest`."""
 
     path: LayerPath
     head: DraftHead | None = None
@@ -69,13 +69,12 @@ class Runs:
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of one pass.
+    """Holds the result of one pass.
 
     Attributes:
         logits: `[batch, tokens, vocab]`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
-        features: states of its tokens at the points that were asked for.
-        behind: what came of the nodes behind a draft, as their kind of `Behind` returns it; None: there were none.
+        behind: what came of the nodes behind a draft, as `Behind.run` returns it; None: there were none.
     """
 
     logits: Tensor
@@ -90,7 +89,7 @@ class PassResult:
 
 
 class Behind(ABC):
-    """Nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
+    """Adds nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
 
     @abstractmethod
     def tree(self, draft: Tree) -> Tree:
@@ -102,21 +101,16 @@ class Behind(ABC):
 
     @abstractmethod
     def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
-        """Run a pass over a draft and these nodes, for which the cache is open.
+        """Run a pass over a draft and these nodes, with the cache open for them; return the draft's own result.
 
-        Args:
-            request: the pass over the draft alone: the last committed token and the draft, `[rows, 1 + nodes]`.
-            tree: the draft's.
-            run: runs the pass over all nodes.
-
-        Returns:
-            The result of the draft's own tokens; `behind` is what came of the others.
+        `request` is the pass over the draft alone, `[rows, 1 + nodes]`, and `tree` the draft's; `run` runs the pass
+        over all nodes. `behind` of the result is what came of the others.
         """
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen from the last logits alone.
+    """Says how tokens are chosen from the last logits alone.
 
     Attributes:
         temperature: divides the logits; 0: the likeliest token is chosen.
@@ -133,13 +127,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a chain.
+    """Holds the draws of a chain over `vocabulary` token ids.
 
-    Attributes:
-        choice: how each token is chosen.
-        uniform: numbers in [0, 1) that choose tokens, float64, `[1 or 2, rows, steps]`; of two the first chooses a
-            block of 256 tokens and the second a token of the block, see `selfspec.decode.noise.drawn_by_blocks`.
-        vocabulary: number of token ids.
+    `uniform` are numbers in [0, 1) that choose tokens, float64, `[1 or 2, rows, steps]`; of two the first chooses a
+    block of 256 tokens and the second a token of the block, see `selfspec.decode.noise.drawn_by_blocks`.
     """
 
     choice: Choice
@@ -154,12 +145,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class ChainStep:
-    """A draft step.
-
-    Attributes:
-        token: the chosen token, `[rows, 1]`.
-        confidences: the largest probability of each row at this step, `[rows]`; 0 where there was none.
-    """
+    """Holds a draft step: the chosen token, `[rows, 1]`, and each row's largest probability; 0 where there was none."""
 
     token: Tensor
     confidences: list[float]
@@ -167,13 +153,7 @@ class ChainStep:
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain that is being drafted.
-
-    Attributes:
-        probs: the distributions that tokens are drawn from, `[rows, steps, vocab]`, filled for the steps taken so far;
-            None: nothing is drawn.
-        steps: takes one step per iteration.
-    """
+    """Holds a chain that is being drafted, one step per iteration; `probs` are its draft q, `[rows, steps, vocab]`."""
 
     probs: Tensor | None
     steps: Iterator[ChainStep]

@@ -1,6 +1,6 @@
-"""Runs passes of one model over one shared cache: any path, with logits or for their keys, values and states alone.
+"""Run passes of one model over one shared cache: any path, with logits or for their keys, values and states alone.
 
-This one runs the stock modules. `selfspec.runtime.recorded` has the other, which replaces their passes by programs.
+This runner runs the stock modules; the one in `selfspec.runtime.recorded` replaces their passes by programs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,10 @@ from selfspec.runtime.runtime import Eager, Runtime
 
 
 class ModelRunner:
-    """Every pass of one generation, run by the stock modules.
+    """Runs every pass of one generation by the stock modules, through views that belong to this generation alone.
 
-    Views are made once for each path and belong to this generation alone.
-
-    Args:
-        model: the stock causal LM.
-        adapter: where its layers are.
-        cache: what all passes read and write, from its cursors on.
-        substitutes: of the model; None: paths that need some make them for this generation.
-        runtime: whose view of the model passes run; None: `Eager`.
-
-    Attributes:
-        vocabulary: number of logits of each token.
-        substitutes: what its paths use.
+    Without `substitutes`, paths that need some make them for this generation; without `runtime`, it is `Eager`.
+    `vocabulary` is the number of logits of each token.
     """
 
     def __init__(
@@ -99,11 +89,7 @@ class ModelRunner:
         return other
 
     def run(self, request: PassRequest) -> PassResult:
-        """Run a pass, with the language-model head.
-
-        Raises:
-            UnsupportedModelError: the block is a tree, and this model reads chains alone.
-        """
+        """Run a pass with the head. UnsupportedModelError: the block is a tree, and this model reads chains alone."""
         if request.behind is not None:
             return self._run_with_nodes_behind(request)
         with self._reading(request):
@@ -130,15 +116,7 @@ class ModelRunner:
             return self._run_in_block(request).states
 
     def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
-        """Take draft steps in one go, each over the token that the one before it chose.
-
-        Args:
-            request: the first step, over the last committed tokens of a chain; its path leaves no states.
-            draws: of the tokens, as many as there are nodes.
-
-        Returns:
-            None: they are to be taken one by one.
-        """
+        """Take draft steps in one go from the last committed tokens of a chain on; None: take them one by one."""
         return None
 
     @property
@@ -147,16 +125,10 @@ class ModelRunner:
         return takes(self._stock_model, "logits_to_keep")
 
     def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Run a prompt, with the logits of its last tokens at an early exit and at the end.
+        """Run a prompt, `[batch, tokens]`; return its last logits, at most `most`, at an early exit and at the end.
 
-        Args:
-            exit_layer: the first layer that the exit leaves out, at least 1.
-            head: of the exit; None: the model's own norm and head.
-            tokens: `[batch, tokens]`.
-            most: how many tokens are compared at most.
-
-        Returns:
-            `[batch, tokens, vocab]` each: of the exit, -inf at tokens that cannot be drafted; and at the end.
+        Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
+        first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
         """
         view = compared_view(self._model, self._adapter, exit_layer, head)
         kept = self._kept(min(most, tokens.shape[1]))
@@ -165,15 +137,9 @@ class ModelRunner:
         return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int], taps: tuple[Point, ...] = ()) -> Features:
-        """Read tokens of prompts for what they leave in the cache: keys, values and states.
+        """Read prompts, `[batch, tokens]` or embeddings, into the cache; return the states of all tokens at `taps`.
 
-        Args:
-            tokens: `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
-            counts: how many of them each row has; what comes behind them is scrap.
-            taps: points whose states are kept.
-
-        Returns:
-            These states, of all tokens.
+        Row i has `counts[i]` tokens; what comes behind them is scrap.
         """
         with for_new_lengths(self.device):
             if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
@@ -188,12 +154,8 @@ class ModelRunner:
     def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
         """Choose the slots for drafts that attend to `keys` keys, in rows where the choice is due.
 
-        This takes a plain step of the stock modules, whose keys and values verification writes again.
-
-        Args:
-            keys: of the cache's `top`.
-            tokens: the last committed ones, `[batch, 1]`.
-            apart: places of rows each of which chooses when it would alone; None: all rows do when one is to.
+        It takes a stock step over the last committed tokens, `[batch, 1]`, whose keys and values verification writes
+        again. Rows in `apart` choose when each would alone; None: all choose when one is due.
         """
         top, lengths = self._cache.top(keys), self._cache.seq_lens
         due = [row for row in top.due(lengths) if apart is None or row in apart]
@@ -254,7 +216,7 @@ class ModelRunner:
         """Return the option that limits logits to the last tokens, if the model has it."""
         return {"logits_to_keep": last} if self.keeps_last_logits else {}
 
-    # What another runner replaces.
+    # Another runner replaces this.
     _run_in_block = _run_stock
 
     def _view(self, runs: Runs) -> GatedModel:

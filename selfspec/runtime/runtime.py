@@ -1,4 +1,4 @@
-"""How passes are run. A runtime is configuration; it changes the time of a pass, never its result."""
+"""Say how passes are run. A runtime is configuration; it changes the time of a pass, never its result."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ RECORDING = ProcessLock()
 
 
 class RecordingError(RuntimeError):
-    """A pass cannot be recorded, or no longer. The stock modules run it."""
+    """Says that a pass cannot be recorded, or no longer. The stock modules run it."""
 
 
 class OtherSizesError(RuntimeError):
-    """A program does not fit the number of slots of this pass. The stock modules run it."""
+    """Says that a program does not fit the number of slots of this pass. The stock modules run it."""
 
 
 class Runtime(ABC):
-    """How passes are run."""
+    """Runs passes, by programs or by the stock modules."""
 
     @property
     def after(self) -> int | None:
@@ -48,10 +48,7 @@ class Runtime(ABC):
 
     @property
     def making_seconds(self) -> float:
-        """Seconds that passes of a kind take by the stock modules before a program replaces them, if reached first.
-
-        Infinite if passes run asynchronously, since their time is then unknown.
-        """
+        """Seconds of stock passes of a kind before a program replaces them; infinite if passes run asynchronously."""
         return math.inf
 
     @property
@@ -78,13 +75,7 @@ class Runtime(ABC):
         return tokens
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
-        """Take draft steps in one go by the program of one of them; None: it takes them one by one.
-
-        Args:
-            program: gives logits of one token of each row, and nothing else.
-            first: of the first step, whose tokens, slots and positions are written over.
-            draws: of the tokens.
-        """
+        """Take draft steps in one go by `program`, overwriting `first`; None: it takes them one by one."""
         return None
 
     def prepared(self, model: nn.Module) -> nn.Module:
@@ -92,41 +83,25 @@ class Runtime(ABC):
         return model
 
     def is_tried(self, lengths: Sequence[int]) -> bool:
-        """Return whether a program has agreed with the stock modules often enough: here, over three numbers of slots.
-
-        Args:
-            lengths: the number of visible slots in each comparison.
-        """
+        """Return whether a program has agreed with the stock modules often enough: here, over three slot counts."""
         return len(set(lengths)) >= TRIALS
 
     def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        """Return whether a program agrees with the stock modules: here, bit for bit.
-
-        Args:
-            kind: of the pass.
-            given: by the program.
-            expected: by the modules, from the same tensors.
-        """
+        """Return whether a program agrees with the stock modules on the same tensors: here, bit for bit."""
         return equal(given, expected)
 
     @abstractmethod
     def program(self, function: PassFunction, example: PassTensors) -> Function:
-        """Make a faster equivalent of `function` for other tensors of the same shapes.
+        """Make a faster equivalent of `function` for tensors that differ from `example` only in numbers of slots.
 
-        Only the numbers of visible slots and of all slots may differ.
-
-        Args:
-            function: the pass.
-            example: its arguments; keys and values are read and written in place.
-
-        Raises:
-            RecordingError: it cannot be made. The program may raise it too, or `OtherSizesError`.
+        Keys and values of `example` are read and written in place. It raises RecordingError if there is none; the
+        program may raise that too, or OtherSizesError.
         """
 
 
 @dataclass(frozen=True)
 class Eager(Runtime):
-    """The stock modules, always."""
+    """Runs the stock modules, always."""
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         return function

@@ -70,12 +70,10 @@ FLOAT_COLUMNS = 5
 
 @dataclass(frozen=True)
 class Sight:
-    """The slots that tokens see before them.
+    """Says which slots tokens see before them.
 
-    Attributes:
-        sliding: how many positions they look back over, themselves included; None: over all.
-        window: what a draft attends to of these; None: to all.
-        top: whether a draft attends to the slots that `TopSlots` has chosen of these.
+    `sliding` is how many positions they look back over, themselves included; None: over all. Of these a draft attends
+    to a `window`, or, if `top`, to those that `TopSlots` has chosen.
     """
 
     sliding: int | None
@@ -85,12 +83,9 @@ class Sight:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that operations read and write.
+    """Stands for memory that operations read and write: an argument of a call, by index, or a weight.
 
-    Attributes:
-        numbers: float32 numbers that it holds, where the program keeps it.
-        argument: which tensor of a call it is; None: none.
-        constant: the tensor it is, a weight; None: none.
+    It has `numbers` float32 numbers where the program keeps it.
     """
 
     numbers: int = 0
@@ -105,12 +100,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operand begins.
-
-    Attributes:
-        storage: what it lies in.
-        offset: bytes from its beginning.
-    """
+    """Says where an operand begins: `offset` bytes into its storage."""
 
     storage: Storage
     offset: int = 0
@@ -124,12 +114,7 @@ Word = int | float | Place
 
 @dataclass(eq=False)
 class Operation:
-    """One operation.
-
-    Attributes:
-        words: what `program.cpp` reads for it, in order; a float is one word, a place two.
-        writes: the storage that it writes.
-    """
+    """Holds one operation, as the words that `program.cpp` reads: a float is one word, a place two."""
 
     kind: Kind
     words: list[Word]
@@ -144,12 +129,9 @@ class Operation:
 
 
 def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arguments: int) -> Tensor:
-    """Return the words of a program.
+    """Return the words of a program, in which None lets threads wait for each other.
 
-    Args:
-        operations: None: threads wait for each other.
-        offsets: of temporary storages in the memory of a call, in bytes, by id.
-        arguments: tensors of each call.
+    `offsets` are those of temporary storages in the memory of a call, in bytes, by id; a call has `arguments` tensors.
     """
     constants: dict[int, int] = {}
     words: list[int] = []

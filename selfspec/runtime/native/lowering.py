@@ -73,13 +73,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 @dataclass(frozen=True)
 class Copy:
-    """Keys or values of committed tokens in fewer bits.
-
-    Attributes:
-        levels, factors: see `selfspec.cache.view.through_copy`.
-        lengths: of each row, how many slots are seen so.
-        bits: of a level.
-    """
+    """Holds keys or values of committed tokens in fewer bits: the arguments of `selfspec.cache.view.through_copy`."""
 
     levels: Place
     factors: Place
@@ -89,12 +83,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the graph.
+    """Holds a tensor of the graph.
 
     Attributes:
-        storage: where it lies.
-        layout: its sizes, strides, offset and dtype, on the meta device. What a program keeps is in float32.
-        copy: what is seen in place of the first slots, of keys or values; None: they are as they are.
+        layout: its sizes, strides, offset and dtype, on the meta device. A program keeps tensors in float32.
+        copy: the copy that is seen in place of the first slots, of keys or values; None: they are seen exactly.
     """
 
     storage: Storage
@@ -109,12 +102,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A pass as operations.
-
-    Attributes:
-        operations: in order.
-        shapes: of the results, which are the last arguments of a call.
-    """
+    """Holds a pass as operations; `shapes` are those of its results, which are the last arguments of a call."""
 
     operations: tuple[Operation, ...]
     shapes: tuple[torch.Size, ...]
@@ -123,18 +111,11 @@ class Lowered:
 def lowered(
     noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int, source: Sequence[int] = ()
 ) -> Lowered:
-    """Lower the graph of a pass, as `capture` gives it.
+    """Lower the graph of a captured pass. RecordingError: it computes what programs do not.
 
-    Args:
-        noted: patterns are joined in its graph.
-        sights: of its masks, which are its last arguments.
-        uniform: whether all rows write the same slots.
-        tree: whether the pass is over nodes of a tree.
-        buffers: keys and values of all layers, its last arguments before the masks.
-        source: places among the arguments of what an encoder has read, of which calls may have other lengths.
-
-    Raises:
-        RecordingError: it computes what programs do not.
+    The last arguments of the graph are `buffers` keys and values, then a mask for each of `sights`. `uniform`: all rows
+    write the same slots; `tree`: the pass reads nodes of a tree. `source` are places of arguments that an encoder has
+    read, which may have other lengths in other calls.
     """
     noting.joined(noted.graph)
     return _Lowering(noted, sights, uniform, tree, buffers, source).run()
@@ -242,7 +223,7 @@ class _Lowering:
         self._operations.append(Operation(kind, words, result.storage))
         return result
 
-    # What lies in memory.
+    # Views and copies.
 
     def _view(self, node: Any) -> Value | None:
         if node.args[0] in self._masks:
@@ -526,13 +507,13 @@ class _Lowering:
         return self._emit(Kind.EMBED, [*words, result.place], result)
 
 
-# Among the words of a product.
+# Indices among the words of a product.
 _BIAS, _RESIDUAL = 7, 8
 
 
 @dataclass(frozen=True)
 class _Outputs:
-    """How a weight lies: the number of its outputs, and what `program.cpp` knows it by."""
+    """Says how a weight lies: the number of its outputs, and the number of its layout in `program.cpp`."""
 
     number: int
     dtype: int

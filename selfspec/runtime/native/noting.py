@@ -1,7 +1,6 @@
-"""Notes what a function of tensors computes as a graph, without computing it, and joins what a program does in one.
+"""Note what a function of tensors computes as a graph, without computing it, and join what a program does in one.
 
-`make_fx` does the same for more kinds of functions, and takes several times as long: a program is made while somebody
-waits for tokens.
+`make_fx` notes more kinds of functions and takes several times as long, while somebody waits for tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Noted:
-    """The graph of a function's operations.
+    """Holds the graph of a function's operations; `meta["val"]` of each node is its result on the meta device.
 
-    Attributes:
-        graph: the `meta["val"]` of each node is what it gives, on the meta device.
-        held: tensors that are no arguments of the function, by the names that the graph reads them by.
+    `held` are tensors that are no arguments of the function, by the names that the graph reads them by.
     """
 
     graph: Graph
@@ -31,11 +28,7 @@ class Noted:
 
 
 def noted(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor]) -> Noted:
-    """Note a function of tensors on the CPU, for tensors with the sizes and strides of the examples.
-
-    Raises:
-        NotImplementedError, RuntimeError: the function reads values of tensors.
-    """
+    """Note a function of CPU tensors with the sizes and strides of the examples; reading their values is an error."""
     notes = _Notes()
     # In inference mode torch takes operations apart before a dispatch mode sees them.
     with torch.inference_mode(False), torch.no_grad():
@@ -161,7 +154,7 @@ def gated(gate: str, states: Any, factor: Any) -> Any:
 
 
 def joined(graph: Graph) -> None:
-    """Rewrite a graph in place. What computes nothing in float32 is gone: copies, and changes of float dtypes."""
+    """Rewrite a graph in place, without what computes nothing in float32: copies, and changes of float dtypes."""
     for node in graph.nodes:
         if node.target in _SAME or _changes_float(node):
             node.replace_all_uses_with(node.args[0])

@@ -22,31 +22,31 @@ from selfspec.runtime.request import Chain, ChainStep, Draws
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# Of a pass. A prompt is read once, and no program would be made for each of its lengths.
+# Tokens of a pass. A prompt is read once, so no program is made for each of its lengths.
 _MOST_TOKENS = MOST_NODES
-# Of programs for chains: one takes longer to make than a few tokens more to read.
+# Widths of programs for chains: making one takes longer than reading a few tokens more.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-# What a program of 30 layers takes to be made: passes over long texts take that long in a few.
+# Seconds that making a program of 30 layers takes: a few passes over long texts take that long.
 _MAKING_SECONDS = 0.25
 # How far drafts in fewer bits may be from those of the stock modules: a share of their norm. At most 0.11 was seen over
 # 168 steps of SmolLM2-135M-Instruct, and 0 in half of them.
 _OF_DRAFTS = 0.25
 # Bytes of weights that threads read between two waits, below which they take longer to wait than to read.
 _WORTH_A_THREAD = 1 << 15
-# Of a cache line, in bytes. Vectors may be read and written a line past the end.
+# Bytes of a cache line. Vectors may be read and written a line past the end.
 _LINE = 64
 
 
 @dataclass(frozen=True)
 class Native(Runtime):
-    """Programs that selfspec's extension runs, each in one call: its own kernels, by threads that never part.
+    """Runs passes as programs of selfspec's extension, each in one call, with its own kernels and no joins of threads.
 
-    They run passes over up to 64 tokens on a CPU in float32, and over 16 in bfloat16 or without AVX-512, where the
-    extension was built (`selfspec kernels`) and programs know all that the model computes. The stock modules run all
+    Programs run passes over up to 64 tokens on a CPU in float32, and over 16 in bfloat16 or without AVX-512, where the
+    extension was built (`selfspec kernels`) and they know all that the model computes. The stock modules run all
     others.
 
-    A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's
-    are the same bits whatever other tokens it is read with. A program reads any number of slots.
+    A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's are
+    the same bits whatever other tokens it is read with. A program reads any number of slots.
 
     Attributes:
         after: passes of a kind that run without a program first, unless fewer take a quarter of a second.
@@ -98,10 +98,7 @@ class Native(Runtime):
 
 
 class _Program:
-    """A native program, called like the pass. It reads weights where they are.
-
-    `kept` are the ids that its logits are of; None: all.
-    """
+    """Runs a native program, called like the pass; its logits are those of the ids `kept`, None: of all."""
 
     def __init__(self, pass_: Lowered, example: PassTensors, kept: Tensor | None) -> None:
         self._kept = kept
@@ -181,7 +178,7 @@ def _constants(pass_: Lowered) -> Sequence[Tensor]:
 
 
 def with_waits(operations: Iterable[Operation]) -> list[Operation | None]:
-    """Let threads wait, None, before an operation that reads what others of them may be writing, or the reverse."""
+    """Let threads wait, None, before an operation that reads what others may be writing, or the reverse."""
     found: list[Operation | None] = []
     written: set[int] = set()
     read: set[int] = set()
@@ -197,15 +194,10 @@ def with_waits(operations: Iterable[Operation]) -> list[Operation | None]:
 
 
 def planned(operations: Sequence[Operation | None]) -> tuple[dict[int, int], int]:
-    """Place every temporary storage; those that live at different times may lie in the same memory.
+    """Return the offset of every temporary storage in bytes, by id, and the bytes that all take.
 
-    Memory is used again only behind a wait: without one, a thread that is ahead would write what another still reads.
-
-    Args:
-        operations: with waits.
-
-    Returns:
-        Offsets in bytes by id of the storage, and the bytes that all take.
+    Storages that live at different times may share memory, but only behind a wait: else a thread that is ahead would
+    write what another still reads.
     """
     last: dict[int, int] = {}
     for number, operation in enumerate(operations):
@@ -233,7 +225,7 @@ def _bytes(storage: Storage) -> int:
 
 
 def _taken(size: int, free: list[tuple[int, int]], end: int) -> tuple[int, list[tuple[int, int]], int]:
-    """Take the smallest free piece that is large enough, or more memory: its offset, what is free then, and the end."""
+    """Take the smallest free piece that fits, or more memory; return its offset, what is free then, and the end."""
     fitting = [piece for piece in free if piece[1] >= size]
     if not fitting:
         return end, free, end + size
@@ -258,12 +250,7 @@ _NAME = "selfspec_recorded_attention"
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured pass.
-
-    Attributes:
-        noted: takes the tensors of `PassTensors.flat` and then the masks.
-        sights: of each mask.
-    """
+    """Holds a captured pass, which takes the tensors of `PassTensors.flat` and then a mask for each of `sights`."""
 
     noted: Noted
     sights: tuple[Sight, ...]
@@ -276,11 +263,7 @@ def with_recorded_attention(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def captured(function: PassFunction, example: PassTensors) -> Capture:
-    """Capture a pass of a view `with_recorded_attention`, without running it.
-
-    Raises:
-        RecordingError: its masks are of a kind that programs do not know.
-    """
+    """Capture a pass of a view `with_recorded_attention`, without running it. RecordingError: its masks are unknown."""
     flat = example.flat()
     masks = function.masks(flat)
     by_type = masks if isinstance(masks, dict) else {None: masks}
