@@ -63,7 +63,7 @@ _MODULES = {"demo": "measure.embedded", "drafts": "draft", "errors": "errors", "
 
 
 def __getattr__(name: str) -> object:
-    """The public name, from the module it lives in."""
+    """Return a public name from the module where it lives."""
     if name in _MODULES:
         return import_module(f"selfspec.{_MODULES[name]}")
     for module, names in _HOMES.items():

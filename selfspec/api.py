@@ -90,25 +90,23 @@ def wrap(
     The model is not changed: every generation runs it through views that share its weights.
 
     Args:
-        model: any causal LM of a supported architecture. Wrappers of `torch.compile` and PEFT are removed first: see
-            `selfspec.model.decodable`.
-        draft: `EarlyExit`, `LayerSkip` or another drafter, or its name as on the command line; "auto" reads the profile
-            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" or a `Profile` another one; None:
-            plain decoding, in the same loop.
-        draft_length: tokens drafted each round, at least 1; or a control: `ConfidenceStop`, or the default `CostAware`,
+        model: a causal LM of a supported architecture; wrappers of `torch.compile` and PEFT are removed first.
+        draft: a drafter such as `EarlyExit`, its name as on the command line, or a `Profile`; "auto" reads the profile
+            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" another one; None is plain decoding.
+        draft_length: tokens drafted each round, at least 1, or a control such as `ConfidenceStop`; None is `CostAware`,
             which drafts as many tokens as pay.
-        accept: the rule that judges drafts, or its name, as `selfspec drafts` and docs/exactness.md list them. None:
-            see `default_rule`.
+        accept: the rule that judges drafts, or its name, as `selfspec drafts` and docs/exactness.md list them; None is
+            `default_rule`.
         adapter: where the model keeps its layers, for an architecture that selfspec does not know.
-        runtime: how passes run: `Eager`, `Native`, `CudaGraphs`, or `BatchInvariant`, which gives text with a draft the
-            bits of plain decoding. None: `CudaGraphs` where the model is on one CUDA device, `Eager` where weights are
-            streamed from the disk, else `Native`.
+        runtime: how passes run: `Eager`, `Native`, `CudaGraphs` or `BatchInvariant`, which gives text with a draft the
+            bits of plain decoding; None is `CudaGraphs` on one CUDA device, `Eager` where weights stream from the disk,
+            else `Native`.
 
     Raises:
         UnsupportedModelError: the model cannot be gated.
         DraftConfigError: the draft does not fit the model.
-        ProfileError: there is no profile that fits model, device, dtype, threads and versions.
-        UnsupportedOptionError: there is no acceptance rule of that name, or an argument has the wrong type.
+        ProfileError: no profile fits model, device, dtype, threads and versions.
+        UnsupportedOptionError: no acceptance rule has that name, or an argument has the wrong type.
     """
     model = stock_model(model)
     check_causal(model)
@@ -131,24 +129,23 @@ def load(
 ) -> SelfSpeculative:
     """Load a checkpoint within a byte budget, and wrap it. See docs/memory.md.
 
-    Layers that fit stay in memory. The other layers are streamed: a target pass gets their weights from the disk, or on
-    a GPU from the host's memory, each when it is needed and the next ones meanwhile. The text is the same to the last
-    bit of the arithmetic. Rounded copies of the streamed layers stay in memory and draft, so that a pass verifies many
-    tokens.
+    Layers that fit stay in memory. The others are streamed: a target pass gets each layer's weights when it needs them,
+    from the disk or, on a GPU, from the host's memory, while the next ones load. The text is the same to the last bit.
+    Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
 
     Args:
         path: a folder with safetensors files.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number.
-        device: the device that computes: "cpu", "cuda", "cuda:1"; None: a CUDA GPU if there is one, else the CPU.
-        dtype: of the weights: torch.float64, float32, bfloat16 or float16, or its name; None: the checkpoint's own.
-        draft: a drafter or its name, as in `wrap`. In fewer bits, copies are made of streamed layers; resident layers
-            draft as they are. True: look-ups and such copies, in the bits with the best predicted speed, if anything is
-            streamed; False: plain decoding, without copies.
-        context: the most tokens that the cache holds, of all rows of a batch together. Longer contexts are refused.
-            None: 4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
-        cache: how keys and values are kept. "exact": on the device, as they are. "host": as they are, in memory of the
-            host, for a GPU. "int8": in 8 bits, which is not lossless, as `out.lossless` then says. None: "exact", or
-            "host" where the budget has no room for "exact".
+        device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
+        dtype: torch.float64, float32, bfloat16 or float16 for the weights, or its name; None is the checkpoint's own.
+        draft: a drafter or its name, as in `wrap`, where fewer bits apply to streamed layers alone; True is look-ups
+            and copies in the bits with the best predicted speed, if anything is streamed; False is plain decoding,
+            without copies.
+        context: the most tokens that the cache holds, for all rows together, beyond which contexts are refused; None is
+            4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
+        cache: how keys and values are kept: "exact" on the device, "host" exactly in the host's memory, for a GPU, or
+            "int8" in 8 bits, which is not lossless, as `out.lossless` then says; None is "exact", or "host" where the
+            budget has no room for that.
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
@@ -170,22 +167,21 @@ def load(
 class SelfSpeculative:
     """A wrapped model. Make one with `selfspec.wrap`.
 
-    It holds the model, the draft's configuration and recorded passes, and no state of a generation, so several threads
-    may generate with it at once; give each its own seed. Copies, deep ones too, wrap the same model. A pickle contains
-    the model, and no recorded passes.
+    It holds no state of a generation, so several threads may generate with it at once; give each its own seed. Copies,
+    deep ones too, wrap the same model. A pickle contains the model, and no recorded passes.
 
     It has the attributes that a pipeline of `transformers` reads from its model: `config`, `generation_config`,
     `device`, `dtype`, `can_generate()` and the like.
 
     Attributes:
         model: the stock model, unchanged.
-        draft: the drafter, or a policy that chooses it for each call; None: plain decoding.
+        draft: the drafter, or a policy that chooses it for each call; None is plain decoding.
         control: sets the draft length, unless a call sets its own.
-        rule: judges drafts, unless a call names its own; None: see `default_rule`.
+        rule: judges drafts, unless a call names its own; None is `default_rule`.
         adapter: where the model keeps its layers.
         programs: the passes recorded so far.
         substitutes: the low-precision weights made so far.
-        limits: limits of each call, where memory has a budget.
+        limits: the limits of each call, where memory has a budget.
     """
 
     config: PreTrainedConfig
@@ -276,20 +272,20 @@ class SelfSpeculative:
         """Generate text. Every argument of `model.generate` means what it means there.
 
         Args:
-            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ; or the input of an encoder,
-                padded on either side; inputs with names of their own, such as `input_features`, go in the options.
-            attention_mask: 1 for tokens, 0 for padding, of the same shape; None: padding is where `transformers` finds
-                the padding token, if that is not an end token as well.
+            input_ids: prompts, `[batch, prompt]`, left-padded where their lengths differ, or the input of an encoder,
+                padded on either side; inputs with other names, such as `input_features`, go in the options.
+            attention_mask: 1 for tokens, 0 for padding, of the same shape; None finds padding as `transformers` does,
+                by the padding token, if that is not an end token as well.
             generation_config: as in `model.generate`.
             seed: makes sampling repeatable on the same machine, dtype and settings; None draws a seed from torch's
-                default generator, so `torch.manual_seed` works as it does in `transformers`.
+                default generator, so `torch.manual_seed` works.
             draft_length: tokens drafted each round of this call, or a control.
             accept: the rule that judges drafts in this call.
             **options: any other keyword of `model.generate`; unsupported ones are refused by name.
 
         Returns:
-            Sequences, their lengths, and statistics. Where the model has a `generate` of its own, which may read its
-            input in pieces: a `Transcript`, with what that `generate` returns and the same lengths and statistics.
+            Sequences, their lengths, and statistics. A model with a `generate` of its own, which may read its input in
+            pieces, gives a `Transcript` with the result of that `generate` and the same lengths and statistics.
 
         Raises:
             PromptError, UnsupportedOptionError, DraftConfigError: before any forward pass except an encoder's.
@@ -321,13 +317,11 @@ class SelfSpeculative:
         accept: str | Rule | None = None,
         **options: Any,
     ) -> Generation:
-        """Generate round by round: the result yields what each round commits. Arguments as in `generate`.
+        """Generate round by round: the result yields what each round commits. Arguments are as in `generate`.
 
-        The call itself raises errors in the arguments, not the first step of the iteration. Do not change the model
-        during the iteration: how much of the change the remaining rounds see is undefined.
-
-        A model with a `generate` of its own streams one piece of its input, whose text begins with
-        `decoder_input_ids`.
+        The call itself, not the first step, raises errors in the arguments. Do not change the model during the
+        iteration: how much of the change later rounds see is undefined. A model with a `generate` of its own streams
+        one piece of its input, whose text begins with `decoder_input_ids`.
         """
         if has_own_generate(self.model) and options.get("decoder_input_ids") is None:
             raise UnsupportedOptionError(
@@ -401,10 +395,10 @@ class SelfSpeculative:
     def drafting(
         self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
-        """Return a wrapper of the same model with another draft. Both wrappers share recordings and substitutes.
+        """Return a wrapper of the same model with another draft; both share recordings and substitutes.
 
         Raises:
-            DraftConfigError, ProfileError: as `wrap`.
+            DraftConfigError, ProfileError: as in `wrap`.
             ClosedError: this wrapper was unwrapped.
         """
         self._check_open()
@@ -466,7 +460,7 @@ class SelfSpeculative:
             )
 
     def unwrap(self) -> PreTrainedModel:
-        """Return the model and close this wrapper. The model was never changed, so nothing is restored.
+        """Return the model, which was never changed, and close this wrapper.
 
         Raises:
             ClosedError: this wrapper was unwrapped before.
@@ -556,11 +550,7 @@ class SelfSpeculative:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
 
     def _follow_vocabulary(self) -> None:
-        """Forget earlier texts and check the draft again if the model's vocabulary size has changed.
-
-        Raises:
-            SelfSpecError: the draft no longer fits the model.
-        """
+        """Forget earlier texts and check the draft again if the model's vocabulary size has changed."""
         found = vocabulary_size(self.model)
         if found == self._vocabulary:
             return

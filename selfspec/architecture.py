@@ -20,7 +20,7 @@ from selfspec.errors import UnsupportedModelError
 
 
 class Part(IntEnum):
-    """The two sublayers of a decoder layer, in the order in which they run."""
+    """Names the two sublayers of a decoder layer, in the order in which they run."""
 
     ATTENTION = 0
     MLP = 1
@@ -31,34 +31,33 @@ _RAGGED, _WITHOUT = ("mask", "padding", "none"), ("zeros", "input", "residual")
 
 @dataclass(frozen=True)
 class Adapter:
-    """Where an architecture keeps its decoder layers and their two sublayers, and how it calls them.
+    """Says where an architecture keeps its decoder layers and their two sublayers, and how it calls them.
 
     Attributes:
         model_types: the `config.model_type` values it serves.
-        layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it means the
-            model's own `base_model_prefix`.
-        attention: attribute, or attributes, of a decoder layer that hold its attention, or any other module that lets
-            tokens see earlier tokens or the output of an encoder. A layer may lack some of several. An attribute here
+        layers: attribute path from the causal LM to the `ModuleList` of decoder layers; `{base}` in it is the model's
+            own `base_model_prefix`.
+        attention: attribute or attributes of a decoder layer that hold its attention, or any other module that lets
+            tokens see earlier tokens or the output of an encoder; a layer may lack some of several. An attribute here
             and in `mlp` may be a path, as in "layer.0.SelfAttention".
         recurrent: attributes of `attention` that keep a state in place of keys and values.
-        mlp: attribute, or attributes, of a decoder layer that hold its MLP. A layer may lack some of several.
-        layer_returns: number of values a decoder layer returns, the hidden states first; 1: the bare tensor.
+        mlp: attribute or attributes of a decoder layer that hold its MLP; a layer may lack some of several.
+        layer_returns: number of values a decoder layer returns, the hidden states first; 1 is the bare tensor.
         attention_returns: number of values an attention returns; recurrent ones return a bare tensor.
         mlp_returns: number of values an MLP returns.
-        without_attention: what a skipped attention gives. "zeros", if its layer adds the output to the residual stream;
-            "input" or "residual", if the attention adds the stream itself, and gets it as its first or its last
-            positional argument.
-        without_mlp: what a skipped MLP gives, as in `without_attention`.
-        publishes: attribute of an attention that is true where later layers read its keys and values. Such an
-            attention runs even if it is skipped, and only its output is dropped. None: layers share nothing.
-        lends: attributes of the first layer's first attention whose results it passes to later layers. Views of the
-            later layers' attentions have them too, so that each can compute these results if no earlier layer runs.
+        without_attention: output of a skipped attention: "zeros" if its layer adds the output to the residual stream;
+            "input" or "residual" if the attention adds the stream itself, and gets it as its first or last positional
+            argument.
+        without_mlp: output of a skipped MLP, as in `without_attention`.
+        publishes: attribute of an attention that is true where later layers read its keys and values, so that it runs
+            even if it is skipped, and only its output is dropped; None: layers share nothing.
+        lends: attributes of the first layer's first attention whose results later layers get; views of later layers'
+            attentions have them too, so that each can compute these results if no earlier layer runs.
         positions: attribute path, from the module that holds the layers, to a module that embeds positions and knows
-            only the length of the cache. Views of it know the position of each row. None: the model takes position
-            ids, or needs none.
-        ragged: how rows of different lengths are kept apart. "mask": the model takes a 4-D mask and position ids.
-            "padding": it makes both from a padding mask, and reads keys and values aligned on the right. "none": it
-            cannot keep them apart, so that only one row at a time is exact.
+            only the length of the cache; views of it know each row's position. None: the model takes position ids, or
+            needs none.
+        ragged: how rows of different lengths are kept apart: "mask", by a 4-D mask and position ids; "padding", by a
+            padding mask, with keys and values aligned on the right; "none": only one row at a time is exact.
         requires: fields that the config must have, with their values.
     """
 
@@ -106,7 +105,7 @@ class Adapter:
         bucket: int = 1,
         kept: CacheKind = "exact",
     ) -> SharedCache:
-        """Make the cache for a model's passes. `device` is the model's by default; other arguments as in the class."""
+        """Make the cache for a model's passes, by default on its device; other arguments are as in `SharedCache`."""
         return SharedCache(
             len(self.decoder_layers(model)),
             batch,
@@ -173,11 +172,7 @@ class Adapter:
         self._check_numbers(model, list(layers))
 
     def _check_numbers(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Refuse layers that were removed, repeated or renumbered: each needs a place of its own in the cache.
-
-        Raises:
-            UnsupportedModelError: it names the layer and its number.
-        """
+        """Refuse layers that were removed, repeated or renumbered: each needs a place of its own in the cache."""
         taken: dict[int, int] = {}
         for place, layer in enumerate(layers):
             numbers = {vars(module).get(name) for module in layer.modules() for name in ("layer_idx", "layer_id")}
@@ -221,18 +216,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class OfModule:
-    """A config value of an MTP module, read from a list in the model's config that has one value per module.
-
-    Attributes:
-        name: name of the list.
-    """
+    """Names a list in the model's config, with one value for each MTP module, from which a config value is read."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """Where the parts of an MTP module lie in an architecture's checkpoints.
+    """Says where the parts of an MTP module lie in an architecture's checkpoints.
 
     Module i computes h' = block(projection [embedding norm (e) ; hidden norm (h)]) from a state h and the embedding e
     of the token after it; norm (h') goes through the model's head. In names `{i}` is the number of a module, and `{n}`
@@ -241,15 +232,14 @@ class MtpLayout:
     Attributes:
         embedding: its norm over embeddings.
         hidden: its norm over states.
-        projection: its linear layer.
         norm: its final norm; None: it has none.
         head: its language-model head; None: it uses the model's.
         block: prefix of the names in its decoder layer.
         counts: fields of the config for the number of modules; the first one present is used.
-        hidden_first: whether the projection reads [h ; e].
-        reads: which state of the model it reads: before or after the final norm.
-        recycles: which state of its own it continues from.
-        passes_on: which states the next module reads: the states that this one made, or that it read.
+        hidden_first: True if the projection reads [h ; e].
+        reads: the state of the model that it reads: before or after the final norm.
+        recycles: the state of its own that it continues from.
+        passes_on: the states that the next module reads: those that this one made, or that it read.
         renames: parts of names in the checkpoint, each with its name here or in the model's own layers.
         config: config values of its layer that differ from the model's: lists for one layer, or `OfModule`.
     """
@@ -285,13 +275,7 @@ class MtpLayout:
     def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
         """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm`, `head` or `block.`, and ends.
 
-        Args:
-            names: names in a checkpoint.
-            depth: number of the model's layers.
-            module: number of the module.
-
-        Returns:
-            New names by the checkpoint's names; empty if it has no such module.
+        The keys are the checkpoint's names; there are none if it has no such module. The model has `depth` layers.
         """
         listed = {self._renamed(name): name for name in names}
         places = {part: self._at(getattr(self, part), depth, module) for part in ("embedding", "hidden", "projection")}

@@ -54,10 +54,9 @@ class Option:
     """Describes a field of settings, in its annotation; the command line makes an option of each such field.
 
     Attributes:
-        help: says what the value does.
         min: the least value; `check_numbers` refuses smaller ones.
         max: the greatest value that the command line takes.
-        metavar: what help calls the value; None: its type.
+        metavar: name of the value in help; None: its type.
         parser: makes the value of text; None: its type does.
     """
 
@@ -69,9 +68,9 @@ class Option:
 
 
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
-    """Refuse a dataclass with a field of type `int` or `float` that holds another type or is below its minimum.
+    """Refuse a dataclass with an `int` or `float` field of another type, or below the `min` in its annotation.
 
-    The minimum is the `min` in the field's annotation. None passes where the type allows it.
+    None passes where the type allows it.
     """
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         kind, least = getattr(hint, "__origin__", hint), None
@@ -91,7 +90,7 @@ _CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?
 
 @dataclass(frozen=True)
 class ClassPath:
-    """A name of a class of any package: `module:Class`, or `module:Class:argument`."""
+    """Names a class of any package: `module:Class`, or `module:Class:argument`."""
 
     module: str
     name: str
@@ -104,11 +103,7 @@ class ClassPath:
         return None if found is None else cls(*found.groups())
 
     def load(self) -> object:
-        """Import the class.
-
-        Raises:
-            ModuleNotFoundError, AttributeError: there is no such module, or it has no such class.
-        """
+        """Import the class. ModuleNotFoundError, AttributeError: there is no such module, or it has no such class."""
         return getattr(import_module(self.module), self.name)
 
 
@@ -147,7 +142,7 @@ def check_callables(name: str, value: object) -> None:
 
 
 def check_scores(processor: object, found: object, given: Tensor) -> Tensor:
-    """Check the scores of a logits processor, `[rows, vocab]`, in any floating dtype; refuse other results."""
+    """Return the scores of a logits processor, `[rows, vocab]`, in any floating dtype; refuse other results."""
     from torch import Tensor
 
     name = f"the logits processor {type(processor).__name__}"

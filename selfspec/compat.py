@@ -49,7 +49,7 @@ RENAMED_CACHE = OUTPUT_CACHE == "cache"
 def forward_parameters(model: nn.Module) -> frozenset[str]:
     """Return the names that the `forward` of a model's class takes.
 
-    In a class of the user's own, a `forward` with `**kwargs` passes them on to the class that it extends.
+    A user's own `forward` with `**kwargs` passes them on to the class that it extends.
     """
     names: set[str] = set()
     for kind in type(model).__mro__:
@@ -65,11 +65,7 @@ def forward_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name by which the `forward` of a stock model takes its cache.
-
-    Raises:
-        UnsupportedModelError: it has no parameter for a cache.
-    """
+    """Return the name by which a stock model's `forward` takes its cache. UnsupportedModelError: it takes none."""
     name = cache_name(forward_parameters(model))
     if name is None:
         raise UnsupportedModelError(

@@ -42,7 +42,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device calls itself: the name of its processor."""
+    """Return the name of a device: that of its processor."""
     if not on_host(device):
         ask = getattr(backend(device), "get_device_name", None)
         return device.type if ask is None else str(ask(device))
@@ -63,11 +63,9 @@ def random_state_kept() -> AbstractContextManager[None]:
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
-    """Copy values from the host to a device. Where it has streams, neither side waits for the copy.
+    """Copy numbers, or a host tensor that no longer changes, to a device; where it has streams, neither side waits.
 
-    Args:
-        values: a tensor on the host that does not change any more, or numbers; an empty sequence becomes int64.
-        device: the device that needs them.
+    An empty sequence becomes int64.
     """
     known = values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.long)
     # A copy from pageable memory would cost the round a synchronisation.
@@ -75,11 +73,7 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of values to the host. Where the device has streams it starts at once, ahead of later work there.
-
-    Args:
-        values: a tensor on any device that is not changed in place.
-    """
+    """Copies a tensor, not changed in place, to the host; where its device has streams, ahead of later work there."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -98,12 +92,7 @@ class HostCopy:
 
 
 class Timer:
-    """Times work to its end on the device.
-
-    Args:
-        clock: seconds.
-        device: what to wait for.
-    """
+    """Times work to its end on the device, by a clock in seconds."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         self._clock = clock

@@ -90,7 +90,7 @@ class NonFiniteLogitsError(SelfSpecError, ArithmeticError):
     These rows ended at the last token committed before that; the other rows ran to their end.
 
     Attributes:
-        output: what was generated, a `GenerateOutput` as `generate` would have returned it.
+        output: the `GenerateOutput` that `generate` would have returned.
         rows: the rows that ended early.
     """
 

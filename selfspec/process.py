@@ -73,8 +73,8 @@ def _group(file: str) -> list[int]:
 class ProcessLock:
     """Admits one thread at a time, separately in each process.
 
-    A child that is forked while a thread holds an ordinary lock inherits the held lock but not the thread, and would
-    wait forever. Here each process has its own lock.
+    A child forked while a thread holds an ordinary lock inherits the held lock but not the thread, and would wait
+    forever.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Save with a model how it drafts: as JSON, in a file that makes `transformers` follow it.
 
-If it may trust a folder's code, `transformers` runs `custom_generate/generate.py` there in place of its own `generate`.
-It copies that one file elsewhere, so the file holds all it needs.
+If it may trust a folder's code, `transformers` copies `custom_generate/generate.py`, that file alone, and runs it in
+place of its own `generate`; so the file holds all it needs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ def generate(inputs=None, generation_config=None, *, model, **options):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Names of a wrapper's drafter, draft length and acceptance rule.
+    """Names a wrapper's drafter, draft length and acceptance rule, as on the command line.
 
-    Attributes:
-        draft: name of the drafter, as on the command line.
-        draft_length: tokens drafted each round; None: as many as pay.
-        accept: name of the rule; None: the default rule.
+    `draft_length` None: as many tokens as pay; `accept` None: the default rule.
     """
 
     draft: str
@@ -48,12 +45,7 @@ class Recipe:
 
     @classmethod
     def of(cls, draft: Drafter | DraftPolicy | None, control: Control, rule: Rule | None) -> Recipe:
-        """Return the recipe of a wrapper.
-
-        Raises:
-            DraftConfigError: the drafter has no name, or the control is neither a length nor the default.
-            UnsupportedOptionError: the rule has no name.
-        """
+        """Return a wrapper's recipe. DraftConfigError, UnsupportedOptionError: draft, control or rule has no name."""
         length = control.length if isinstance(control, FixedLength) else None
         if control != (CostAware() if length is None else FixedLength(length)):
             raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
@@ -108,6 +100,6 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Written(Recipe):
-    """A recipe as written, with the checksum that `parsed` checks."""
+    """Holds a recipe as written, with the checksum that `parsed` checks."""
 
     checksum: str | None = None
