@@ -1,4 +1,4 @@
-"""Drafting along a cheap path of the model's own weights: the common base of early exits and skip sets."""
+"""Drafting along a cheap path of the model's own weights: the base of early exits and skip sets."""
 
 from __future__ import annotations
 
@@ -24,38 +24,31 @@ from selfspec.runtime.request import PassRequest
 
 
 class LayerPathDrafter(Drafter):
-    """Drafts with fewer of the target's layers: one step of the path for each token, or each level of a tree.
-
-    States before the path's first sublayer that is not exact go to the target as `Resume`.
-    """
+    """Drafts with fewer of the target's layers, a step for each token or tree level; exact states become a `Resume`."""
 
     runs = "layers"
 
     @abstractmethod
     def path(self, depth: int) -> LayerPath:
-        """Return the path of a draft step in a network of `depth` layers.
-
-        Raises:
-            DraftConfigError: the path does not fit the network.
-        """
+        """Return the path in a network of `depth` layers; raise DraftConfigError if it does not fit."""
 
     @property
     def head(self) -> DraftHead | None:
-        """The head that reads the path's last states, always the same object; None: the model's own norm and head."""
+        """Head that reads the path's last states, always the same object; None: the model's own norm and head."""
         return None
 
     @property
     def chances(self) -> Sequence[float]:
-        """Acceptance rates of siblings by rank that are assumed at first."""
+        """Prior acceptance rates of siblings by rank."""
         return CHANCES
 
     @property
     def runs_exact_layers(self) -> bool:
-        """True if the layers that a step runs compute the same as in the target."""
+        """True if the layers of a step compute the same as in the target."""
         return self.format is None or self.format.exact
 
     def early_exit(self, depth: int) -> Exit | None:
-        """Return the exit between two of `depth` layers where it leaves the network with nothing skipped, or None."""
+        """Return the exit between two of `depth` layers where the path ends with nothing skipped, or None."""
         path = self.path(depth)
         start = path.resume_point
         if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):
@@ -80,7 +73,7 @@ class LayerPathDrafter(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class AroundLayerPath(LayerPathDrafter):
-    """Changes something of another path drafter."""
+    """Runs another path drafter with one thing changed."""
 
     draft_with: LayerPathDrafter
 

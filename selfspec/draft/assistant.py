@@ -1,4 +1,4 @@
-"""Drafting with a second model over a cache of its own: the classic form of speculative decoding."""
+"""Drafting with a second model over its own cache: classic speculative decoding."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ from selfspec.runtime.runner import ModelRunner
 class Assistant(Drafter):
     """Drafts with a second, smaller model of the same vocabulary (Leviathan et al., 2023; Chen et al., 2023).
 
-    Its passes run over a cache of its own, which costs memory beside its weights; it serves as a comparison for
-    self-speculation. It drafts as far as its own context goes. The assistant of an encoder-decoder is an
-    encoder-decoder that reads the same input, by the model's encoder if both encoders have the same weights.
+    A baseline for self-speculation, it has a cache of its own beside its weights, and drafts as far as its context
+    goes. An encoder-decoder needs one that reads the same input; encoders with the same weights are shared.
 
     Attributes:
         model: the assistant; it is not changed.
         adapter: where it keeps its layers.
-        source: the folder that it was loaded from; such an assistant moves to the device and dtype of each model that
-            is wrapped. None: the caller gave the model, which stays where it is.
+        source: the folder that it was loaded from; it follows the device and dtype of each wrapped model. None: the
+            caller gave the model, which stays where it is.
     """
 
     model: PreTrainedModel
@@ -61,7 +60,7 @@ class Assistant(Drafter):
         """Load or take over the assistant.
 
         Args:
-            model: any causal LM or encoder-decoder of a supported architecture, or the folder of a checkpoint.
+            model: a causal LM or encoder-decoder of a supported architecture, or the folder of a checkpoint.
             adapter: where it keeps its layers, for an architecture that selfspec does not know.
 
         Raises:
@@ -154,7 +153,6 @@ class Assistant(Drafter):
         return None if self.source is None else f"assistant:{self.source}"
 
     def _check_rows(self, rows: RowsView) -> None:
-        """Refuse prompts that the assistant cannot read."""
         check_decodable(self.model, self.adapter)
         if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
@@ -174,7 +172,7 @@ class Assistant(Drafter):
 
 
 class AssistantProposer(GrowingProposer):
-    """Grows drafts with an assistant that can read `context` tokens; None: any number."""
+    """Grows drafts with an assistant that reads at most `context` tokens; None: any number."""
 
     def __init__(self, state: AssistantState, context: int | None) -> None:
         super().__init__()
@@ -199,10 +197,7 @@ class AssistantProposer(GrowingProposer):
 
 
 def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Refuse an assistant whose ids mean other tokens, by the tokenizers in the folders both models came from.
-
-    Models of one family may pad their vocabularies to different sizes. Without tokenizers, sizes must be equal.
-    """
+    """Refuse an assistant whose ids mean other tokens; sizes, which padding changes, decide only without tokenizers."""
     sizes = [vocabulary_size(each) for each in (assistant, model)]
     theirs, own = tokens_by_id(assistant), tokens_by_id(model)
     if not theirs or not own:
@@ -227,14 +222,14 @@ def encoders_are_equal(assistant: PreTrainedModel, model: PreTrainedModel) -> bo
 
 
 def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Free the weights of an assistant's encoder that equals the model's; both then use the model's weights."""
+    """Free the weights of an assistant's encoder that equals the model's, and use the model's weights."""
     its = model.get_encoder().state_dict(keep_vars=True)
     for name, weight in assistant.get_encoder().state_dict(keep_vars=True).items():
         weight.data = its[name].data
 
 
 def source_by(assistant: PreTrainedModel, read: Source) -> Source:
-    """Let the encoder of an assistant read the input of the model's encoder, if it can; else UnsupportedOptionError."""
+    """Read the input of the model's encoder with the assistant's; raise UnsupportedOptionError if it cannot."""
     inputs, name, encoder = read.inputs, assistant.main_input_name, assistant.get_encoder()
     if inputs is None or (name == "input_ids" and not _are_ids(inputs, weight_of(encoder.get_input_embeddings()))):
         raise UnsupportedOptionError(
@@ -272,11 +267,10 @@ def _are_ids(inputs: Tensor, embeddings: Tensor) -> bool:
 
 
 class AssistantState:
-    """Reads each row's committed text, and draft tokens after it, into the cache of the assistant.
+    """Reads each row's committed text, and draft tokens after it, into the assistant's cache.
 
-    The committed text alone decides which nodes of a draft to keep: when the next draft begins, the cursor of each row
-    moves over the committed nodes, and the row's other committed tokens are read. The assistant's logits are cut to
-    the target's `vocabulary` or filled up with -inf; `weights` counts bytes.
+    The next draft keeps the nodes that the committed text contains. Logits are cut to the target's `vocabulary` or
+    filled up with -inf; `weights` is in bytes.
     """
 
     def __init__(
@@ -291,7 +285,6 @@ class AssistantState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, keys and values."""
         return self._weights + self._cache.most_bytes
 
     def after_text(self, view: RowsView, tree: Tree) -> Tensor:
@@ -320,7 +313,7 @@ class AssistantState:
         return self._logits(self._known(tokens), first)
 
     def _keep_committed(self, view: RowsView) -> None:
-        """Move the cursors over the last committed token of the round before and the committed draft tokens."""
+        """Move the cursors over the token before the last draft, and the draft's committed nodes."""
         if self._drafted is None:
             return
         runs, texts = torch.cat([each.read() for each in self._drafted], 1).tolist(), self._unread_texts(view)
@@ -341,10 +334,8 @@ class AssistantState:
         return path
 
     def _catch_up(self, view: RowsView) -> list[list[int]]:
-        """Read the tokens that do not fit into one pass with the last one; return the rest of each row, it included.
-
-        Layers with a recurrent state read all but the last token here: filler of shorter rows would change their state.
-        """
+        """Read the tokens that do not fit into one pass with the last one; return the rest of each row."""
+        # Layers with a recurrent state read all but the last token here: filler would change their state.
         most = self._cache.slack if self._cache.rolls_back_by_cursor else 0
         while True:
             texts = self._unread_texts(view)
@@ -358,7 +349,6 @@ class AssistantState:
             self._cache.commit(counts)
 
     def _unread_texts(self, view: RowsView) -> list[list[int]]:
-        """Return each row's text from its cursor on."""
         cursors = zip(self._rows, self._cache.seq_lens, strict=True)
         return [view.text(row, cursor) for row, cursor in cursors]
 
@@ -368,7 +358,7 @@ class AssistantState:
         return self._known(to_device(rows, self._runner.device))
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace tokens that the assistant does not know by one that it knows; it may read any."""
+        """Replace tokens outside the assistant's vocabulary by one that it knows; it may read any."""
         return tokens.clamp(max=self._runner.vocabulary - 1)
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:

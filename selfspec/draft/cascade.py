@@ -1,4 +1,4 @@
-"""Several drafters under one verifier: each drafts if the sources before it have nothing that promises more."""
+"""Several drafters under one verifier: each drafts if the sources before it promise less."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class JoinedDrafter(Drafter):
     sources: tuple[Drafter, ...]
 
     def __init__(self, *sources: Drafter) -> None:
-        """Take two or more sources. A source of this same class is replaced by its own sources.
+        """Take two or more sources; replace a source of this same class by its own sources.
 
         Raises:
-            DraftConfigError: a source is no drafter or is given twice, there are fewer than two, or two run a model.
+            DraftConfigError: a source is no drafter or comes twice, there are fewer than two, or two run a model.
         """
         wrong = [source for source in sources if not isinstance(source, Drafter)]
         flat = tuple(chain(*(each.sources if type(each) is type(self) else (each,) for each in sources)))
@@ -58,9 +58,9 @@ class JoinedDrafter(Drafter):
 class Cascade(JoinedDrafter):
     """Takes the draft of the first source that promises more than the sources behind it.
 
-    The controller chooses, by the tokens that recent rounds with each match length committed for their cost. A source
-    that runs a model is asked only if no draft before it is taken. All sources learn from every round. Where rows are
-    apart (see `FixedLength`), the choice is learnt and made for each row separately.
+    The measure is the tokens that recent rounds with each match length committed for their cost. A source that runs a
+    model is asked only if no earlier draft is taken; all learn from every round. Where rows are apart (see
+    `FixedLength`), each row chooses and learns separately.
     """
 
     @property
@@ -72,7 +72,7 @@ class Cascade(JoinedDrafter):
 
 
 def joined_spelling(sources: Sequence[Drafter]) -> str | None:
-    """Return the drafters' spellings joined by `+`; None: one has no spelling, or the result means something else."""
+    """Return the spellings joined by `+`; None: one is missing, or the result means something else."""
     names = [source.spelling for source in sources]
     swallows = any(isinstance(source, JoinedDrafter) for source in sources[:-1])
     return None if None in names or swallows else "+".join(filter(None, names))
@@ -122,7 +122,7 @@ class JoinedProposer(Proposer):
 
 
 class CascadeProposer(JoinedProposer):
-    """Proposes the draft of one of the sources."""
+    """Proposes the draft of one source."""
 
     def __init__(self, sources: Sequence[Proposer]) -> None:
         super().__init__(sources)
@@ -148,7 +148,7 @@ class CascadeProposer(JoinedProposer):
         return rows.no_draft()
 
     def _apart(self, rows: RowsView, budget: Budget, place: int) -> Draft:
-        """Propose for each row the draft of the first source with one for it, from the source at `place` on."""
+        """Propose for each row the draft of the first source, from `place` on, that has one for it."""
         source, last = self.sources[place], place + 1 == len(self.sources)
         found = source.look_up(rows, budget)
         if found is None or last:
@@ -161,8 +161,6 @@ class CascadeProposer(JoinedProposer):
         return found if last else filled_up(rows, found, budget, lambda rest: self._apart(rows, rest, place + 1))
 
     def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
-        """Keep a draft only for the rows where it promises more than the sources behind it."""
-
         def prefers(row: int) -> bool:
             behind = (self._gains[row, later] for later in range(place + 1, len(self.sources)))
             return self._gains[row, place].promises_more(behind)
@@ -200,15 +198,15 @@ class Gain:
 
     @property
     def is_new(self) -> bool:
-        """True if there were too few rounds to judge by."""
+        """True if the rounds are too few to judge by."""
         return self.rounds < self._TRIALS
 
     def promises_more(self, behind: Iterable[Gain]) -> bool:
-        """Return whether this source promises more than the sources behind it, or is still to be tried."""
+        """Return whether this source promises more than the sources behind it, or is still on trial."""
         return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
 
     def count(self, tokens: float, cost: float) -> None:
-        """Count a round: tokens that a row committed, and its cost in plain steps."""
+        """Count a round: the tokens that a row committed, and its cost in plain steps."""
         self._tokens = self._MEMORY * self._tokens + tokens
         self._cost = self._MEMORY * self._cost + cost
         self.rounds += 1

@@ -1,4 +1,4 @@
-"""Drafts, the budgets that limit their size, and the verdicts of the target on them."""
+"""Drafts, their budgets, and the target's verdicts on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Budget:
     Attributes:
         depth: most draft tokens on one path; 0: no draft.
         nodes: most draft tokens in all, siblings included; at least `depth`.
-        rows: numbers of the rows to draft for, where the other rows have a draft already; None: all rows.
+        rows: numbers of the rows to draft for, if the other rows have a draft already; None: all rows.
     """
 
     depth: int
@@ -40,7 +40,7 @@ class Budget:
         return cls(length, length)
 
     def within(self, tokens: int) -> Budget:
-        """Return this budget cut to a depth of `tokens`; each level that is cut takes one node away."""
+        """Return this budget cut to a depth of `tokens`; each level cut takes one node away."""
         if self.depth <= tokens:
             return self
         left = (tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else (0, 0)
@@ -51,20 +51,20 @@ class Budget:
 class Draft:
     """Holds the tokens proposed for the target to judge: a tree of the same shape in all rows.
 
-    Siblings may be drawn with or without replacement, as long as `probs` gives the distribution that each was drawn
-    from, given all nodes before it. Leaving out a drawn node because of its score would bias the output.
+    Siblings may be drawn with or without replacement, if `probs` gives the distribution of each, given all nodes before
+    it. Dropping a drawn node because of its score biases the output.
 
     Attributes:
         tokens: token of each node, `[rows, nodes]`.
-        tree: the shape, which gives each node its parent.
-        probs: the distribution q that each token was drawn from, `[rows, nodes, vocab]`. Drawn without replacement, q
-            of the later of two siblings is 0 at the earlier one's token, and normalised. None where nothing was drawn
-            (q is one-hot at the tokens), as in greedy drafts, the likeliest tokens of a place, and look-ups.
-        resume: the work that verification may build on; None: it starts from tokens.
+        tree: the shape.
+        probs: draft q of each token, `[rows, nodes, vocab]`. Without replacement, q of a later sibling is 0 at the
+            earlier one's token, and normalised. None: nothing was drawn and q is one-hot, as in greedy drafts,
+            likeliest tokens and look-ups.
+        resume: exact work that verification builds on; None: verification starts from tokens.
         steps: number of draft steps.
-        match_length: for a look-up, how many tokens at the end of the text match the place it copies from; else 0.
-        row_lengths: number of draft tokens meant for each row; the rest is filler. None: all of them.
-        behind: further nodes that the verification pass reads behind the draft; None: no such nodes.
+        match_length: for a look-up, number of tokens at the text's end that match the place copied from; else 0.
+        row_lengths: number of draft tokens of each row, followed by filler; None: all.
+        behind: further nodes that verification reads behind the draft.
 
     Raises:
         ValueError: `tokens` and `tree` differ in their number of nodes.
@@ -93,11 +93,11 @@ class Draft:
         match_length: int = 0,
         row_lengths: tuple[int, ...] | None = None,
     ) -> Draft:
-        """Make a draft in which each token follows the one before it; `tokens` is `[rows, drafted]`."""
+        """Make a draft without branches from `tokens`, `[rows, drafted]`."""
         return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
-        """Return the part of the draft for some rows, without `resume` and `behind`; the verdict needs neither."""
+        """Return the draft of some rows, without `resume` and `behind`, which the verdict does not need."""
         chosen = to_device(rows, self.tokens.device)
         return replace(
             self,
@@ -110,25 +110,25 @@ class Draft:
 
     @property
     def block(self) -> Tree:
-        """Tree of all nodes that the target pass reads behind the last committed token."""
+        """Tree of all nodes that the target pass reads after the last committed token."""
         return self.tree if self.behind is None else self.behind.tree(self.tree)
 
     @property
     def length(self) -> int:
-        """Draft length: the most tokens that a row can accept, the depth of the tree."""
+        """Draft length: the depth of the tree, the most tokens that a row can accept."""
         return self.tree.depth
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Holds the exact part of a draft's work, which the target need not repeat.
+    """Holds the exact part of a draft's work, which the target does not repeat.
 
     The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
 
     Attributes:
-        start: the first sublayer whose work is not exact; verification resumes there.
-        states: inputs of that sublayer for each token the draft ran, `[batch, read, hidden]`: the last committed token
-            and the first nodes of the tree. The last token of a chain is missing: no draft step has read it.
+        start: the first sublayer that is not exact; verification resumes there.
+        states: inputs of that sublayer, `[batch, read, hidden]`, for the last committed token and the first nodes of
+            the tree. The last token of a chain is missing: no draft step reads it.
     """
 
     start: Sublayer
@@ -142,12 +142,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class Offer:
-    """Holds the paths that one source proposes after the text of one row.
+    """Holds the paths that one source proposes for one row.
 
     Attributes:
         kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
-        shares: for each path of tokens, the probability that the source gives the path's last token after the tokens
-            before it. Prefixes of a path come first.
+        shares: probability of each path's last token after the tokens before it. Prefixes of a path come first.
     """
 
     kind: int
@@ -160,7 +159,7 @@ class Offer:
         return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
 
     def reach(self, trust: float) -> dict[TokenPath, float]:
-        """Return the probability of each path, given the accepted tokens of such offers by the sum of their shares."""
+        """Return each path's probability, given `trust`: accepted tokens of such offers over the sum of shares."""
         reach: dict[TokenPath, float] = {(): 1.0}
         for path, share in self.shares.items():
             reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
@@ -173,9 +172,9 @@ class Verdict:
     """Holds the verdict of one round.
 
     Attributes:
-        running: numbers of the rows, in the order in which tensors hold them.
+        running: numbers of the rows, in the order of tensors.
         rows: the verdict on each unfinished row, by its number.
-        last_tokens: the last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
+        last_tokens: last token of each running row after the round, `[rows, 1]`; arbitrary for finished rows.
     """
 
     running: Sequence[int]
@@ -183,10 +182,10 @@ class Verdict:
     last_tokens: Tensor
 
     def outcomes(self) -> list[RowOutcome | None]:
-        """Return the outcome of each running row for the controller, in the order of tensors; None for finished rows.
+        """Return each running row's outcome for the controller, in the order of tensors; None for finished rows.
 
-        The controller also learns from tokens that lockstep dropped: only the other rows decide that they are dropped,
-        and their places are drawn again, so their verdicts are valid evidence. Statistics leave them out.
+        Tokens that lockstep dropped count: other rows cause the drop, and their places are drawn again. Statistics omit
+        them.
         """
         return [self.rows[row].outcome() if row in self.rows else None for row in self.running]
 
@@ -195,17 +194,17 @@ class Verdict:
 class RowVerdict:
     """Holds the verdict on one unfinished row.
 
-    A run is the tokens that the rule lets the row commit: the accepted draft tokens and the target's token after them,
-    up to the end of the row. Lockstep may drop the last tokens of a run.
+    A run is the accepted draft tokens and the target's token after them, up to the row's end. Lockstep may drop the
+    last tokens of a run.
 
     Attributes:
-        drafted: its draft tokens, one for each node.
-        path: the nodes that the rule accepted, in order.
-        judged: number of places the rule judged: those of the accepted nodes, and one where it rejected all children.
-        tokens: the part of its run that it commits.
-        dropped: number of tokens of its run that lockstep dropped.
-        ended: whether the row ends with `tokens`.
-        finite: whether the target's logits after the accepted tokens were finite; if not, the run has no token there.
+        drafted: draft token of each node.
+        path: accepted nodes, in order.
+        judged: number of places judged: those of the accepted nodes, and one where the rule rejected all children.
+        tokens: committed part of the run.
+        dropped: number of tokens of the run that lockstep dropped.
+        ended: True if the row ends with `tokens`.
+        finite: True if the target's logits after the accepted tokens are finite; else the run has no token there.
         overlap: for a coupled draft, the diagnostic of `selfspec.decode.judge` at each draft token; else empty.
     """
 
@@ -220,7 +219,7 @@ class RowVerdict:
 
     @property
     def run_length(self) -> int:
-        """Tokens committed and dropped."""
+        """Number of tokens committed and dropped."""
         return len(self.tokens) + self.dropped
 
     def accepted_of(self, tokens: int) -> int:
@@ -244,13 +243,13 @@ class RowVerdict:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """Counts the outcome of a round for one unfinished row, for the controller.
+    """Counts the outcome of a round for one unfinished row.
 
     Attributes:
-        accepted: draft tokens accepted, committed or not.
-        committed: tokens committed, the bonus or recovered token included.
-        dropped: tokens accepted and then dropped to keep rows in lockstep.
-        strayed: accepted tokens off the chain that the first nodes of the tree form.
+        accepted: accepted draft tokens, committed or not.
+        committed: committed tokens, the bonus or recovered one included.
+        dropped: accepted tokens that lockstep dropped.
+        strayed: accepted tokens off the chain of the tree's first nodes.
     """
 
     judged: int

@@ -1,4 +1,4 @@
-"""Base classes: a drafter is a configuration, and its proposer turns the state of one generation into drafts."""
+"""Base classes: a drafter is a configuration; its proposer drafts in one generation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _Kind = TypeVar("_Kind")
 
 
 class Drafter(ABC):
-    """Proposes tokens. A drafter is a hashable configuration: it holds no state of a model or of a generation.
+    """Proposes tokens. A drafter is a hashable configuration, without the state of a model or a generation.
 
     Attributes:
-        declared: its names, and its text in help and docs: see `selfspec.draft.registry.drafter`.
+        declared: its names, with texts for help and docs: see `selfspec.draft.drafter`.
         runs: the part of a model that a draft step runs.
-        format: format of the substitutes that it runs layers with; None: it uses no substitutes.
-        sources: the drafters that it joins, in order; empty: it joins none.
-        own_nodes: the most nodes that verification reads for it besides those of a draft.
+        format: format of its substitutes; None: it uses none.
+        sources: the drafters that it joins, in order.
+        own_nodes: most nodes that verification reads for it besides the draft.
     """
 
     declared: ClassVar[tuple[Declaration, ...]] = ()
@@ -58,7 +58,7 @@ class Drafter(ABC):
         """
 
     def check(self, depth: int) -> None:
-        """Refuse a network of `depth` layers if the drafter does not fit it.
+        """Refuse a network of `depth` layers that the drafter does not fit.
 
         Raises:
             DraftConfigError: naming what is out of range.
@@ -67,7 +67,7 @@ class Drafter(ABC):
             source.check(depth)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        """Refuse a model that this drafter was not made for. Called once, when the model is wrapped.
+        """Refuse a model that the drafter was not made for; called once, when the model is wrapped.
 
         Raises:
             SelfSpecError: naming what does not fit.
@@ -89,7 +89,7 @@ class Drafter(ABC):
             source.check_joining()
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        """Read the drafter's substitutes from a file. Called when the model is wrapped, and after it is moved.
+        """Read the drafter's substitutes from a file; called when the model is wrapped, and after it is moved.
 
         Raises:
             SelfSpecError: the file cannot be used, or is another model's.
@@ -98,42 +98,42 @@ class Drafter(ABC):
             source.prepare(model, substitutes)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        """Estimate the draft cost ratio c: the cost of a draft step in plain steps; 0 if it runs no model."""
+        """Estimate the draft cost ratio c: the cost of a draft step in plain steps; 0 without a model."""
         return max((source.cost(model, adapter) for source in self.sources), default=0.0)
 
     def cache_bytes_read(self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int]) -> float:
-        """Count bytes of the model's keys and values that a draft step reads for rows of these lengths."""
+        """Count the bytes of the model's keys and values that a draft step reads for rows of these lengths."""
         return max((source.cache_bytes_read(model, adapter, lengths) for source in self.sources), default=0.0)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        """Count its memory beside a model, whose weights may be on the meta device; substitutes do not count."""
+        """Count the drafter's memory beside a model, without substitutes. Weights may be on the meta device."""
         return sum((source.own_bytes(model) for source in self.sources), OwnBytes())
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
-        """Return a drafter that drafts the same for a copy of the model that is saved to another folder."""
+        """Return a drafter that drafts the same for a copy of the model saved to another folder."""
         return self.mapped(lambda each: each if each is self else each.saved_from(model))
 
     @property
     def last(self) -> Drafter:
-        """The source that runs a model, else the last source; the drafter itself if it has no sources."""
+        """The source that runs a model, else the last source; without sources, the drafter itself."""
         found = [source.last for source in self.sources] or [self]
         return next((each for each in found if each.runs != "nothing"), found[-1])
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
-        """Return a copy with `change` applied to each drafter that it is made of, or to itself if it has no parts."""
+        """Return a copy with `change` applied to each of its drafters; without parts, to itself."""
         return change(self)
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
-        """Return the drafter that is written `this+behind`; None: a cascade of the two."""
+        """Return the drafter written `this+behind`; None: a cascade of the two."""
         return None
 
     def in_format(self, format: Format) -> Drafter | None:
-        """Return a copy with its own weights in a format; None: it has no weights that can be packed."""
+        """Return a copy with its own weights in a format; None: none of its weights can be packed."""
         return None
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> Drafter:
-        """Return the drafter that is written `name` or `name:argument`; the class declares this name.
+        """Return the drafter written `name` or `name:argument`, for a name that the class declares.
 
         Raises:
             ValueError: the argument is not of the grammar.
@@ -145,7 +145,7 @@ class Drafter(ABC):
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> Drafter:
-        """Return the drafter that is written `before+name:argument`; the class declares this name.
+        """Return the drafter written `before+name:argument`, for a name that the class declares.
 
         Raises:
             ValueError: the argument is not of the grammar, or the drafter does not go behind `before`.
@@ -155,7 +155,7 @@ class Drafter(ABC):
 
     @property
     def spelling(self) -> str | None:
-        """Its name and argument, as `spelled` reads them; None: they cannot express its whole configuration."""
+        """Name and argument that `spelled` reads; None: they cannot express the whole configuration."""
         try:
             return name_of(type(self)) if self == type(self)() else None
         except TypeError:
@@ -173,16 +173,16 @@ class Drafter(ABC):
 
 
 class Proposer(ABC):
-    """Drafts in one generation, and keeps the state that this takes. Made by `Drafter.begin`."""
+    """Drafts in one generation and keeps its state. `Drafter.begin` makes it."""
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
     """The match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`."""
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a tree of tokens, the same shape for all rows, or none if the controller advises against it.
+        """Propose a tree of tokens, of one shape for all rows, or none if the controller advises against it.
 
-        The cursors of the cache stay where they were. The budget has a depth of at least 1.
+        The cache's cursors stay in place. The budget has a depth of at least 1.
         """
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft | None:
@@ -192,7 +192,7 @@ class Proposer(ABC):
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
         """Return the offers of a proposer without a model to each running row, for `Union` to merge.
 
-        By default they are its draft, with the same trust in all tokens.
+        The default is its draft, with the same trust in all tokens.
         """
         found = self.look_up(rows, budget)
         if found is None or not found.length:
@@ -203,18 +203,18 @@ class Proposer(ABC):
     def read_prompt(  # noqa: B027 - most do not
         self, rows: RowsView, counts: Sequence[int], features: Features
     ) -> None:
-        """Learn from a pass over tokens of prompts, before they are committed.
+        """Learn from a pass over prompt tokens, before they are committed.
 
         Args:
             rows: the rows of the prompts.
-            counts: number of these tokens in each row; anything behind them is scrap.
+            counts: number of tokens read in each row; ignore any behind them.
             features: the target's states of these tokens.
         """
 
     def ask(self, draft: Draft, target: PassResult) -> None:  # noqa: B027 - most need nothing
-        """Start the copies from the device that `learn` will need, after a round is verified and before it is judged.
+        """Start the copies from the device that `learn` needs, after verification and before the verdict.
 
-        Nothing may wait here; the verdict waits for all copies started before it: see `device.HostCopy`.
+        Do not wait here; the verdict waits for all copies started before it: see `device.HostCopy`.
         """
 
     def learn(  # noqa: B027 - most do not
@@ -225,13 +225,13 @@ class Proposer(ABC):
         Args:
             rows: the rows as the draft saw them.
             draft: the draft of the round, from any source.
-            target: result of the pass that verified it; logits are the target's own, `[rows, nodes + 1, vocab]`.
+            target: result of the verification pass; logits are the target's own, `[rows, nodes + 1, vocab]`.
             verdict: the verdict on the draft.
         """
 
     @property
     def early_exit(self) -> Exit | None:
-        """The exit between two layers where it leaves the network, having skipped nothing; None: there is none."""
+        """The exit between two layers where the draft leaves the network with nothing skipped, or None."""
         return None
 
     @property
@@ -241,14 +241,14 @@ class Proposer(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """The part of `nbytes` that grows with the rows and their texts."""
+        """Part of `nbytes` that grows with the rows and their texts."""
         return 0
 
     def hold(self, rows: int, tokens: int) -> None:  # noqa: B027 - most keep nothing of rows
         """Make storage for `rows` rows of `tokens` committed tokens each, as the shared cache does."""
 
     def join(self, other: Self) -> None:  # noqa: B027 - most keep nothing of rows
-        """Append the rows of another batch, with the state that a proposer of the same drafter keeps for them."""
+        """Append the rows of another batch, with their state in a proposer of the same drafter."""
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - most keep nothing of rows
         """Keep the state of some rows alone, renumbered in the order given."""
@@ -261,7 +261,7 @@ class FreeProposer(Proposer):
 
     @abstractmethod
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose; the draft is empty if nothing is known of any unfinished row, or no draft would pay."""
+        """Propose a draft; empty if nothing is known of any unfinished row, or no draft would pay."""
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         found = self.look_up(rows, budget)
@@ -269,7 +269,7 @@ class FreeProposer(Proposer):
 
 
 class Stateless(Drafter, Proposer):
-    """Drafts without any state, so that the drafter is its own proposer."""
+    """Drafts without state: the drafter is its own proposer."""
 
     def begin(self, rows: RowsView) -> Proposer:
         return self
@@ -277,7 +277,7 @@ class Stateless(Drafter, Proposer):
 
 @dataclass(frozen=True)
 class Exit:
-    """Names the first layer that a draft leaves out, and the head that reads the states there, if not the own."""
+    """Names the first layer that a draft leaves out, and the head that reads the states there; None: the model's."""
 
     layer: int
     head: DraftHead | None
@@ -285,13 +285,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """Counts the memory that a drafter takes beside the model.
+    """Counts a drafter's memory beside the model, in bytes.
 
     Attributes:
-        weights: bytes of its weights.
-        token: bytes of its keys and values for one token of a row.
-        row: bytes for a row of any length.
-        copies: bytes for one token of a row of copies of the model's keys and values, which are made anew if missing.
+        token: keys and values for one token of a row.
+        row: memory of a row of any length.
+        copies: copies of the model's keys and values for one token of a row; they are made anew if missing.
     """
 
     weights: int = 0
@@ -301,7 +300,6 @@ class OwnBytes:
 
     @property
     def of_token(self) -> int:
-        """Bytes of one token of a row."""
         return self.token + self.copies
 
     def __add__(self, other: OwnBytes) -> OwnBytes:
@@ -310,17 +308,17 @@ class OwnBytes:
 
 
 class DraftMemory:
-    """Keeps a drafter's memory of texts for as long as the wrapper lives, in `RowsView.memories`."""
+    """Keeps a drafter's memory of texts as long as the wrapper lives, in `RowsView.memories`."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """Says how a drafter is written, and what it does.
+    """Gives a drafter's name and help text.
 
     Attributes:
         argument: the text after the name, such as `:FILE`; optional parts are in brackets.
-        example: the name with an argument that makes sense.
-        written: by itself, behind another draft and a `+`, or before drafts that it joins.
+        example: the name with a sensible argument.
+        written: by itself, behind another draft and a `+`, or before the drafts that it joins.
     """
 
     name: str
@@ -331,7 +329,7 @@ class Declaration:
 
     @property
     def form(self) -> str:
-        """Its grammar, such as `exit:E`."""
+        """Grammar, such as `exit:E`."""
         return ("draft+" if self.written == "behind" else "") + self.name + self.argument
 
 
@@ -343,9 +341,9 @@ def drafter(
     example: str = "",
     written: Literal["alone", "behind", "before"] = "alone",
 ) -> Callable[[type[_Kind]], type[_Kind]]:
-    """Declare a drafter's name; see `Declaration`. May be given twice, for a class with two names.
+    """Declare a drafter's name; see `Declaration`. Repeat it for a class with two names.
 
-    In a package of your own, name the class in the entry point group `selfspec.drafts` as well.
+    In your own package, name the class in the entry point group `selfspec.drafts` as well.
     """
 
     def declared(kind: type[_Kind]) -> type[_Kind]:
@@ -371,7 +369,7 @@ def _named() -> frozenset[str]:
 
 
 def read_number(text: str | None) -> int:
-    """Read the number of a layer, or of tokens: at most nine digits. Raises ValueError."""
+    """Read the number of a layer or of tokens, of at most nine digits; raise ValueError for other text."""
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""Drafting by leaving the network early: layers [0, E), then the model's own head, or one trained for this exit."""
+"""Drafting by early exit: layers [0, E), then the model's own head, or one trained for this exit."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from selfspec.model.tensor_parallel import check_on_one_process
 class EarlyExit(LayerPathDrafter):
     """Drafts from an exit layer, as in LayerSkip (Elhoushi et al., 2024).
 
-    Keys, values and exit states of layers [0, E) are exact, so verification resumes at layer E.
+    Keys, values and states of layers [0, E) are exact, so verification resumes at layer E.
 
     Attributes:
-        layer: the exit layer E, in 1..N-1 for a network of N layers: the draft runs layers [0, E).
+        layer: the exit layer E, in 1..N-1 for a network of N layers.
     """
 
     layer: int
@@ -80,10 +80,9 @@ class _Config:
 
 
 class ExitAdapter(nn.Module):
-    """Adds a norm and a gated MLP on a residual branch; untrained, it changes nothing and equals the plain exit.
+    """Adds a norm and a gated MLP of width `rank` on a residual branch; untrained, it changes nothing.
 
-    It reads one position at a time, so unlike an attention adapter (Kangaroo, Liu et al., 2024) it has no keys and
-    values: nothing has to be computed for the prompt or rolled back. `rank` is the width of the MLP.
+    It reads one position at a time, so it has no keys and values, unlike Kangaroo's attention (Liu et al., 2024).
     """
 
     def __init__(self, hidden: int, rank: int) -> None:
@@ -112,15 +111,14 @@ class ExitAdapter(nn.Module):
 class ExitHead(LayerPathDrafter):
     """Drafts from an exit layer through a head trained for it; the base model is unchanged.
 
-    The draft runs layers [0, E), the head's adapter, then the model's own norm and head. Keys, values and exit states
-    are the base's own, so verification resumes at layer E, as for `EarlyExit`. Related work: Kangaroo (Liu et al.,
-    2024) and the exits of Draft & Verify's successors.
+    The draft runs layers [0, E), an adapter, then the model's norm and head, and verification resumes at layer E.
+    Related: Kangaroo (Liu et al., 2024), and exits that follow Draft & Verify.
 
     Attributes:
         layer: the exit layer E.
         draft_head: the adapter, and the tokens that can be drafted.
         base: fingerprint of the base's weights.
-        source: the folder it was read from, for messages.
+        source: the folder that it was read from, for messages.
     """
 
     layer: int
@@ -130,7 +128,7 @@ class ExitHead(LayerPathDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, layer: int | None = None) -> ExitHead:
-        """Read an exit head from a folder of `selfspec train exit`; without `layer`, the one that was best in training.
+        """Read an exit head from a folder of `selfspec train exit`; without `layer`, its best exit in training.
 
         Raises:
             ExitHeadError: the files are missing, truncated, corrupt, of another format, or lack the exit.

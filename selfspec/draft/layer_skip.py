@@ -1,4 +1,4 @@
-"""Drafting with layers or sublayers left out: a skip set."""
+"""Drafting with a skip set: layers or sublayers left out."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 class LayerSkip(LayerPathDrafter):
     """Drafts with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
 
-    Everything before the first skipped sublayer is exact, so verification resumes there. `attention` and `mlp` list
-    the layers whose attention or MLP is skipped, `layers` the layers that are skipped whole.
+    Everything before the first skipped sublayer is exact, so verification resumes there. `attention`, `mlp` and
+    `layers` list the layers whose attention, MLP or whole is skipped.
     """
 
     attention: tuple[int, ...]
@@ -112,7 +112,7 @@ def _range(numbers: str) -> range:
 
 
 def layer_numbers(name: str, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return the layer numbers given for the argument `name`; refuse what is no list of different integers."""
+    """Return the layer numbers given for the argument `name`; refuse anything but a list of different integers."""
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise DraftConfigError(f"{name} must be a list of layer numbers, got {numbers!r}")
     listed = tuple(islice(numbers, MOST_LAYERS + 1))
@@ -140,7 +140,7 @@ class _Content:
 @drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
 @dataclass(frozen=True)
 class SkipFile(LayerPathDrafter):
-    """Drafts with a `LayerSkip` for the one checkpoint whose fingerprint is `base`; named by the file it came from."""
+    """Drafts with a `LayerSkip` for one checkpoint, the one with fingerprint `base`; named by its file."""
 
     skip: LayerSkip
     base: str
@@ -176,6 +176,6 @@ class SkipFile(LayerPathDrafter):
 
 
 def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:
-    """Write a skip set, the fingerprint of the weights it is for, and further facts about it."""
+    """Write a skip set, the fingerprint of its weights, and further facts about it."""
     found = _Content(2, base, list(skip.attention), list(skip.mlp), list(skip.layers))
     write_sealed(file, {**asdict(found), **about})

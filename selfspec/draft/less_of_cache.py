@@ -1,4 +1,4 @@
-"""Drafting over less of the cache: copies in fewer bits, a window, or the keys that the target attends to most."""
+"""Drafting over less of the cache: copies in fewer bits, a window, or the keys with most of the target's attention."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OverLessOfCache(AroundLayerPath):
 
 
 class OverPartOfCache(OverLessOfCache):
-    """Runs another path drafter, whose steps attend to a part of the cache, with its size as a number."""
+    """Runs another path drafter, whose steps attend to a part of the cache of a given size."""
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
@@ -84,10 +84,10 @@ class OverPartOfCache(OverLessOfCache):
 )
 @dataclass(frozen=True, eq=False)
 class CacheInBits(OverLessOfCache):
-    """Runs another path drafter, whose draft steps read the keys and values of committed tokens in `cache_bits` bits.
+    """Runs another path drafter, whose draft steps read committed keys and values in `cache_bits` bits.
 
-    The copies lie beside the exact keys and values, which the target reads; 4 bits take an eighth of the bytes of
-    float32. QuantSpec (Tiwari et al., 2025, arXiv 2502.10424) drafts this way.
+    The copies lie beside the exact ones, which the target reads; 4 bits take an eighth of float32's bytes. As in
+    QuantSpec (Tiwari et al., 2025, arXiv 2502.10424).
     """
 
     needs_masks = "reads its cache in another order, so that a draft cannot read copies of it"
@@ -137,9 +137,9 @@ LEAST = 4 * CHUNK
 class TopOfCache(OverPartOfCache):
     """Runs another path drafter, whose draft steps attend to `keys` tokens; a quarter of them are the latest.
 
-    The rest are the passages with most of the target's attention, summed over its layers and heads. A plain step that
-    keeps its attention measures this every 64 tokens. Layers with a sliding window attend to their window. SpecExtend
-    (Cha et al., 2025, arXiv 2505.20776) and SparseSpec (2025, arXiv 2512.01278) draft this way.
+    The rest are passages with most of the target's attention over layers and heads, measured in a plain step every 64
+    tokens. Layers with a sliding window keep it. As in SpecExtend (Cha et al., 2025, arXiv 2505.20776) and SparseSpec
+    (2025, arXiv 2512.01278).
     """
 
     needs_masks = "makes its masks itself, so that a draft cannot attend to some of its keys"
@@ -187,9 +187,8 @@ _MOST = 10**9 - 1
 class CacheWindow(OverPartOfCache):
     """Runs another path drafter, whose draft steps attend to the `recent` latest tokens and the first few, the sinks.
 
-    At long contexts a step reads more bytes of the cache than of the weights; the window bounds them for draft steps.
-    The target attends to all tokens. StreamingLLM (Xiao et al., 2024, arXiv 2309.17453) found the sinks, MagicDec
-    (Sadhukhan et al., 2024, arXiv 2408.11049) drafts this way.
+    It bounds the bytes read at long contexts; the target attends to all tokens. As in StreamingLLM (Xiao et al., 2024,
+    arXiv 2309.17453; sinks) and MagicDec (Sadhukhan et al., 2024, arXiv 2408.11049; drafts).
     """
 
     needs_masks = "makes its masks itself, so that a draft cannot attend to a window"

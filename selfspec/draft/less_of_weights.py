@@ -1,4 +1,4 @@
-"""Drafting with less of the weights: fewer experts, or fewer rows of the head, which are a reduced vocabulary."""
+"""Drafting with less of the weights: fewer experts, or fewer rows of the head (a reduced vocabulary)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selfspec.model.tensor_parallel import check_on_one_process
 
 
 class _WholeNetwork(LayerPathDrafter):
-    """Runs all layers unchanged, as the base of a drafter that changes something else."""
+    """Runs all layers unchanged, as the base of another drafter."""
 
     def path(self, depth: int) -> LayerPath:
         return LayerPath.full(depth)
@@ -36,9 +36,9 @@ class _WholeNetwork(LayerPathDrafter):
 )
 @dataclass(frozen=True, eq=False)
 class FewerExperts(AroundLayerPath):
-    """Runs all layers, or another path drafter, with at most `most` routed experts for each token, the likeliest.
+    """Runs all layers, or another path drafter, with the `most` likeliest routed experts for each token.
 
-    Shared experts always run. The model weights the chosen experts as if it had been made with so few.
+    Shared experts always run. The model weights the chosen experts as if it were made with so few.
     """
 
     draft_with: LayerPathDrafter = field(default_factory=_WholeNetwork)
@@ -97,10 +97,10 @@ class FewerExperts(AroundLayerPath):
 )
 @dataclass(frozen=True, eq=False)
 class ReducedVocabulary(AroundLayerPath):
-    """Runs another path drafter, whose draft steps read only the rows of the head for some distinct tokens.
+    """Runs another path drafter, whose draft steps read only the head's rows for some distinct tokens.
 
-    It is exact under every lossless rule, because q is 0 at all other tokens: the target may still choose them, and
-    then the draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
+    It is exact under every lossless rule, because q is 0 at all other tokens: the target may still choose them, and the
+    draft ends there. FR-Spec (Zhao et al., 2025) does this for draft models.
     """
 
     tokens: tuple[int, ...]

@@ -31,12 +31,11 @@ from selfspec.model.substitutes import (
     weights_of,
 )
 
-# Acceptance rates of siblings by rank that are assumed at first.
+# Prior acceptance rates of siblings by rank.
 _CHANCES = (0.95, 0.03, 0.01)
 
 
 def _by_formats(kind: type[LowPrecision]) -> type[LowPrecision]:
-    """Declare the names of the formats."""
     for each in reversed(list(formats().values())):
         kind = drafter(each.name, argument="[:FILE]", help=each.help)(kind)
     return kind
@@ -47,18 +46,17 @@ def _by_formats(kind: type[LowPrecision]) -> type[LowPrecision]:
 class LowPrecision(LayerPathDrafter):
     """Drafts with low-precision weights over the shared cache, as in QuantSpec (Tiwari et al., 2025).
 
-    The draft runs all layers, those before an exit or those that a skip set leaves, with substitutes of their linear
-    layers and experts: weights rounded once, read by weight-only kernels. Modules without a substitute run exactly.
-    Everything before the first layer that is left out or has substitutes is exact, so verification resumes there; with
-    no exact layer, verification starts from tokens. Keys and values of the draft are overwritten.
+    Linear layers and experts have substitutes, rounded once and read by weight-only kernels; other modules run exactly.
+    Verification resumes at the first layer left out or with substitutes, or starts from tokens if no layer is exact.
+    Keys and values of the draft are overwritten.
 
     Attributes:
-        format: how the weights are kept. `bits`, 8 or 4, and `group_size`, the weights that share a scale in 4 bits,
-            are another way to name it; 8 bits have one scale for each output.
-        layers: numbers of the layers that run with substitutes; None: all.
+        format: format of the weights, or `bits` (8 or 4) and `group_size` (weights that share a scale in 4 bits); 8
+            bits have one scale for each output.
+        layers: numbers of the layers with substitutes; None: all.
         exit: the layer before which the draft leaves the network; None: it runs to the end.
-        head_too: whether the language-model head is in fewer bits as well.
-        saved: the file that substitutes are read from; None: they are made when they are first used.
+        head_too: True if the language-model head is in fewer bits too.
+        saved: the file of the substitutes; None: they are made at first use.
         skip: the skip set of the draft, which then has no exit; None: it skips nothing.
     """
 
@@ -101,10 +99,9 @@ class LowPrecision(LayerPathDrafter):
 
     @classmethod
     def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
-        """Draft with substitutes that `save` or `selfspec quantize` wrote; format, layers and head come from the file.
+        """Draft with substitutes that `save` or `selfspec quantize` wrote; they are read when a model is wrapped.
 
-        The weights are read when a model is wrapped. The draft leaves the network before layer `exit`, or, if that is
-        None, runs to the end.
+        Format, layers and head come from the file. Without `exit`, the draft runs to the end.
 
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
@@ -125,12 +122,12 @@ class LowPrecision(LayerPathDrafter):
         """Make the substitutes of a model and write them to a file, for `from_file`.
 
         Args:
-            file: the file to write, bound to the model's weights by their fingerprint.
+            file: the file to write, bound to the fingerprint of the model's weights.
             model: any causal LM of a supported architecture.
             adapter: where it keeps its layers, for an architecture that selfspec does not know.
-            texts: token ids, each `[rows, tokens]`, without padding. Errors of 4 bits are compensated on the layers'
-                inputs there, which raises acceptance (GPTQ; Frantar et al., 2023). Empty: scales alone are fitted.
-            progress: called with the number of weights rounded so far, and the number of all weights.
+            texts: token ids, each `[rows, tokens]`, without padding, that compensate errors of 4 bits and raise
+                acceptance (GPTQ; Frantar et al., 2023). Empty: scales alone are fitted.
+            progress: called with the number of weights rounded so far, and of all weights.
 
         Raises:
             DraftConfigError: the draft does not fit the model, none of its layers has a substitute, texts are given for
@@ -207,7 +204,7 @@ class LowPrecision(LayerPathDrafter):
 
     @property
     def fewer(self) -> LayerPathDrafter | None:
-        """The drafter whose path leaves layers out; None: all layers run."""
+        """Drafter whose path leaves layers out; None: all layers run."""
         return self.skip if self.exit is None else EarlyExit(self.exit)
 
     @property
@@ -259,7 +256,6 @@ class LowPrecision(LayerPathDrafter):
 
 
 def _of_bits(bits: object, group_size: object) -> Format:
-    """Return the format of integers in 8 or 4 bits."""
     if type(bits) is not int or bits not in (4, 8):
         raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
     # Other sizes of groups than 4 bits have are refused for 8 bits as well.

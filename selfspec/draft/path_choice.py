@@ -1,9 +1,4 @@
-"""Drafting along the best of a family of paths, all of which are tried every few rounds.
-
-They are tried in a pass that runs anyway, so that weights are read once for any number of paths. Exits use the states
-of the pass itself. Paths that leave out layers read tokens again, once for each column: along the whole network, along
-each given path, and along paths that dynamic programming makes during the pass, as in CLaSp.
-"""
+"""Drafting along the best of a family of paths, all tried every few rounds in a verification pass that runs anyway."""
 
 from __future__ import annotations
 
@@ -46,23 +41,18 @@ _MEMORY, _PRIOR = 0.8, 2.0
 
 
 class ChosenPath(Drafter):
-    """Drafts along one path of a family, all of which leave out whole layers, and chooses the path during generation.
+    """Drafts along one path of a family, chosen during generation; all paths leave out whole layers.
 
-    Every few rounds, verification tries all paths on the first tokens that it reads; see `PathTrial`. The choice weighs
-    how often a path's tokens would be accepted, at accepted tokens, against the path's cost. Trials become rare while
-    family and choice stay the same. Both depend on earlier rounds alone, so the output is exact under every rule. Where
-    drafts of a row may not depend on other rows (see `FixedLength`), the first path drafts.
+    Every few rounds, verification tries all paths on its first tokens; the choice weighs acceptance rate against cost.
+    It depends on earlier rounds alone, so the output is exact under every rule. Where rows are apart (see
+    `FixedLength`), the first path drafts.
     """
 
     runs = "layers"
 
     @abstractmethod
     def family(self, depth: int) -> Sequence[LayerPathDrafter]:
-        """Return the paths for a network of `depth` layers; the first one drafts before any trial.
-
-        Raises:
-            DraftConfigError: the network has no such paths.
-        """
+        """Return the paths of a network of `depth` layers, the initial one first; raise DraftConfigError if none."""
 
     @abstractmethod
     def trial(self, family: Sequence[LayerPathDrafter], depth: int, rows: RowsView) -> Trial:
@@ -93,14 +83,13 @@ def _tokens_of(rows: RowsView) -> int:
 
 @dataclass
 class Worth:
-    """Holds what trials found of a path: tokens tried, how many of them would be accepted, and the cost of a step."""
+    """Holds a path's trial results: tokens tried, how many of them would be accepted, and the cost of a step."""
 
     cost: float
     accepted: float = 0.0
     tokens: float = 0.0
 
     def count(self, chance: float, tokens: int) -> None:
-        """Count a trial with its acceptance rate and its number of tokens."""
         self.accepted = _MEMORY * self.accepted + chance * tokens
         self.tokens = _MEMORY * self.tokens + tokens
 
@@ -168,7 +157,7 @@ class ChosenPathProposer(LayerPathProposer):
         self._choose(rows)
 
     def _count(self, tried: Tried, read: Sequence[tuple[int, int]]) -> None:
-        """Count the result of a trial at some tokens, each given by its row's place and its own."""
+        """Count a trial's result at some tokens, each given by its row's place and its own."""
         places, tokens = map(list, zip(*read, strict=True))
         chances: list[float] = tried.chances[places, tokens].mean(0).tolist()
         for worth, chance in zip(self.family.values(), chances[1 + self._looked_for :], strict=True):
@@ -195,7 +184,6 @@ class ChosenPathProposer(LayerPathProposer):
         return LayerSkip(layers=sorted(out))
 
     def _add(self, path: LayerPathDrafter) -> None:
-        """Add a path to the family; if that is full, in place of the worst path other than the chosen one."""
         if path in self.family:
             return
         if len(self.family) == FAMILY:
@@ -204,14 +192,12 @@ class ChosenPathProposer(LayerPathProposer):
         self.family[path] = self._unknown(path)
 
     def _rates(self) -> dict[LayerPathDrafter, float]:
-        """Return the acceptance rate of each path, shrunk towards the mean of all paths."""
+        """Return each path's acceptance rate, shrunk towards the mean of all paths."""
         worths = self.family.values()
         mean = sum(each.accepted for each in worths) / sum(each.tokens for each in worths)
         return {path: (each.accepted + _PRIOR * mean) / (each.tokens + _PRIOR) for path, each in self.family.items()}
 
     def _choose(self, rows: RowsView) -> None:
-        """Choose the path that commits most for its cost, at the best draft length for each path."""
-
         def speed(path: LayerPathDrafter) -> float:
             steps, rate = self.family[path].cost / self._first_cost, rates[path]
             return max(
@@ -242,8 +228,6 @@ class ChosenPathProposer(LayerPathProposer):
 @dataclass(frozen=True)
 class ChosenExit(ChosenPath):
     """Drafts from an exit layer that adapts to the text, as in DEL (Zarch et al., 2025, arXiv 2504.05598).
-
-    The controller chooses the draft length, as for all drafts.
 
     Attributes:
         earliest: the first exit layer.
@@ -285,7 +269,7 @@ class ChosenSkips(ChosenPath):
     """Drafts with a skip set that adapts to the text, as in CLaSp (Chen et al., 2025, arXiv 2505.24196).
 
     Attributes:
-        layers: size M of the skip set. The first set spreads its layers evenly.
+        layers: size M of the skip set; the first set spreads its layers evenly.
     """
 
     layers: int
@@ -322,10 +306,7 @@ class ChosenSkips(ChosenPath):
 
 @dataclass(frozen=True)
 class Trial(Behind):
-    """Tries paths on some of the first tokens of a block, one path for each column; column 0 is the whole network.
-
-    The result is a `Tried`. At most `tokens` tokens are tried; `greedy` decoding takes the likeliest ones.
-    """
+    """Tries paths on at most `tokens` tokens of a block, one path for each column; column 0 is the whole network."""
 
     first: ClassVar[int]
     """The first node to try."""
@@ -355,14 +336,14 @@ class Trial(Behind):
         return result.split(rows, width, self.tried(result.logits, width, choices))
 
     def added_to(self, block: Tensor, tree: Tree) -> Tensor:
-        """Return the tokens of a draft's block and of the trial's own nodes, `[rows, 1 + nodes]`."""
+        """Return the tokens of the block and of the trial's own nodes, `[rows, 1 + nodes]`."""
         return block
 
     @abstractmethod
     def view(self, model: nn.Module, adapter: Adapter, behind: int, choices: list[Tensor]) -> nn.Module:
-        """Make a view of a model that is called like it, reads `behind` tokens as it does, and appends paths' logits.
+        """Make a view of a model that reads `behind` tokens as the model does, and appends the paths' logits.
 
-        `choices` receives, for each layer, which columns leave it out, `[rows, tokens, most]`, if any may.
+        `choices` receives, for each layer, the columns that leave it out, `[rows, tokens, most]`, if any may.
         """
 
     @abstractmethod
@@ -379,7 +360,7 @@ class Trial(Behind):
 
 @dataclass(frozen=True)
 class ExitTrial(Trial):
-    """Tries exit layers, each given by the first layer left out, on the block itself, whose states there are exact."""
+    """Tries exit layers on the block itself, whose states are exact; an exit is the first layer left out."""
 
     first = -1
 
@@ -416,10 +397,11 @@ class ExitTrial(Trial):
 
 @dataclass(frozen=True)
 class PathTrial(Trial):
-    """Tries skip sets on tokens of a draft, which are read again in nodes of their own.
+    """Tries skip sets on draft tokens, which are read again in nodes of their own.
 
-    Columns 1 to `most` search a skip set of this size. After each layer, column j has the state nearest to column 0's
-    that skips j of the layers so far: its own state after the layer, or the state of column j - 1 before the layer.
+    Columns 1 to `most` search a skip set of this size by dynamic programming. After each layer, column j keeps the
+    state nearest to column 0's that skips j of the layers so far: its own after the layer, or that of column j - 1
+    before it.
     """
 
     first = 0
@@ -480,10 +462,7 @@ class PathTrial(Trial):
 
 @dataclass(frozen=True)
 class Tried:
-    """Holds the acceptance rates of tokens drafted along each path, `[rows, tokens, columns]`.
-
-    `choices` says which columns of the search leave out which layers, `[rows, tokens, most, layers]`.
-    """
+    """Holds acceptance rates, `[rows, tokens, columns]`, and the search's skips, `[rows, tokens, most, layers]`."""
 
     chances: Tensor
     choices: Tensor | None
@@ -502,6 +481,6 @@ class Tried:
 
 
 def _nearness(states: Tensor, target: Tensor) -> Tensor:
-    """Return the cosine between the states of each column and the target's, `[rows, tokens, columns]`."""
+    """Return the cosine of each column's states with the target's, `[rows, tokens, columns]`."""
     near = cosine_similarity(states.float(), target.float(), dim=-1)
     return near.mean(0) if near.ndim > 3 else near

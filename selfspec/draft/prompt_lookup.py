@@ -1,4 +1,4 @@
-"""Drafting without a model: the tokens that followed when the text last ended as it does now."""
+"""Drafting without a model: the tokens that followed an earlier match of the text's end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _LONGEST = 64
 class PromptLookup(Drafter):
     """Copies from prompt and output: prompt look-up decoding (Saxena, 2023; LLMA, Yang et al., 2023).
 
-    The draft is deterministic, so q is one-hot at its tokens. A row without a match gets its own last token as filler;
-    any guess keeps the output exact.
+    Nothing is drawn, so q is one-hot. A row without a match gets its last token as filler.
 
     Attributes:
         shortest: tokens of the shortest match that counts, at least 1.
-        longest: the most tokens of a match that count, at most 64. The latest of the longest matches is copied.
+        longest: most tokens of a match that count, at most 64. The latest of the longest matches is copied.
     """
 
     shortest: int = 2
@@ -49,7 +48,7 @@ class PromptLookup(Drafter):
 
 
 class LookUpProposer(FreeProposer):
-    """Copies from each row's own text and its source; `PromptLookup` sets the match lengths."""
+    """Copies from each row's own text and its source."""
 
     def __init__(self, shortest: int, longest: int, sources: Sequence[Sequence[int]]) -> None:
         self._shortest, self._longest = shortest, longest
@@ -93,10 +92,7 @@ MOST_PLACES = 64
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-    """Return the places of the tokens that follow a context in a text, for each match length from 1 that occurs.
-
-    No token of the context may be `NONE`.
-    """
+    """Return the places after a context without `NONE` in a text, for each match length from 1 that occurs."""
     found: list[NDArray[np.int64]] = []
     ends = np.flatnonzero(tokens[:-1] == context[-1]) + 1
     for length in range(1, min(longest, len(context)) + 1):
@@ -111,14 +107,14 @@ def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDAr
 
 @dataclass(frozen=True)
 class Match:
-    """Holds the token that follows the latest earlier place that ends as a text does, and how many tokens are equal."""
+    """Holds the place after the latest earlier match of a text's end, and the number of equal tokens."""
 
     end: int
     length: int
 
 
 def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
-    """Return the longest earlier match, of `shortest` to `longest` tokens, of the end of a text, the latest one."""
+    """Return the latest of the longest earlier matches, of `shortest` to `longest` tokens, of a text's end."""
     places = places_in(tokens, tokens[-longest:].tolist(), longest) if len(tokens) else []
     if len(places) < shortest:
         return None
@@ -128,13 +124,13 @@ def last_match(tokens: Tokens, shortest: int, longest: int) -> Match | None:
 
 
 def following(tokens: Tokens, match: Match, length: int) -> list[int]:
-    """Return the `length` tokens after a match; at the end of the text they start again behind the match, as a loop."""
+    """Return the `length` tokens after a match; at the text's end they start again after the match."""
     found: list[int] = tokens[match.end + np.arange(length) % (len(tokens) - match.end)].tolist()
     return found
 
 
 class OwnText:
-    """Holds the growing text of a row, of `length` tokens, behind its source, which an encoder has read."""
+    """Holds a row's growing text, of `length` tokens, after its source, which an encoder has read."""
 
     def __init__(self, source: Sequence[int] = ()) -> None:
         self._tokens: Tokens = np.empty(256, dtype=np.int32)
@@ -149,7 +145,6 @@ class OwnText:
         return self._tokens[: self._before + self.length]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
         start = self._before + self.length
         if start + len(tokens) > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens), np.asarray(tokens, np.int32)])

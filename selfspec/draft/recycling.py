@@ -1,4 +1,4 @@
-"""Drafting from the candidates that earlier passes left over for each place, grown into a tree without a model."""
+"""Drafting without a model: a tree of the candidates that earlier passes left over for each place."""
 
 from __future__ import annotations
 
@@ -36,23 +36,21 @@ _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.
 @drafter("recycle", help="trees of candidates that earlier passes left over")
 @dataclass(frozen=True)
 class Recycling(Drafter):
-    """Token Recycling (Luo et al., 2024, arXiv 2408.08696): drafts trees without a model and without training.
+    """Drafts trees by Token Recycling (Luo et al., 2024, arXiv 2408.08696), without a model and without training.
 
-    A table holds, for contexts of one to a few tokens, the candidates that followed when the target last ran them, in
-    any text and place, rejected nodes included, and the tokens that followed in prompts. The draft is the tree that
-    these candidates grow into, after the longest known context at each place. Text that comes again is drafted as in
-    REST (He et al., 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), with the
-    target's other candidates beside it. Nothing is drawn, so q is one-hot at each node.
+    A table holds, for contexts of a few tokens, the candidates that followed when the target last ran them, rejected
+    nodes included, and what followed in prompts. The draft is the tree of these candidates after the longest known
+    contexts. Repeated text is drafted as in REST (He et al., 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et al.,
+    2024, arXiv 2411.04975), with other candidates beside it. Nothing is drawn, so q is one-hot.
 
-    The table belongs to the wrapper: later generations draft from the candidates of earlier ones. Under greedy decoding
-    and under `coupled` that changes speed alone; with other sampling, a seed repeats its tokens only with a new
-    wrapper. Where rows are apart (see `FixedLength`), a row has a chain, from the table before the call and from the
-    row's own candidates since; the wrapper's table takes these over once the last row has ended.
+    The wrapper keeps the table. Under greedy decoding and `coupled` it changes speed alone; with other sampling, a seed
+    repeats its tokens only with a new wrapper. Where rows are apart (see `FixedLength`), a row has a chain, from the
+    table before the call and its own candidates since, which the table takes over once the last row ends.
 
     Attributes:
         candidates: number kept for each context, 1 to 64.
-        longest: tokens of the longest context, 1 to 16; 1 gives the table of the paper.
-        most_bytes: size of the table, 8 KiB to 16 GiB. When it is full, new contexts replace older ones.
+        longest: tokens of the longest context, 1 to 16; 1 gives the paper's table.
+        most_bytes: size of the table, 8 KiB to 16 GiB; when it is full, new contexts replace older ones.
     """
 
     candidates: int = 8
@@ -77,7 +75,7 @@ class Recycling(Drafter):
 
 
 class RecyclingMemory(DraftMemory):
-    """Keeps candidates, and the acceptance rates of their ranks after contexts of one token, of two, and so on."""
+    """Keeps candidates, and the acceptance rates of their ranks by context length."""
 
     def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
         self._size = (candidates, longest, nbytes)
@@ -132,7 +130,7 @@ class RecyclingProposer(FreeProposer):
         return self._proposed
 
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return the offer to each running row: the tree of `look_up`, for each row by itself."""
+        """Return each running row's offer: the tree of `look_up` for the row alone."""
         contexts = self._contexts(rows)
         lengths = self._known(rows, contexts).tolist()
         return [
@@ -165,7 +163,6 @@ class RecyclingProposer(FreeProposer):
                 self._memory.table.take(table)
 
     def _table(self, row: int) -> CandidateTable:
-        """Return the table that a row drafts from and teaches: its own where rows are apart, else the wrapper's."""
         return self._tables[row] if self._rows_apart else self._memory.table
 
     def _offer(self, row: int, context: NDArray[np.int64], length: int, budget: Budget) -> Offer:
@@ -180,7 +177,7 @@ class RecyclingProposer(FreeProposer):
         return Offer(length, shares)
 
     def _known(self, rows: RowsView, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the tokens of the longest known context of each running row, `[rows]`."""
+        """Count the tokens of each running row's longest known context, `[rows]`."""
         if not self._rows_apart:
             return self._memory.table.find(contexts).lengths
         each = zip(rows.running, contexts, strict=True)
@@ -195,13 +192,13 @@ class RecyclingProposer(FreeProposer):
         return chains(rows, found, match_length=_CANDIDATES)
 
     def _contexts(self, rows: RowsView) -> NDArray[np.int64]:
-        """Return the last tokens of each running row, `[rows, longest]`."""
+        """Return each running row's last tokens, `[rows, longest]`."""
         ends = [rows.text(row, max(rows.text_length(row) - self._longest, 0)) for row in rows.running]
         return np.array([[*[NONE] * (self._longest - len(end)), *end] for end in ends], dtype=np.int64)
 
 
 def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-    """Return the context that ends at the last committed token and at each node, `[rows, nodes + 1, longest]`."""
+    """Return the contexts that end at the last committed token and at each node, `[rows, nodes + 1, longest]`."""
     ends = np.empty((len(contexts), len(tree) + 1, contexts.shape[1]), dtype=np.int64)
     ends[:, 0] = contexts
     for node, parent in enumerate(tree.parents):
@@ -230,9 +227,8 @@ class Found:
 class CandidateTable:
     """Keeps the `kept` likeliest next tokens after contexts of one to `longest` tokens, as the target last gave them.
 
-    With contexts of one token it is the matrix of Token Recycling. Its size is limited: a context lies at the place of
-    its hash, where a newer context replaces an older one. Where the table `under` it knows a longer context, that table
-    is read; it is never changed.
+    A context lies at the place of its hash, where a newer one replaces it. A longer context known to the table `under`
+    it goes first; that table never changes.
     """
 
     def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
@@ -244,11 +240,10 @@ class CandidateTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the contexts that it holds."""
         return int(np.count_nonzero(self._keys)) * (8 + 4 * self.kept)
 
     def find(self, contexts: NDArray[np.int64]) -> Found:
-        """Return the candidates after contexts, `[..., longest]`, for the longest known end of each context."""
+        """Return the candidates after the longest known end of each context, `[..., longest]`."""
         keys = _keys(contexts.reshape(-1, self.longest))
         lengths, places = np.arange(self.longest), self._places(keys)
         known = self._keys[lengths, places] == keys
@@ -262,7 +257,7 @@ class CandidateTable:
         return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
 
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
-        """Replace the candidates, `[n, kept]` or fewer, after contexts, `[n, longest]`; of equal ones the last."""
+        """Replace the candidates, `[n, kept]` or fewer, after contexts, `[n, longest]`; the last of equal ones wins."""
         keys = _keys(contexts)
         lengths, places = np.arange(self.longest), self._places(keys)
         missing = self.kept - candidates.shape[1]
@@ -286,7 +281,7 @@ class CandidateTable:
                 self._put_first(length, keys[chosen], followers[chosen])
 
     def grown(self, contexts: NDArray[np.int64], tree: Tree) -> NDArray[np.int64]:
-        """Return tokens of nodes, `[rows, nodes]`, the candidates after contexts `[rows, longest]`, likeliest first."""
+        """Return the nodes' tokens, `[rows, nodes]`: candidates after contexts, `[rows, longest]`, likeliest first."""
         tokens = np.empty((len(contexts), len(tree)), dtype=np.int64)
         ends, known = {-1: contexts}, {}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
@@ -299,20 +294,19 @@ class CandidateTable:
         return tokens
 
     def take(self, other: CandidateTable) -> None:
-        """Copy all contexts that another table holds itself; both tables have the same `kept` and `longest`."""
+        """Copy all contexts that another table of the same `kept` and `longest` holds itself."""
         for length, keys in enumerate(other._keys):
             held = np.flatnonzero(keys)
             places = self._places(keys[held])
             self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
 
     def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """Return the candidates after contexts, `[n, kept]`, `NONE` for unknown contexts."""
         places = self._places(keys)
         below = NONE if self._under is None else self._under._held(length, keys)
         return np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], below)
 
     def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
-        """Put one token before the other candidates of each context, all of which differ."""
+        """Put one token before the other candidates of each context; the contexts must differ."""
         places = self._places(keys)
         rows = self._held(length, keys)
         same = rows == tokens[:, None]
@@ -326,7 +320,7 @@ class CandidateTable:
 
 
 def _keys(contexts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the last token of each context, its last two, ... all: `[n, longest]`; 0 is for no context."""
+    """Return hashes of each context's last token, last two, ... all, `[n, longest]`; 0 means no context."""
     tokens = (contexts[:, ::-1] + 2).astype(np.uint64)
     keys = np.empty_like(tokens)
     key = np.ones(len(tokens), dtype=np.uint64)

@@ -1,7 +1,7 @@
 """Drafters by name: those of this package, those that other packages declare, and `module:Class`.
 
-`exit:4`, `int8`, `int4+exit:20`, `lookup+recycle+int8`, `union:suffix+exit:4`, `exit:4+vocab:FILE`, `none`. A `+` joins
-drafts where a name follows it; anywhere else it belongs to the name of a file.
+Examples: `exit:4`, `int4+exit:20`, `lookup+recycle+int8`, `union:suffix+exit:4`, `exit:4+vocab:FILE`, `none`. A `+`
+joins drafts if a name follows it; elsewhere it belongs to a file name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _RUN_TOGETHER = re.compile(r"([a-z]+)[-_=@ ]?(\d+)", re.ASCII)
 
 @cache
 def kinds() -> Mapping[str, type[Drafter]]:
-    """Return the declared drafters by name: those of this package first, and of these the ones that run its layers.
-
-    Raises:
-        DraftConfigError: a package declares a name that is taken, or names something that is no drafter.
-    """
+    """Return declared drafters by name, this package's first; raise DraftConfigError if a name is taken or unusable."""
     found: dict[str, type[Drafter]] = {}
     for module in sorted(each.name for each in pkgutil.walk_packages(selfspec.draft.__path__, "selfspec.draft.")):
         for kind in vars(import_module(module)).values():
@@ -61,12 +57,7 @@ def declarations() -> list[Declaration]:
 
 
 def parse_draft(text: str) -> Drafter | None:
-    """Return the drafter that `text` names; None for plain decoding.
-
-    Raises:
-        DraftConfigError: the text is not of the grammar, or a file that it names cannot be used.
-        SelfSpecError: something else on disk that it names cannot be used.
-    """
+    """Return the drafter that `text` names, None for plain decoding; raise SelfSpecError if it cannot be used."""
     if not isinstance(text, str) or "\0" in text:
         raise _misread(text)
     if text.strip() == PLAIN:
@@ -81,19 +72,18 @@ def parse_draft(text: str) -> Drafter | None:
 
 
 def draft_name(drafter: Drafter | None) -> str:
-    """Return the name of a draft: `exit:4`, `lookup+int8`, `none`; its `repr` if it has no name."""
+    """Return the name of a draft, such as `lookup+int8` or `none`; its `repr` if it has no name."""
     return PLAIN if drafter is None else drafter.spelling or repr(drafter)
 
 
 def parts_of(text: str) -> list[str]:
-    """Split a name where a `+` comes before the name of a kind: `lookup`, `exit:4` of `lookup+exit:4`."""
+    """Split a name where a `+` comes before a drafter's name: `lookup+exit:4` into `lookup` and `exit:4`."""
     known = "|".join(re.escape(name) for name in kinds())
     of_a_class = r"[A-Za-z_][\w.]*:[A-Z]\w*"
     return [part.strip() for part in re.split(rf"\+(?=\s*(?:{known}|{of_a_class})(?:[:+\s]|$))", text)]
 
 
 def _joined(parts: Sequence[str]) -> Drafter:
-    """Return the drafter that the parts between `+` name."""
     sources: list[Drafter] = []
     for place, part in enumerate(parts):
         name, colon, argument = part.partition(":")
@@ -148,7 +138,7 @@ def _as_drafter(kind: object, named: str) -> type[Drafter]:
 
 
 def _misread(text: object) -> DraftConfigError:
-    """Return the error for a draft that is not of the grammar: how it is written, or what was probably meant."""
+    """Return the error for a draft that is not of the grammar, with the form to write or the likely meaning."""
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
     short = {f"{name}{form}" for name in forms for form in (":FOLDER", "[:FOLDER]")}
@@ -177,7 +167,6 @@ def _misread(text: object) -> DraftConfigError:
 
 
 def _meant(part: str, names: Sequence[str]) -> str:
-    """Return the part with an unknown kind replaced by the nearest known one."""
     kind, colon, rest = part.strip().partition(":")
     if kind in names:
         return part.strip()

@@ -1,4 +1,4 @@
-"""The view that a drafter has of a generation, and drafts whose rows are chains of different lengths."""
+"""A drafter's view of a generation, and drafts of chains of different lengths."""
 
 from __future__ import annotations
 
@@ -20,60 +20,40 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """Holds a drawn child of each of some nodes, `[rows, nodes]`, and the q it was drawn from, `[rows, nodes, vocab]`.
-
-    Under greedy decoding q is None: a token is accepted if it is the target's own choice.
-    """
+    """Holds a drawn child of some nodes, `[rows, nodes]`, and its q, `[rows, nodes, vocab]`; None: greedy decoding."""
 
     token: Tensor
     q: Tensor | None
 
 
 class DraftController(Protocol):
-    """Answers a drafter's questions to the controller of a generation.
-
-    Attributes:
-        most: the largest budget of a round.
-    """
+    """Answers a drafter's questions about costs and draft lengths; `most` is the largest budget of a round."""
 
     most: Budget
 
     def tries(self, match: int) -> bool:
-        """Return whether a source may draft in this round: a look-up with a match of `match` tokens, or the model (0).
-
-        Ask once for each source in a round.
-        """
+        """Return whether a source with this match (0: the model) may draft now; ask once for each source in a round."""
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        """Return whether a look-up with this match length promises more than the sources behind it, as in `tries`.
-
-        The measure is the tokens that recent rounds with such drafts committed for their cost.
-        """
+        """Return whether this look-up promises more than the sources behind it, by recent tokens for their cost."""
 
     def round_cost(self, steps: int, nodes: int) -> float:
-        """Return the cost in plain steps of a round with this many draft steps and draft tokens."""
+        """Return a round's cost in plain steps, by its draft steps and draft tokens."""
 
     def price(self, steps: float, nodes: int) -> float:
-        """Return the cost in plain steps of a round, for comparing drafts of different sources.
-
-        Unlike `round_cost` it is an estimate that is the same for every batch size; no draft length depends on it.
-        """
+        """Estimate a round's cost in plain steps, alike for all batch sizes; it compares sources, not draft lengths."""
 
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
-        """Choose the shape of the model's draft where it may have branches.
-
-        `chances` are the acceptance rates of siblings by rank where their place is reached, the likeliest first.
-        """
+        """Choose the shape of the model's draft by siblings' acceptance rates at a place reached, likeliest first."""
 
     def look_up_length(self, share: float) -> int:
         """Return the most tokens worth looking up if this share of the pacing rows has a match; 0: none."""
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        """Return whether to draft another token after the last one, which is kept in any case.
+        """Return whether to draft another token, or another level of a tree, after the last token.
 
-        In a tree, the last one is the first token of its level. `confidences` returns, for each row, the largest
-        probability where it was drawn, 0 without a distribution; it waits for the device, so it is called only if
-        needed. Dropping a token because of its score would bias the output; ending the draft after it does not.
+        `confidences` returns each row's largest probability there (at a level's first token), 0 without a distribution;
+        it waits for the device. The last token is kept in any case: dropping it because of its score biases the output.
         """
 
 
@@ -86,7 +66,7 @@ class RowsView(Protocol):
 
     @property
     def running(self) -> Sequence[int]:
-        """Numbers of the rows that passes run, in the order in which tensors hold them."""
+        """Numbers of the rows that passes run, in the order of tensors."""
 
     @property
     def unfinished(self) -> AbstractSet[int]:
@@ -94,7 +74,7 @@ class RowsView(Protocol):
 
     @property
     def pacing(self) -> AbstractSet[int]:
-        """Numbers of the rows whose progress decides how fast the batch is."""
+        """Numbers of the rows whose progress sets the pace of the batch."""
 
     @property
     def last_tokens(self) -> Tensor:
@@ -102,27 +82,27 @@ class RowsView(Protocol):
 
     @property
     def are_text(self) -> bool:
-        """True if prompts are token ids alone, without embeddings and without a past of other tokens."""
+        """True if prompts are token ids alone, without embeddings or a past of other tokens."""
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """Return the prompt and the committed tokens of a row, without padding, from token `start` on."""
+        """Return a row's prompt and committed tokens, without padding, from token `start` on."""
 
     def source(self, row: int) -> list[int]:
-        """Return the tokens that an encoder has read for a row, if its vocabulary is the text's; else none."""
+        """Return the tokens that an encoder read for a row, if its vocabulary is the text's; else none."""
 
     def text_length(self, row: int) -> int:
-        """Count the prompt and committed tokens of a row."""
+        """Count a row's prompt and committed tokens."""
 
     def remaining(self, row: int) -> int:
         """Return the most tokens that a row may still commit."""
 
     @property
     def longest(self) -> int:
-        """Largest committed length of any row, prompt included."""
+        """Largest text length of any row, prompt included."""
 
     @property
     def controller(self) -> DraftController:
-        """The controller, which decides how long drafts are."""
+        """Controller, which decides draft lengths."""
 
     @property
     def greedy(self) -> bool:
@@ -138,24 +118,24 @@ class RowsView(Protocol):
 
     @property
     def rows_apart(self) -> bool:
-        """True if drafts of a row must be those that it would have alone; constant in a generation."""
+        """True if a row's drafts must be those it would have alone; constant in a generation."""
 
     @property
     def in_lockstep(self) -> bool:
-        """True if all rows commit only as many tokens of this round as the slowest row does.
+        """True if all rows commit only as many tokens of this round as the slowest row.
 
-        Then the tokens that one row accepts early in a draft must not depend on later tokens of another row. So the
-        shape of a level may depend on the tokens down to it, and on no later ones.
+        Then a row's early draft tokens must not depend on another row's later ones, nor a level's shape on tokens below
+        it.
         """
 
     def budget_of(self, row: int, budget: Budget) -> Budget:
-        """Return the part of a round's budget that a row may use."""
+        """Return a row's part of a round's budget."""
 
     def row_lengths(self, draft: Draft) -> list[int]:
-        """Return the depth up to which a draft is judged in each running row."""
+        """Return the depth to which a draft is judged in each running row."""
 
     def no_draft(self) -> Draft:
-        """Return a draft of no tokens."""
+        """Return a draft without tokens."""
 
     def open_block(self, tree: Tree) -> None:
         """Make room in the shared cache for a draft of this shape, before its first pass."""
@@ -163,30 +143,29 @@ class RowsView(Protocol):
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         """Return the scores to draw draft tokens by, `[rows, places, vocab]`: logits after processors and warpers.
 
-        `drafted` are the draft tokens on the path to the last of these places, pieces of `[rows, tokens]`.
+        `drafted` holds the draft tokens on the path to the last of these places, in pieces of `[rows, tokens]`.
         """
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
         """Draw a child of each of some nodes at one depth from their scores, `[rows, nodes, vocab]`.
 
-        `node` is the number of the first of these nodes, -1 for the last committed token; `place` is the number of
-        tokens drawn for this draft before.
+        `node` is the first of these nodes, -1 for the last committed token; `place` counts this draft's earlier draws.
         """
 
     def draws(self, steps: int) -> Draws | None:
-        """Return the draws of a chain if each takes the logits of its place alone, on a CPU; else None."""
+        """Return the draws of a chain, if each takes the logits of its place alone, on a CPU; else None."""
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner of the model over the shared cache."""
+        """Runner of the model over the shared cache."""
 
     @property
     def programs(self) -> GraphCache | None:
-        """The wrapper's recorded passes; None: the stock modules run every pass."""
+        """Recorded passes of the wrapper; None: the stock modules run every pass."""
 
     @property
     def memories(self) -> dict[Hashable, object]:
-        """The memories that drafters keep as long as the wrapper lives, by drafter."""
+        """Memories that drafters keep as long as the wrapper lives, by drafter."""
 
 
 def own_programs(rows: RowsView, owner: Hashable) -> GraphCache | None:
@@ -208,7 +187,7 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
 
 
 def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
-    """Bring draft tokens from a text, `[rows, nodes]`, to the device, with larger ids than the head has replaced."""
+    """Bring draft tokens from a text, `[rows, nodes]`, to the device, with ids beyond the head replaced."""
     return _writable(rows, to_device(tokens, rows.last_tokens.device))
 
 
@@ -217,7 +196,7 @@ def _writable(rows: RowsView, tokens: Tensor) -> Tensor:
 
 
 def last_known(rows: RowsView) -> list[int]:
-    """Return the last token of each running row's text, as filler for places that are not judged; 0 without a text."""
+    """Return the last token of each running row's text, as filler; 0 without a text."""
     return [next(iter(rows.text(row, rows.text_length(row) - 1)), 0) for row in rows.running]
 
 
@@ -227,10 +206,7 @@ def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
 
 
 def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[Budget], Draft]) -> Draft:
-    """Return a draft of `chains`, with chains of another source in the rows that have no tokens.
-
-    The other source is asked only if an unfinished row needs it; it may draft for all rows.
-    """
+    """Fill the empty rows of a draft of `chains` from another source, asked only if an unfinished row needs it."""
     taken = lengths_of(rows, found)
     wanting = rows.unfinished if budget.rows is None else rows.unfinished & budget.rows
     needing = frozenset(row for row, length in zip(rows.running, taken, strict=True) if row in wanting and not length)

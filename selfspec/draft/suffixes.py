@@ -1,4 +1,4 @@
-"""Drafting by counts: the tokens that followed wherever a text ended as this one does, merged into one tree."""
+"""Drafting by counts: the tokens that followed earlier matches of the text's end, merged into one tree."""
 
 from __future__ import annotations
 
@@ -38,18 +38,15 @@ _LONG_MATCH = 12
 class Suffixes(Drafter):
     """Drafts from suffixes of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
 
-    Continuations of the longest matches in the prompt, the output, earlier texts of the wrapper and a corpus are merged
-    into one tree, weighted by how often each was found (arXiv 2311.08252, 2411.04975). Nothing is drawn, so q is
-    one-hot at each node.
-
-    Earlier texts belong to the wrapper, prompts included. Under greedy decoding and under `coupled` they change speed
-    alone; with other sampling, a seed repeats its tokens only with a new wrapper. Where rows are apart (see
-    `FixedLength`), a row has a chain, and copies nothing from texts that end during the call.
+    Continuations of the longest matches in the text, earlier texts of the wrapper and a corpus form one tree, weighted
+    by their counts (arXiv 2311.08252, 2411.04975). Nothing is drawn, so q is one-hot. Under greedy decoding and
+    `coupled`, earlier texts (prompts included) change speed alone; with other sampling, a seed repeats its tokens only
+    with a new wrapper. Where rows are apart (see `FixedLength`), a row has a chain, and copies nothing from texts that
+    end during the call.
 
     Attributes:
         corpus: a file of `selfspec index`; None: no corpus.
-        most_bytes: size of earlier texts, at most 64 MiB; the oldest make room. 0: none are kept. Each round reads
-            through all of them.
+        most_bytes: size of earlier texts, at most 64 MiB, which each round reads; the oldest make room. 0: none.
 
     Raises:
         DraftConfigError: `most_bytes` is out of range, or the corpus cannot be used.
@@ -86,7 +83,7 @@ class Suffixes(Drafter):
 
 
 class SuffixProposer(MergingProposer):
-    """Counts continuations in each row's text, in earlier texts of the wrapper and in the corpus, if there is one."""
+    """Counts continuations in each row's text, in earlier texts of the wrapper, and in the corpus if there is one."""
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
         super().__init__(rows)
@@ -114,7 +111,6 @@ class SuffixProposer(MergingProposer):
 
     @property
     def _earlier(self) -> Tokens:
-        """Texts that ended before; where rows are apart, only those before this generation."""
         return self._at_first if self.rows_apart else self._memory.tokens
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
@@ -133,14 +129,14 @@ class SuffixProposer(MergingProposer):
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds the places of a context in a text; if it `goes_round`, continuations start again at the text's end."""
+    """Holds a context's places in a text; if it `goes_round`, continuations start again at the text's end."""
 
     tokens: Tokens
     places: Sequence[np.ndarray]
     goes_round: bool = False
 
     def continuations(self, length: int, depth: int) -> Counter[tuple[int, ...]]:
-        """Count the continuations, up to `depth` tokens, after places that match in exactly `length` tokens."""
+        """Count the continuations, of up to `depth` tokens, of matches of exactly `length` tokens."""
         if length > len(self.places):
             return Counter()
         places = self.places[length - 1]
@@ -159,7 +155,7 @@ def _up_to_end(tokens: list[int]) -> tuple[int, ...]:
 
 
 def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yield continuations of the longest matches, and of shorter matches until there are enough."""
+    """Yield continuations of the longest matches, and of shorter ones until there are enough."""
     places = 0
     for length in range(longest, 0, -1):
         for each in found:
@@ -172,10 +168,7 @@ def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tup
 
 
 def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[TokenPath, float]:
-    """Return the probability of each token of weighted continuations after the tokens before it, by its count.
-
-    Unseen tokens have a share by the number of distinct tokens seen (Witten and Bell, 1991, method C).
-    """
+    """Return each token's probability by counts, with method C (Witten and Bell, 1991) for unseen tokens."""
     counts: dict[TokenPath, float] = {(): 0.0}
     kinds: dict[TokenPath, int] = {}
     for weight, tokens in continuations:
@@ -190,7 +183,7 @@ def counted(continuations: Iterable[tuple[float, Sequence[int]]]) -> dict[TokenP
 
 
 class TextMemory(DraftMemory):
-    """Keeps the latest texts that fit into its bytes, with `NONE` after each. A search reads through all of them."""
+    """Keeps the latest texts that fit into its bytes, with `NONE` after each. A search reads all of them."""
 
     def __init__(self, nbytes: int) -> None:
         self._most = nbytes // 4
@@ -200,7 +193,7 @@ class TextMemory(DraftMemory):
         """Add a text, and drop the oldest tokens that no longer fit."""
         if not self._most:
             return
-        # Those who hold the array see no change: adding makes a new one.
+        # Adding makes a new array, so that the old one stays as it is.
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
 
@@ -218,11 +211,7 @@ class _About:
 
 
 class CorpusFile(DescribedTensors[_About]):
-    """Maps a `corpus` that `write_corpus` wrote into memory. Searches read only the parts they need.
-
-    Raises:
-        DraftConfigError: the file is missing, truncated, damaged, foreign or of another format.
-    """
+    """Maps a corpus of `write_corpus` into memory, to be read in parts; raises DraftConfigError for a bad file."""
 
     def __init__(self, file: str | Path) -> None:
         super().__init__(file, "a corpus", _ABOUT, _About, _REWRITE)
@@ -234,7 +223,7 @@ class CorpusFile(DescribedTensors[_About]):
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Refuse the corpus for a model with other tokens, by a DraftConfigError."""
+        """Refuse a model with other tokens by a DraftConfigError."""
         if not self.about.vocabulary.is_same(vocabulary):
             raise DraftConfigError(
                 f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
@@ -249,11 +238,9 @@ def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
 
 
 def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
-    """Write a corpus of texts, given as token ids, in one piece or not at all; return the number of its tokens.
+    """Write a corpus of texts of token ids, in one piece or not at all; return its number of tokens.
 
-    Raises:
-        DraftConfigError: the texts hold no tokens.
-        StorageError: the file cannot be written.
+    Raises DraftConfigError if the texts hold no tokens, StorageError if the file cannot be written.
     """
     between = np.array([NONE], dtype=np.int32)
     parts: list[Tokens] = [each for text in texts for each in (np.asarray(text, dtype=np.int32), between)]
@@ -293,10 +280,10 @@ class SortedCorpus:
 
 
 def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
-    """Sort the places after each token of a text by the tokens before them, compared from the nearest on; `[tokens]`.
+    """Sort the places after each token of a text by the tokens before them, the nearest first; `[tokens]`.
 
-    It works by doubling (Manber and Myers, 1993): ranks by some tokens sort by twice as many. Places with at least
-    `longest` equal tokens keep the order of the text.
+    Ranks by some tokens sort by twice as many (doubling; Manber and Myers, 1993). Places with at least `longest` equal
+    tokens keep the text's order.
     """
     ranks, known = tokens.astype(np.int64) - NONE + 1, 1
     while True:

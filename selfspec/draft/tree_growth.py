@@ -1,4 +1,4 @@
-"""Growing a draft level by level: each draft step reads all nodes of a level with children, and draws the children."""
+"""Growing a draft level by level: a draft step reads all nodes of a level that have children, and draws these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 
 
 class GrowingProposer(Proposer):
-    """Drafts with a model: a chain, or a tree where the controller allows more nodes than levels."""
+    """Drafts with a model: a chain, or a tree if the controller allows more nodes than levels."""
 
     def __init__(self, chances: Sequence[float] = CHANCES) -> None:
         self._chances = RankChances(chances, _WEIGHT)
@@ -47,16 +47,11 @@ class GrowingProposer(Proposer):
 
 
 def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
-    """Draft a tree, or the first levels of it where the controller ends the draft.
+    """Draft a tree that `by_level` numbered, or its first levels if the controller ends the draft.
 
-    Siblings are drawn without replacement from one q: each from q without its earlier siblings, normalised. That is
-    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059) in the order of its scores. Greedy siblings are the likeliest
-    tokens; in a coupled draft, the noise of their position chooses them. None is left out because of its score.
-
-    Args:
-        rows: the rows before the round.
-        tree: a tree as `by_level` numbers it. Nodes that are read come first, so that verification can build on them.
-        read: returns the logits after some nodes.
+    Siblings are drawn without replacement: each from q without its earlier siblings, normalised. That is Gumbel top-k
+    (Kool et al., 2019, arXiv 1903.06059) in the order of its scores. Greedy siblings are the likeliest tokens; in a
+    coupled draft, their position's noise chooses them. None is left out because of its score.
     """
     rows.open_block(tree)
     growth = growth_of(tree, rows.last_tokens.device)
@@ -96,9 +91,9 @@ class Level:
     """Describes one draft step, which reads nodes from number `first` on.
 
     Attributes:
-        draws: the draws that gave the tokens of these nodes, `[nodes]`; None: one node, and all draws lead to it.
-        paths: the draws on the path to each of these nodes.
-        families: number of these nodes with a first child, with a second child, and so on; most children come first.
+        draws: draws that gave these nodes' tokens, `[nodes]`; None: one node, and all draws lead to it.
+        paths: draws on the path to each of these nodes.
+        families: number of these nodes with a first child, a second child, and so on; most children come first.
     """
 
     first: int
@@ -109,7 +104,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Growth:
-    """Describes how a tree is grown: the draft steps, and each node's draw, `[nodes]`; None: node and draw agree."""
+    """Holds a tree's draft steps and each node's draw, `[nodes]`; None: draws are in the order of nodes."""
 
     levels: tuple[Level, ...]
     draws: Tensor | None
@@ -117,7 +112,7 @@ class Growth:
 
 @lru_cache(maxsize=64)
 def growth_of(tree: Tree, device: torch.device) -> Growth:
-    """Return how to grow a tree that is numbered by level."""
+    """Return the growth of a tree that is numbered by level."""
     draws: dict[int, int] = {}
     levels = []
     inner = [-1, *(node for node in range(len(tree)) if tree.children[node + 1])]
@@ -137,7 +132,7 @@ def growth_of(tree: Tree, device: torch.device) -> Growth:
 
 @lru_cache(maxsize=256)
 def by_level(tree: Tree) -> Tree:
-    """Return the tree renumbered: the nodes with children by level, those with most first, then the leaves."""
+    """Renumber a tree: nodes with children by level, most children first, then leaves, so that a `Resume` fits."""
     inner: list[int] = []
     leaves: list[int] = []
     level = [-1]
@@ -153,13 +148,13 @@ def by_level(tree: Tree) -> Tree:
 
 @lru_cache(maxsize=256)
 def upper_levels(tree: Tree, depth: int) -> Tree:
-    """Return the nodes of a tree down to a depth, numbered by level."""
+    """Return a tree's nodes down to a depth, numbered by level."""
     kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
     return by_level(Tree(tuple(-1 if tree.parents[node] < 0 else kept.index(tree.parents[node]) for node in kept)))
 
 
 def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Level) -> Tensor:
-    """Return the scores that the children of each node are drawn by, `[rows, nodes, vocab]`, given the node's path."""
+    """Return the scores to draw each node's children by, `[rows, nodes, vocab]`, given the node's path."""
     if not rows.reads_prefixes or level.draws is None:
         return rows.draft_scores(logits, tokens)
     drawn = torch.cat(list(tokens), 1)
@@ -168,7 +163,7 @@ def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Lev
 
 
 def confidences_of(scores: Tensor) -> list[float]:
-    """Return the largest probability at each row's first place, `[rows]`; 0 if it is NaN. Waits for the device."""
+    """Return the largest probability at each row's first place, `[rows]`; 0 for NaN. Waits for the device."""
     largest = scores[:, 0].softmax(-1).amax(-1)
     confidences: list[float] = largest.nan_to_num(0.0).tolist()
     return confidences
@@ -180,29 +175,20 @@ def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:
 
 
 class RankChances:
-    """Estimates the acceptance rate of the first, second, ... child of a place that is reached.
-
-    The prior, `rates`, counts for `weight` places. `counts` say how often each rank was accepted, and how often its
-    place was reached, `[2, ranks]`.
-    """
+    """Estimates acceptance rates of siblings by rank where their place is reached; the prior weighs `weight` places."""
 
     def __init__(self, rates: Sequence[float], weight: float) -> None:
+        # How often each rank was accepted, and how often its place was reached, `[2, ranks]`.
         self.counts = np.array([[weight * rate for rate in rates], [weight] * len(rates)])
 
     def rates(self) -> tuple[float, ...]:
-        """Return the acceptance rate of each rank, which never rises from one rank to the next.
-
-        Rates are rounded to one part in fifty, so that shapes of trees change rarely.
-        """
+        """Return each rank's acceptance rate, never rising, rounded to 1/50 so that tree shapes change rarely."""
         accepted, reached = self.counts.tolist()
         rates = (round(50 * each / places) / 50 for each, places in zip(accepted, reached, strict=True))
         return tuple(accumulate(rates, min))
 
     def count(self, tree: Tree, path: Sequence[int]) -> None:
-        """Count which siblings were accepted along a path of a tree.
-
-        In a union, other sources put their nodes beside a model's; ranks beyond those of `counts` are ignored.
-        """
+        """Count the siblings accepted along a path; ranks beyond those of `counts`, which unions add, are ignored."""
         ranks = range(self.counts.shape[1])
         for place, accepted in zip((-1, *path), (*path, None), strict=True):
             for rank, node in zip(ranks, tree.children[place + 1], strict=False):
@@ -218,10 +204,7 @@ class Shape:
 
 
 def best_shape(chances: Sequence[float], cost: Callable[[int], float], most: Budget) -> Shape:
-    """Return the tree within `most` that commits most for the cost of its pass, in plain steps by number of nodes.
-
-    `chances` are the acceptance rates of candidates by rank where their place is reached, the likeliest first.
-    """
+    """Return the tree within `most` that commits most for its `cost` in plain steps; `chances` are rates by rank."""
     shapes = [largest_products(tuple(chances), size, most.depth) for size in sizes_within(most.nodes)]
     return max(shapes, key=lambda shape: (1 + shape.expected) / cost(len(shape.tree)))
 
@@ -235,8 +218,8 @@ def sizes_within(nodes: int) -> list[int]:
 def largest_products(chances: tuple[float, ...], nodes: int, depth: int) -> Shape:
     """Return the tree of `nodes` nodes that commits most if a rank has the same acceptance rate at every place.
 
-    It holds the nodes with the largest products of rates along their paths (Sequoia, Chen et al., 2024, arXiv
-    2402.12374). It has fewer nodes where `depth` has no room for more.
+    It holds the largest products of rates along paths (Sequoia, Chen et al., 2024, arXiv 2402.12374); it has fewer
+    nodes if `depth` has no room for more.
     """
     parents: list[int] = []
     expected = 0.0

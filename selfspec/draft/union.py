@@ -43,14 +43,11 @@ class Union(JoinedDrafter):
     """Merges the offers of sources without a model into one tree, and puts them beside the draft of a model.
 
     A round takes the tree of the sources without a model if it promises more than the model's draft. Else the model
-    drafts a chain, and the likeliest offered tokens that differ from it are judged after its own. They are not drawn,
-    so their q is one-hot, whatever the model drew before them; the rules are exact for such siblings. Rows in lockstep
-    get the chain alone.
+    drafts a chain, and the likeliest other offers are judged after its tokens. They are not drawn, so their q is
+    one-hot; the rules are exact for such siblings. Rows in lockstep get the chain alone.
 
-    The acceptance rates of each source are learnt separately, and separately again for nodes beside a model's.
-
-    Where rows are apart (see `FixedLength`), each has a chain: of the sources without a model if they offer one, else
-    the model's. The source that runs a model, if any, is asked last.
+    Acceptance rates are learnt for each source, and separately beside a model's nodes. Where rows are apart (see
+    `FixedLength`), each has a chain: of the sources without a model, or else of the model, which is asked last.
     """
 
     @property
@@ -70,16 +67,12 @@ class Union(JoinedDrafter):
 
 
 class MergingProposer(FreeProposer):
-    """Drafts a tree from the offers to each row. Nothing is drawn, so q is one-hot at each node.
-
-    Rows share the shape of a tree. So where rows are apart, each has a chain instead, from the offers to it alone.
-
-    `proposed` is its last draft, taken or not, and `offered` the offers that it was made from, by running row.
-    """
+    """Drafts a tree from the offers to each row, or a chain for each where rows are apart; nothing is drawn."""
 
     def __init__(self, rows: RowsView) -> None:
         self.rows_apart = rows.rows_apart
         self._trust: defaultdict[int, Trust] = defaultdict(Trust)
+        # The last draft, taken or not, and the offers behind it, by running row.
         self.proposed: Draft | None = None
         self.offered: Sequence[tuple[Offer, ...]] = ()
 
@@ -88,7 +81,7 @@ class MergingProposer(FreeProposer):
         """Return the offers of all sources to each running row."""
 
     def trust(self, row: int) -> Trust:
-        """Return the trust in offers to a row: its own where rows are apart, else the one that all rows share."""
+        """Return the trust in offers to a row: its own where rows are apart, else that of all rows."""
         return self._trust[row if self.rows_apart else -1]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
@@ -131,7 +124,6 @@ class MergingProposer(FreeProposer):
         return chains(rows, found, match_length=2)
 
     def _learn_apart(self, draft: Draft, verdict: Verdict) -> None:
-        """Learn from the rows that drafted with this proposer's chains, whatever the other rows drafted with."""
         lengths = self.proposed.row_lengths if self.proposed is not None and draft.length else None
         for row, offers, length in zip(verdict.running, self.offered, lengths or (), strict=lengths is not None):
             if length and row in verdict.rows:
@@ -221,7 +213,7 @@ class UnionProposer(JoinedProposer):
 
 
 def filled(rows: RowsView, found: Merged) -> Tensor:
-    """Return the tokens of merged nodes, `[rows, nodes]`; the last token of a row fills in for those that it lacks."""
+    """Return the tokens of merged nodes, `[rows, nodes]`; a row's last token fills in for those that it lacks."""
     known = iter(found.tokens)
     nothing = [None] * len(found.parents)
     each = [next(known) if row in rows.unfinished else nothing for row in rows.running]
@@ -238,7 +230,7 @@ class Trust:
         self._promised: dict[Hashable, float] = {}
 
     def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[TokenPath, float]:
-        """Return the highest probability of each path by any source; trust is learnt for each `place` separately."""
+        """Return each path's highest probability by any source; each `place` has a trust of its own."""
         reach: dict[TokenPath, float] = {}
         for source, offer in enumerate(offers):
             key = (place, source, offer.kind)
@@ -248,7 +240,7 @@ class Trust:
         return reach
 
     def count(self, offers: Sequence[Offer], outcome: Outcome, place: Hashable = 0) -> None:
-        """Learn which offered tokens were accepted, at each place of the draft that was reached."""
+        """Learn which offered tokens were accepted, at each place reached."""
         for source, offer in enumerate(offers):
             key = (place, source, offer.kind)
             for before, children, accepted in outcome.places():
@@ -260,7 +252,7 @@ class Trust:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the draft of one row and its accepted path; nodes before number `first` come from another source."""
+    """Holds one row's draft and accepted path; nodes before number `first` come from another source."""
 
     tree: Tree
     tokens: Sequence[int]
@@ -277,7 +269,7 @@ class Outcome:
 
 
 def likeliest_path(reach: dict[TokenPath, float], depth: int) -> TokenPath:
-    """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth`."""
+    """Return the likeliest token after the text, the likeliest after that, and so on, at most `depth` tokens."""
     best: dict[TokenPath, TokenPath] = {}
     for path, chance in reach.items():
         before = path[:-1]
@@ -306,11 +298,10 @@ def merged(
 ) -> Merged:
     """Merge the offers to each row, as `Trust.reach` returns them, into the tree that promises most for its cost.
 
-    Rows share the shape of the tree, not its tokens: a node is the first, second, ... likeliest child of its parent.
-    The tree takes the nodes that are reached most often over all rows; without `branches` it is a chain. `promise` is
-    the worth of a tree, by its nodes and the tokens that it commits in expectation; the empty tree may be worth most.
-    `under` holds the nodes that a draft has already in each row, by the tokens of their paths, with the same numbers in
-    all rows. The tree has further nodes, numbered after these.
+    Rows share the tree's shape, not its tokens: a node is its parent's first, second, ... likeliest child. The tree
+    takes the nodes reached most often over all rows; without `branches` it is a chain. `promise` gives a tree's worth
+    by its nodes and expected committed tokens; the empty tree may be worth most. `under` holds a draft's nodes in each
+    row by the tokens of their paths, numbered alike in all rows; the tree's own numbers follow.
     """
     drawn = under or [{}] * len(rows)
     ranked = [_by_rank(*each, most, branches) for each in zip(rows, drawn, strict=True)]
@@ -337,7 +328,7 @@ def _place_of(node: int) -> TokenPath:
 def _by_rank(
     reach: dict[TokenPath, float], drawn: dict[TokenPath, int], most: Budget, branches: bool
 ) -> dict[TokenPath, TokenPath]:
-    """Return the likeliest paths of a row, by the ranks of their tokens among siblings."""
+    """Return a row's likeliest paths, by the ranks of their tokens among siblings."""
     likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
     ranks: dict[TokenPath, TokenPath] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
     children: dict[TokenPath, int] = {}
