@@ -233,6 +233,7 @@ def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(copi
     assert isinstance(up, PackedLinear)
     assert isinstance(head, PackedLinear)
     torch.testing.assert_close(up.factors, layer.weight.norm(dim=0) / layer.weight.norm(dim=0).mean())
+    assert isinstance(head.factors, torch.Tensor)
     assert (head.factors == 1).all()
     wanted = layer(states)
     assert (up(states) - wanted).norm() < 0.5 * (head(states) - wanted).norm()

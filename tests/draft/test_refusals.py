@@ -99,7 +99,8 @@ def test_a_message_is_no_essay(text: Any) -> None:
     assert len(str(caught.value)) < 500
 
 
-Refused = tuple[Callable[[], object], str]
+# A call without arguments, and the words of its refusal.
+Refused = tuple[Any, str]
 
 
 def _of_skips() -> list[Refused]:
@@ -115,9 +116,9 @@ def _of_skips() -> list[Refused]:
     for name in SUBLAYERS[:2]:
         words = "layer 1 is skipped more than once; name each sublayer once"
         found.append((lambda n=name: made(layers=[1], **{n: [1]}).path(4), words))
-    empty = ({}, {"attention": [], "mlp": [], "layers": []})
+    empty: tuple[Any, ...] = ({}, {"attention": [], "mlp": [], "layers": []})
     found += [(lambda x=x: made(**x).path(4), "empty.*draft=None for plain decoding") for x in empty]
-    all_of_it = (
+    all_of_it: tuple[Any, ...] = (
         {"layers": range(4)},
         {"attention": range(4), "mlp": range(4)},
         {"layers": [0, 1], "attention": [2, 3], "mlp": [3, 2]},
@@ -135,7 +136,7 @@ def _values() -> list[Refused]:
         (lambda x=x: exits(x).path(4), rf"exit layer {x} .*4 layers, choose 1\.\.3") for x in (0, 4, 5, 100, -1, -4)
     ]
     found += [(lambda: exits(1).path(1), "too few")]
-    found += [(lambda x=x: ChosenSkips(x).check(4), r"this model has 4, choose 1\.\.2") for x in (0, 3, True, "2")]  # type: ignore[arg-type]
+    found += [(lambda x=x: ChosenSkips(x).check(4), r"this model has 4, choose 1\.\.2") for x in (0, 3, True, "2")]
     ranges: tuple[Any, ...] = ((2, 2), (3, 1), (True, 3), (1, "3"))
     found += [(lambda x=x: ChosenExit(*x), "the earlier one first") for x in ranges]
     sizes: tuple[Any, ...] = ((0, 3), (3, 2), (1.5, 3), (True, 3))

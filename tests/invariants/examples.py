@@ -123,7 +123,7 @@ def _queries(model: PreTrainedModel, folder: Path) -> str:
     return f"queries:{published_heads.queries(folder, model)}"
 
 
-_LOW = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+_LOW: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
 _NAMES = (
     "exit:1", "exit:2", "skip:attn=1", "skip:mlp=0,2", "skip:layers=1", "int8", "int8+exit:2", "int4",
     "int4+skip:attn=1", "del:1-2", "clasp:1", "recycle", "suffix", "union:suffix+recycle",

@@ -318,7 +318,7 @@ def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind:
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.stats.accepted == wanted.stats.accepted
     # Which experts a token goes to is read from values, and no program does that.
-    kept = any(each.taps or each.path.lora for each in native.programs.proved)
+    kept = any(each.runs.taps or each.runs.path.lora for each in native.programs.proved)
     assert kept is (not kind.startswith("mtp")), native.programs.refusals
 
 
