@@ -1,8 +1,4 @@
-"""The batch of running rows: every step of the loop reads it, and commit advances it.
-
-`generate` runs one group of rows, which all join before the first round. An engine's batch has a group for each
-request; groups join and leave between rounds.
-"""
+"""The batch of running rows: every step of the loop reads it, and commit advances it."""
 
 from __future__ import annotations
 
@@ -30,26 +26,18 @@ from selfspec.runtime.runner import ModelRunner
 
 @dataclass
 class Batch:
-    """Rows that run side by side. Drafters see them as a `RowsView`.
+    """Holds rows that run side by side, in groups that join and leave between rounds; drafters see it as a `RowsView`.
 
     Rows are numbered across all groups. Tensors hold the running rows, in the order of their numbers.
 
     Attributes:
         cache: keys and values of all committed tokens except each row's last, which no pass has read yet.
-        groups: the rows with their own state.
-        last_tokens: the last committed token of each running row, `[rows, 1]`.
-        first_embeddings: the last embedding of each prompt, `[rows, 1, hidden]`, which the first round reads instead of
-            `last_tokens`; None: prompts are token ids, or the first round has begun.
-        nonfinite_rows: numbers of the rows whose logits were not finite after a draft token in the last round. The keys
-            and values of that token may be the cause, so these rows get a round without a draft before they end.
-        memories: state of drafters that lives as long as the wrapper.
-        programs: the wrapper's recorded passes; None: the stock modules run all passes.
+        last_tokens: last committed token of each running row, `[rows, 1]`.
+        first_embeddings: last embedding of each prompt, `[rows, 1, hidden]`, for the first round; None: none is left.
+        nonfinite_rows: rows with logits not finite after a draft token; they get a round without a draft before ending.
         prefill_width: tokens of each prompt that one pass may read; None: all.
         taps: points of the target whose states the drafters ask for.
-        proposers: proposers for the rows, by the `id` of their drafter; they follow rows that join and leave.
-        committed: the new tokens of each row, final.
-        unfinished: numbers of the rows that have not ended.
-        running: numbers of the rows that passes run, in the order in which tensors hold them.
+        proposers: by the `id` of their drafter.
     """
 
     runner: ModelRunner
@@ -83,27 +71,22 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Number of rows in the batch, finished rows included."""
         return len(self._rows)
 
     @property
     def greedy(self) -> bool:
-        """True if all rows take the likeliest token."""
         return self.sampling.greedy
 
     @property
     def chains_only(self) -> bool:
-        """True if logits processors have memory, so that drafts are judged place by place and must be chains."""
         return self.sampling.in_order
 
     @property
     def reads_prefixes(self) -> bool:
-        """True if logits processors depend on the tokens before a place."""
         return self.sampling.reads_prefixes
 
     @property
     def are_text(self) -> bool:
-        """True if prompts are token ids alone: no embeddings, and no past of other tokens."""
         return all(group.sequences.are_text for group in self.groups)
 
     @property
@@ -113,40 +96,32 @@ class Batch:
 
     @property
     def in_lockstep(self) -> bool:
-        """True if several unfinished rows commit as many tokens of this round as the slowest row.
-
-        The value does not change during a round.
-        """
+        """True if several unfinished rows commit as many tokens as the slowest one; constant in a round."""
         places = {place for row, place in zip(self.running, self.cache.seq_lens, strict=True) if row in self.unfinished}
+        # A pass over rows at different places needs a mask and scattered writes.
         chosen = len(self.unfinished) > 1 and len(places) == 1 and self.controller.keeps_lockstep()
         return self.needs_lockstep or chosen
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """Return the prompt and the committed tokens of a row, without padding, from token `start` on."""
         group, own = self._rows[row]
         return group.sequences.text_from(own, start)
 
     def source(self, row: int) -> list[int]:
-        """Return the tokens that an encoder has read for a running row, if the text has the same vocabulary."""
         source = self.cache.source
         return [] if source is None or source.text is None else source.text[self.running.index(row)]
 
     def text_length(self, row: int) -> int:
-        """Count the tokens of a row's prompt and committed text."""
         group, own = self._rows[row]
         return group.sequences.text_length(own)
 
     def open_block(self, tree: Tree) -> None:
-        """Make room in the cache for a draft of this shape, before its first pass."""
         self.cache.open(tree)
 
     @property
     def longest(self) -> int:
-        """Largest committed length of any row, prompt included."""
         return max(self.cache.seq_lens) + 1
 
     def remaining(self, row: int) -> int:
-        """Return the most tokens that a row may still grow by."""
         group, own = self._rows[row]
         return group.remaining(own)
 
@@ -158,21 +133,15 @@ class Batch:
 
     @property
     def rows_apart(self) -> bool:
-        """True if each row needs the draft that it would get alone, since its tokens are drawn and depend on it.
-
-        The value does not change during a generation. Tokens that are decided do not depend on drafts.
-        """
+        """True if each row needs the draft it would have alone: drawn tokens depend on it, decided ones do not."""
         return self.controller.rows_apart and not self.sampling.decided
 
     def budget_of(self, row: int, budget: Budget) -> Budget:
-        """Return the part of a round's budget that a row may use: what it would get alone if rows are apart."""
+        """Return a row's part of a round's budget: if rows are apart, what it would have alone."""
         return budget.within(self.remaining(row) - 1) if self.rows_apart else budget
 
     def row_lengths(self, draft: Draft) -> list[int]:
-        """Return the depth up to which a draft is judged in each running row.
-
-        The whole draft is judged where tokens are decided, since these do not depend on it.
-        """
+        """Return the depth to which each running row's draft is judged: all of it where tokens are decided."""
         whole = [draft.tree.depth] * len(self.running)
         if self.sampling.decided:
             return whole
@@ -182,19 +151,12 @@ class Batch:
         return [min(length, rest) if row in self.unfinished else draft.tree.depth for row, length, rest in each]
 
     def no_draft(self) -> Draft:
-        """Return a draft of no tokens."""
         return Draft.chain(self.last_tokens[:, :0])
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return the logits of a draft after processors, `[rows, places, vocab]`; see `BatchSampling`."""
         return self.sampling.draft_scores(logits, drafted)
 
     def draw_draft(self, scores: Tensor, node: int, place: int) -> DrawnToken:
-        """Draw one child for each of several nodes at one depth, with scores `[rows, nodes, vocab]`.
-
-        `node` is the first of these nodes, -1 for the last committed token; `place` counts the tokens drawn for this
-        draft before.
-        """
         if self.greedy:
             return DrawnToken(scores.argmax(-1), None)
         q = proper(self.sampling.probabilities(scores))
@@ -202,7 +164,6 @@ class Batch:
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
     def draws(self, steps: int) -> Draws | None:
-        """Return the draws of a chain if each needs only the logits of its place, on a CPU; else None."""
         choice = self.sampling.choice()
         if choice is None or self.last_tokens.device.type != "cpu":
             return None
@@ -210,14 +171,14 @@ class Batch:
         return Draws(choice, torch.stack(numbers), self.runner.vocabulary)
 
     def begin(self, drafter: Drafter) -> Proposer:
-        """Begin drafting for the rows by a drafter, before their first pass, and return its proposer."""
+        """Begin drafting by a drafter, before the rows' first pass, and return its proposer."""
         if id(drafter) not in self.proposers:
             self.taps = tuple(dict.fromkeys([*self.taps, *drafter.features(self.runner.depth)]))
             self.proposers[id(drafter)] = drafter.begin(self)
         return self.proposers[id(drafter)]
 
     def shortened(self, runs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Cut each row's run of tokens at its end token and its maximal length: see `Stopping.shortened`."""
+        """Cut each row's run of tokens at its end token and its maximal length."""
         parts = self._by_group(runs)
         found = [g.stopping.shortened(g.sequences, part) for g, part in zip(self.groups, parts, strict=True)]
         return [run for part in found for run in part]
@@ -245,7 +206,7 @@ class Batch:
         self.end(row)
 
     def drop_finished(self) -> None:
-        """Stop running finished rows once half of the running rows are finished: copying the rest then pays off."""
+        """Stop running finished rows once they are half of the running rows, so that copying the rest pays off."""
         kept = [index for index, row in enumerate(self.running) if row in self.unfinished]
         if not kept or 2 * len(kept) > len(self.running):
             return
@@ -268,11 +229,7 @@ class Batch:
             proposer.hold(rows, tokens)
 
     def join(self, other: Batch) -> None:
-        """Add the rows of another batch of the same model and drafter, which must not be used afterwards.
-
-        Raises:
-            ValueError: the cache has no storage for these rows.
-        """
+        """Add the rows of another batch, which is not to be used again; raise ValueError if they find no storage."""
         self.cache.join(other.cache)
         self.noise = self.noise.joined(other.noise)
         self.last_tokens = torch.cat([self.last_tokens, other.last_tokens])

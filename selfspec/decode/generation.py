@@ -59,14 +59,11 @@ from selfspec.runtime.runner import ModelRunner
 
 
 class Generation(Iterator[Round]):
-    """One call of `generate` or `stream`. Each iteration runs one round.
-
-    It may be abandoned after any round.
+    """Runs one call of `generate` or `stream`: each iteration runs one round, and it may be abandoned after any round.
 
     Attributes:
-        stats: counts so far. Times and bytes are filled in when the generation ends or is closed.
-        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule and if
-            keys and values are kept in fewer bits.
+        stats: counts so far; times and bytes are filled in when the generation ends or is closed.
+        lossless: True if tokens have exactly the full model's distribution: no relaxed rule, no cache in fewer bits.
     """
 
     def __init__(
@@ -168,10 +165,7 @@ class Generation(Iterator[Round]):
             raise NonFiniteLogitsError(self.output(), failed)
 
     def answer(self) -> GenerateOutput | Tensor:
-        """Run all remaining rounds and return what `model.generate` would return.
-
-        Returns:
-            The sequences, `[batch, length]`; the whole output if `return_dict_in_generate` is set.
+        """Run all remaining rounds and return what `model.generate` would: sequences, `[batch, length]`, or the output.
 
         Raises:
             NonFiniteLogitsError: a row ended because the target's logits became NaN or infinite.
@@ -224,7 +218,7 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
 
 
 def _check_no_clock(request: Request) -> None:
-    """Refuse a time limit, which would stop one process of a model and leave the other processes waiting."""
+    """Refuse a time limit, which would stop one process of a model and leave its other processes waiting."""
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
         raise UnsupportedOptionError(
             "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
@@ -234,19 +228,14 @@ def _check_no_clock(request: Request) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of tokens that memory is reserved for, and how keys and values are kept.
+    """Numbers of tokens that memory is reserved for, over all rows of a batch, and how keys and values are kept."""
 
-    Attributes:
-        context: tokens of prompts and texts, over all rows of a batch.
-        at_once: tokens of prompts that one pass reads, over all rows.
-    """
-
-    context: int
-    at_once: int
+    context: int  # tokens of prompts and texts
+    at_once: int  # tokens of prompts that one pass reads
     cache: CacheKind = "exact"
 
     def check(self, rows: int, tokens: int) -> None:
-        """Refuse a batch of `rows` rows of up to `tokens` tokens, if the cache has no room for it."""
+        """Refuse a batch of `rows` rows of up to `tokens` tokens if the cache has no room for it."""
         if rows * tokens > self.context:
             raise PromptError(
                 f"{rows} x {tokens} tokens (rows x prompt and max_new_tokens) are beyond the {self.context} that the "
@@ -260,12 +249,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Target:
-    """A wrapped model as generations run it, with the state that they share.
-
-    Attributes:
-        memories: state of drafters that lives as long as the wrapper.
-        limits: of each call under a memory budget; None: there is no budget.
-    """
+    """A wrapped model as generations run it, with the drafters' `memories`; `limits` apply under a memory budget."""
 
     model: PreTrainedModel
     adapter: Adapter
@@ -297,14 +281,13 @@ _APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
 
 @dataclass
 class Transcript(GenerateOutput):
-    """The output of a model's own `generate` for all pieces of its input.
+    """Output of a model's own `generate` for all pieces of its input; `stats` add up all its calls, repeated ones too.
 
     Attributes:
-        sequences: token ids, `[batch, length]`, as that `generate` returns them: for speech the text alone.
+        sequences: token ids as that `generate` returns them, `[batch, length]`: for speech the text alone.
         lengths: tokens of each row without the padding at its end.
-        segments: of each row, if that `generate` returns them: see its documentation.
+        segments: segments of each row, if that `generate` returns them; its documentation describes them.
         token_timestamps: seconds of each token, `[batch, length]`, if `return_token_timestamps` asks for them.
-        stats: counts and times of all calls together, including calls that a fallback repeats.
     """
 
     segments: list[list[dict[str, Any]]] | None = None
@@ -324,14 +307,10 @@ def generate_in_pieces(
     inputs: Tensor | None,
     options: Mapping[str, Any],
 ) -> GenerateOutput:
-    """Run a model's own `generate`, with selfspec's decoding in each of its calls of the common one.
+    """Run a model's own `generate` of `inputs` or options, with selfspec's decoding in each call of the common one.
 
-    `begin` begins such a call, with its seed: that of the first call is `seed`, later seeds follow from it. `inputs` is
-    the input of the encoder; None: it is among the options.
-
-    Raises:
-        UnsupportedOptionError: names an option that cannot be honoured.
-        ValueError, TypeError: as the model's `generate` raises them.
+    `begin` begins such a call: the first one with `seed`, later ones with seeds derived from it. Raises
+    UnsupportedOptionError for an option that cannot be honoured, and the errors of the model's `generate`.
     """
     if options.get("output_attentions"):
         raise unsupported("output_attentions")
@@ -362,7 +341,7 @@ def generate_in_pieces(
 
 
 def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a view of a model with its own config and hooks: `transformers` adds hooks where it returns attentions."""
+    """Make a view of a model with its own config and hooks: `transformers` adds hooks to return attentions."""
     config = copy(model.config)
 
     def apart(module: nn.Module) -> nn.Module:

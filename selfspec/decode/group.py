@@ -1,8 +1,4 @@
-"""Rows of one call with their own state: the rows of `generate`, or the one row of a request to an engine.
-
-Processors and criteria of `transformers` see such rows side by side, padded to one length. A batch runs one group or
-more; its work on a group does not depend on the other groups.
-"""
+"""Rows of one call with their own state, which processors and criteria see side by side, padded to one length."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ class Sampling:
     """Defines how tokens are chosen, in the same way from the target's and the draft's logits.
 
     Attributes:
-        processing: turns logits into scores: temperature, top-k, top-p and other processors.
-        greedy: whether the distribution is one-hot at the largest score.
-        couples: whether tokens are chosen by the noise of their position, not by independent draws.
+        processing: turns logits into scores by temperature, top-k, top-p and other processors.
+        greedy: True if the distribution is one-hot at the largest score.
+        couples: True if the noise of their position chooses tokens, not independent draws.
     """
 
     processing: Processing
@@ -35,7 +31,7 @@ class Sampling:
     couples: bool = False
 
     def coupled(self) -> Sampling:
-        """Return this sampling with tokens chosen by the noise of their position; greedy sampling stays as it is."""
+        """Return this sampling with tokens chosen by the noise of their position; greedy sampling is unchanged."""
         return self if self.greedy else replace(self, couples=True)
 
     @property
@@ -44,7 +40,7 @@ class Sampling:
         return self.greedy or self.couples
 
     def choice(self, length: int) -> Choice | None:
-        """Return how tokens are drawn if logits alone suffice after at least `length` tokens; None: they do not."""
+        """Return how to draw if logits alone suffice from `length` tokens on; None: they do not."""
         found = None if self.couples else choice_of(self.processing, length)
         if found is None or not self.greedy:
             return found
@@ -68,29 +64,26 @@ class Sampling:
         return not isinstance(self.processing, Warping)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """See `SequentialProcessing.next_scores`."""
         assert isinstance(self.processing, SequentialProcessing)
         return self.processing.next_scores(ids, logits)
 
     def forget_draft(self) -> None:
-        """See `SequentialProcessing.forget_draft`."""
         assert isinstance(self.processing, SequentialProcessing)
         self.processing.forget_draft()
 
 
 @dataclass(eq=False)
 class Group:
-    """Rows of one call. They outlive the cache they run in, so that they can be read again.
+    """Holds rows of one call, which outlive the cache they run in: those of `generate`, or an engine's single row.
 
     Attributes:
         stopping: where rows end, or must be read again with other rotary tables.
         whole: where rows end that may be read again; None: as `stopping`.
-        noise: of the rows; while they run, the batch's noise is ahead of it.
-        records: scores and logits of committed tokens that the caller asked for.
+        noise: noise of the rows; while they run, the batch's noise is ahead of it.
         kind: equal for groups whose processors read scores alone and do the same.
-        isolated: whether an error of a processor or criterion ends these rows alone instead of being raised.
-        error: error of a processor or criterion of isolated rows in this round; None: there is none.
-        ahead: whether processors with memory saw tokens that are not committed yet.
+        isolated: True if an error of a processor or criterion ends these rows alone instead of being raised.
+        error: that error in this round.
+        ahead: True if processors with memory saw tokens that are not committed yet.
         failed: numbers of the rows that ended because the target's logits were not finite.
     """
 
@@ -108,17 +101,14 @@ class Group:
 
     @property
     def committed(self) -> list[list[int]]:
-        """New tokens of each row, final."""
         return self.sequences.committed
 
     @property
     def unfinished(self) -> set[int]:
-        """Numbers of the rows that have not ended."""
         return self.sequences.unfinished
 
     @property
     def running(self) -> list[int]:
-        """Numbers of the rows that passes run."""
         return self.sequences.running
 
     @property
@@ -137,14 +127,11 @@ class Group:
         return len(self.unfinished) > 1 and (self.sampling.in_order or self.stopping.needs_lockstep)
 
     def remaining(self, row: int) -> int:
-        """Return the most tokens that a row may still grow by."""
+        """Return the most tokens that a row may still commit."""
         return self.stopping.max_new_tokens - len(self.committed[row])
 
     def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Record scores and logits, `[running, places, vocab]`; return how many tokens each row keeps if it ends there.
-
-        `runs` are the tokens of each row that are about to be committed.
-        """
+        """Record scores and logits, `[running, places, vocab]`; return how many new tokens each ending row keeps."""
         starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
         try:
             kept = self.records.keep(scores, logits, self.running, starts, counts)

@@ -1,4 +1,4 @@
-"""Inputs beside the text, and custom positions: drop those that change nothing, let the stock model read the rest."""
+"""Read inputs beside the text and custom positions: drop those without effect, pass the rest to the stock model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ _OF_TEXT = frozenset(
 
 @dataclass(frozen=True)
 class StockReading:
-    """A prompt that the stock model has read: keys, values and states without its last token.
-
-    `offsets` say, for each row, how much larger the position ids of new tokens are than their index in the text.
-    """
+    """A prompt that the stock model has read: keys, values and states without its last token."""
 
     past: DynamicCache
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # position ids of each row's new tokens minus their index in the text
 
 
 def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,15 +51,13 @@ def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor) -> bool:
-    """Return whether prompts have positions of their own, from which the positions of new tokens continue.
-
-    False for rotary tables that change with the length: they would read such positions as the length.
-    """
+    """Return whether prompts have positions of their own, from which those of new tokens continue."""
     positions = inputs.get("position_ids")
     return (
         positions is not None
         and positions.shape == mask.shape
         and not follow_from(positions, mask, mask.shape[1])
+        # Rotary tables that change with the length would read such positions as the length.
         and not boundaries(model.config.get_text_config(decoder=True))
     )
 
@@ -81,9 +76,7 @@ def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str
 def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
     """Read prompts with the inputs beside their text, such as images, by the stock model.
 
-    Raises:
-        UnsupportedOptionError: names an input that the stock model cannot read, that would also change the tokens after
-            the prompt, or that comes with a prompt partly read before.
+    Refuses inputs that it cannot read, that would change later tokens too, or that come with a prompt partly read.
     """
     others = beside_text(inputs) or {"position_ids": inputs["position_ids"]}
     if past_of(inputs) is not None or inputs.get("inputs_embeds") is not None:
@@ -129,7 +122,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
 
 @contextmanager
 def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of the stock model about inputs beside its text into a refusal that names the inputs."""
+    """Turn the stock model's errors about inputs beside its text into a refusal that names the inputs."""
     try:
         yield
     except UnsupportedOptionError:
@@ -139,7 +132,7 @@ def _refusing(others: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _columns(value: Any, columns: int, read: int) -> Any:
-    """Return the first `read` columns of a value that has one column per token, and other values as they are."""
+    """Return the first `read` columns of a value that has one column per token; other values as they are."""
     whole = isinstance(value, Tensor) and not value.is_floating_point() and value.ndim in (2, 3)
     return value[..., :read] if whole and value.shape[-1] == columns else value
 
@@ -155,10 +148,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def layer_inputs(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any]) -> list[Any]:
-    """List the inputs of a model's decoder layers in a call: states, masks, rotary tables and the rest, in order.
-
-    Each layer passes its states through, so no layer weights are read and no cache is written.
-    """
+    """List the inputs of the decoder layers in a call; layers pass states through, and no cache is written."""
     given: list[Any] = []
     layers = [replaced(layer, partial(_note, given, adapter.layer_returns)) for layer in adapter.decoder_layers(model)]
     view = view_with_layers(model, adapter.path(model), layers)
@@ -220,13 +210,9 @@ def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def read_source(
     model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], read: Tensor | None = None
 ) -> Source:
-    """Read the encoder's output for a call, with its inputs as `generate` has prepared them.
+    """Read a call's encoder output, from inputs that `generate` prepared; `read` is the encoder's input before repeats.
 
-    `read` is the input of the encoder, before rows were repeated; None: it is not known.
-
-    Raises:
-        UnsupportedOptionError: the caller passes a cache, or an option that is not supported with an encoder, or pads
-            texts of the decoder where the model counts padding.
+    Refuses a caller's cache, options not supported with an encoder, and padding where the model counts it as text.
     """
     if any(isinstance(value, Cache) and is_callers(value) for value in inputs.values()):
         raise UnsupportedOptionError(
@@ -252,7 +238,7 @@ def read_source(
 
 
 def _shares_vocabulary(model: PreTrainedModel) -> bool:
-    """Return whether encoder and decoder use the same token ids: they share their embeddings."""
+    """Return whether encoder and decoder use the same token ids, since they share their embeddings."""
     shared = weight_of(model.get_encoder().get_input_embeddings())
     own = weight_of(model.get_decoder().get_input_embeddings())
     return shared is own or bool(shared.data_ptr() == own.data_ptr())
@@ -270,10 +256,9 @@ def _text(read: Tensor, source: Source) -> list[list[int]]:
 def cross_attentions(
     model: PreTrainedModel, source: Source, mask: Tensor, text: Tensor
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the cross-attention weights of a text over its source, by one pass of the stock model.
+    """Return cross-attention weights, `[rows, heads, tokens, places]`, for each pass of plain decoding and each layer.
 
-    `mask` is of the prompts, `[rows, prompt]`; `text` is prompts and generated tokens, `[rows, length]`. For each pass
-    of plain decoding and each layer, they are `[rows, heads, tokens, places]`; the last token is not read.
+    One stock pass reads `text`, `[rows, length]`, but its last token; `mask` is that of its prompts, `[rows, prompt]`.
     """
     prompt, new = mask.shape[1], text.shape[1] - 1 - mask.shape[1]
     whole = torch.cat([mask, mask.new_ones(len(mask), new)], 1).long()

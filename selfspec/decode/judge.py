@@ -1,8 +1,4 @@
-"""Judge a draft: find the tokens that each row accepts, the token after them, and where the row ends.
-
-Rows whose processors have memory are judged group by group and place by place; all other rows are judged together, all
-places at once.
-"""
+"""Judge a draft: find the tokens that each row accepts, the token after them, and where the row ends."""
 
 from __future__ import annotations
 
@@ -26,14 +22,11 @@ from selfspec.kernels.trial import runs_triton
 
 
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge the draft of a round, by the target's own logits, `[rows, nodes + 1, vocab]`.
-
-    Waits for the device. If a processor or criterion of isolated rows raises, their group stores the error, and they
-    end without this round.
-    """
+    """Judge a round's draft by the target's own logits, `[rows, nodes + 1, vocab]`, and wait for the device."""
     for group in batch.groups:
         # An error at a draft token of the last round may not occur again.
         group.error = None
+    # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     if not in_order:
         return _settled(batch, draft, _accepted(batch, draft, logits, rule))
@@ -55,26 +48,16 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """The accepted part of a draft and the target's own token after it.
+    """The accepted part of a draft and the target's own token after it."""
 
-    Attributes:
-        place: place of the deepest accepted node, `[rows]`.
-        count: number of accepted draft tokens, `[rows]`; in a chain equal to `place`.
-        token: the token after them, drawn from the residual or the bonus token, `[rows]`.
-        finite: whether the target's logits there were finite; if not, `token` is arbitrary, `[rows]`.
-        block: the last committed token and the draft tokens; of a tree the accepted path alone, `[rows, places]`.
-        logits: the target's own at these places, `[rows, places, vocab]`.
-        scores: the logits after processors and warpers.
-    """
-
-    place: Tensor
-    count: Tensor
-    token: Tensor
-    finite: Tensor
+    place: Tensor  # of the deepest accepted node, `[rows]`
+    count: Tensor  # accepted draft tokens, `[rows]`; in a chain equal to `place`
+    token: Tensor  # from the residual, or the bonus token, `[rows]`; arbitrary where it is not finite
+    finite: Tensor  # True if the target's logits there were finite, `[rows]`
     overlap: Tensor
-    block: Tensor
-    logits: Tensor
-    scores: Tensor
+    block: Tensor  # last committed token and draft tokens, `[rows, places]`; of a tree the accepted path alone
+    logits: Tensor  # the target's own at these places, `[rows, places, vocab]`
+    scores: Tensor  # the logits after processors and warpers
 
     def along_path(self, tree: Tree) -> _Accepted:
         """Return the same with the accepted path as a chain."""
@@ -91,7 +74,7 @@ class _Accepted:
 
 
 def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
-    """Accept draft tokens at all places at once, and draw the token after them. Nothing waits for the device here."""
+    """Accept draft tokens at all places at once and draw the token after them, without waiting for the device."""
     scores = _scores(batch, draft, logits)
     if not draft.length:
         return _next(batch, logits, scores)
@@ -122,7 +105,7 @@ def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
 
 
 def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """Return the logits after processors and warpers, each place processed with the prefix of its path."""
+    """Return the logits after processors and warpers, each place with the prefix of its path."""
     sampling, tree = batch.sampling, draft.tree
     if tree.is_chain or not sampling.reads_prefixes:
         return sampling.scores(logits, [draft.tokens])
@@ -135,7 +118,7 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
 
 
 def _settled(batch: Batch, draft: Draft, accepted: _Accepted) -> Verdict:
-    """Wait for what was accepted, the only synchronisation of the round, and find where rows end or are cut."""
+    """Wait for what was accepted, the round's only synchronisation, and find where rows end or are cut."""
     judged = _on_host(batch, draft, accepted)
     limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
     runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
@@ -185,33 +168,24 @@ def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, RowVe
 
 @dataclass(frozen=True)
 class Effective:
-    """The distributions that a rule judges.
+    """The distributions that a rule judges."""
 
-    Attributes:
-        draft: without probs if its tokens were not drawn.
-        p: the target's, `[rows, nodes + 1, vocab]`. Zeros where they are not finite, so that every draft token is
-            rejected.
-        overlap: 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; `[rows, 0]` for other drafts.
-    """
-
-    draft: Draft
-    p: Tensor
-    overlap: Tensor
+    draft: Draft  # without probs if its tokens were not drawn
+    p: Tensor  # the target's, `[rows, nodes + 1, vocab]`; zeros where not finite, so that draft tokens are rejected
+    overlap: Tensor  # 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; else `[rows, 0]`
 
 
 def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
     """Return the distributions that tokens are actually chosen from, at `positions` of the text.
 
-    Coupled decoding chooses the token of each position with noise that draft and target share; greedy decoding takes
-    the likeliest token. Then nothing is drawn, and the rule judges one-hot distributions: q at the draft's tokens and p
-    at the target's choice. Judging a coupled draft by its real q would be exact, but would reject tokens on which draft
-    and target agree. For coupled chains the overlap of p and q, 1 - TV(p, q), is recorded: the best acceptance rate of
-    any rule.
+    Where shared noise or greedy decoding decides tokens, the rule judges one-hot distributions: q at the draft's
+    tokens, p at the target's choice. A coupled draft's real q is exact too, but rejects tokens on which both agree.
     """
     sampling = batch.sampling
     decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
     overlap = p.new_empty(len(p), 0)
     if sampling.decided and draft.probs is not None and draft.tree.is_chain:
+        # The best acceptance rate of any rule.
         overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
     return Effective(sampling.judged(draft), decided, overlap)
 
@@ -219,13 +193,10 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
 def accept(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Accept draft tokens by the chances that a rule gives, and draw the token after them.
+    """Accept draft tokens by a rule's chances and draw the token after them; return the deepest place, and the token.
 
-    `judged` says whether each node is judged in each row, `[rows, nodes]`; None: all are. `first` is the number of the
-    first of these nodes in the whole draft.
-
-    Returns the place of the deepest accepted node, 0 for none, `[rows]`; and the token after it, drawn from the
-    residual or the bonus token, `[rows]`.
+    Both are `[rows]`; place 0 means that none is accepted. `judged`, `[rows, nodes]`, marks the nodes to judge; None:
+    all. `first` is the number of the first node in the whole draft.
     """
     if len(seen.draft.tree):
         chances = rule.accept_probs(seen.draft, seen.p, logits)
@@ -272,14 +243,11 @@ def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tenso
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
-    """Return whether each node is judged in each row, `[rows, nodes]`; None: all are.
+    """Return which nodes are judged in each row, `[rows, nodes]`; None: all are.
 
-    Near the end of a text the draft is as long as the row with most tokens left can use, and a look-up drafts for all
-    rows if it finds tokens for one. Where tokens are drawn, each row judges no more than it would alone
-    (`Batch.row_lengths`), so it draws the same tokens as alone: places have the same noise.
-
-    For any rule a draft ends at a place where q is 0: the residual max(p - 0, 0) is p, and no later node is accepted.
-    The length depends on committed tokens alone, so the output stays exact.
+    Other rows may make a draft longer than a row would have alone. Where tokens are drawn, a row judges only what it
+    would alone (`Batch.row_lengths`) and draws the same tokens as alone, since places have the same noise. The length
+    depends on committed tokens only, so the output stays exact.
     """
     if min(lengths) == draft.tree.depth:
         return None
@@ -291,28 +259,26 @@ def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
 
 
 def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
-    """Return the draft with q set to zeros where it is not judged; p has the shape of q, if none was drawn."""
+    """Return the draft with q of 0 where it is not judged; `p` has the shape of q, if none was drawn."""
     probs = draft.probs
     if probs is None:
         probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
+    # A rule accepts no node with q of 0, nor a later one; the residual max(p - 0, 0) there is p.
     return replace(draft, probs=probs * judged[..., None])
 
 
 def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
     """Return the most tokens that a row commits in this round: with lockstep, as many as the slowest row.
 
-    Some processors and stopping criteria need lockstep (`Batch.needs_lockstep`). Otherwise the controller chooses it
-    where all rows are at one place, because a pass over rows at different places needs a mask and scattered writes.
-    `runs` are, for each unfinished row, the accepted tokens and the target's token after them. A row whose logits are
-    not finite may have none; it does not hold up other rows if the controller chose lockstep.
+    `runs` are each unfinished row's accepted tokens and the target's token after them. An empty run, of logits that are
+    not finite, holds up other rows only if lockstep is needed.
 
     Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
-    that the other rows allow. After k tokens and given T > k, the next token is distributed as p: over all T it is, and
-    given T <= k it is drawn again in the next round. M depends on other drafts and other draws and is independent of
-    that token; so given T > k and M > k it is distributed as p too, and is drawn again otherwise. Rows share their
-    draft length, which may also depend on this row's draft tokens. But under the rules here the chance that k tokens of
-    a draft are accepted does not depend on how the draft continues, so M does not either. Dropping tokens for their
-    values, or for how many were accepted in their own row, would bias the output.
+    that the other rows allow. Given T > k after k tokens, the next token is distributed as p: over all T it is, and
+    given T <= k it is drawn again in the next round. M depends on other drafts and draws, not on that token, so the
+    same holds given M > k. Rows share their draft length, which may depend on this row's draft tokens, but M does not:
+    under the rules here the chance that k tokens of a draft are accepted does not depend on how it continues. Dropping
+    tokens for their values, or for how many their own row accepted, would bias the output.
 
     tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
     """
@@ -341,15 +307,12 @@ def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verd
 
 
 def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    """Judge a draft of one group place by place: processors, rule, then stopping criteria, as in plain decoding.
+    """Judge one group's draft place by place: processors, rule, then stopping criteria, as in plain decoding.
 
-    A processor with memory is called once for each committed token, in order, with all rows of its call at one length;
-    it never sees a rejected token. Each place is judged as a draft of one token, so any lossless rule becomes
-    token-level rejection sampling, which is exact for any q that the draft was drawn from. Rows are in lockstep: the
-    round ends where the first row rejects. Waits for the device at each place. Arguments as in `judge`.
-
-    Raises:
-        UnsupportedOptionError: the draft is no chain.
+    A processor with memory sees each committed token once, with all rows at one length, and never a rejected token.
+    Each place is judged as a draft of one token, so any lossless rule becomes token-level rejection sampling, exact for
+    any q that tokens are drawn from. The round ends where the first row rejects. Waits for the device at each place.
+    Raises UnsupportedOptionError for a tree.
     """
     if not draft.tree.is_chain:
         raise UnsupportedOptionError(
@@ -394,8 +357,6 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
 
 @dataclass
 class _Row:
-    """An unfinished row of the round."""
-
     drafted: list[int]
     tokens: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -412,20 +373,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Place:
-    """The verdict on one place of each running row.
-
-    Attributes:
-        accepted: 1 where the token is the draft's, else 0, `[rows]`.
-        finite: whether processors left a token to choose, `[rows]`.
-        overlap: see `Effective`, `[rows, 1 or 0]`.
-        scores: the logits after processors, `[rows, 1, vocab]`.
-    """
+    """The verdict on one place of each running row."""
 
     token: Tensor
-    accepted: Tensor
-    finite: Tensor
-    overlap: Tensor
-    scores: Tensor
+    accepted: Tensor  # 1 where the token is the draft's, else 0, `[rows]`
+    finite: Tensor  # True if processors left a token to choose, `[rows]`
+    overlap: Tensor  # as in `Effective`, `[rows, 1 or 0]`
+    scores: Tensor  # the logits after processors, `[rows, 1, vocab]`
 
 
 def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:

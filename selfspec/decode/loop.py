@@ -25,17 +25,14 @@ from selfspec.runtime.request import PassRequest, PassResult
 
 
 def begin_round(batch: Batch) -> Budget:
-    """Give a round fresh noise and room in the cache, and return the budget of its draft.
-
-    There is no draft in the round that reads the last embedding of a prompt, before a pass of the whole network has
-    made the keys and values of a source, or while the logits of some row are not finite.
-    """
+    """Give a round fresh noise and room in the cache, and return the budget of its draft."""
     batch.noise.begin_round()
     batch.cache.reserve(batch.longest)
     # Erase what draft tokens left in the cache of rows that are tried again.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
     source = batch.cache.source
     unread = source is not None and not source.read
+    # A prompt's last embedding is read, and keys and values of a source are made, by a pass of the whole network.
     if batch.nonfinite_rows or batch.first_embeddings is not None or unread:
         return Budget.chain(0)
     wanted = max(map(batch.remaining, batch.unfinished))
@@ -43,12 +40,7 @@ def begin_round(batch: Batch) -> Budget:
 
 
 def verify(batch: Batch, draft: Draft) -> PassResult:
-    """Run the target over the last committed token and the draft; its logits are `[rows, drafted + 1, vocab]`.
-
-    If the draft computed exact states up to some sublayer, the states of its last tokens, which no draft step has read,
-    are computed up to there as well, and the target pass resumes there. If prompts are embeddings, the first round
-    reads the last embedding of each and has no draft.
-    """
+    """Run the target over the last committed token and the draft; its logits are `[rows, drafted + 1, vocab]`."""
     runner, taps = batch.runner, batch.taps
     target = LayerPath.full(runner.depth)
     if batch.first_embeddings is not None:
@@ -59,6 +51,7 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
     # A pass that resumes has no states of earlier layers.
     if draft.resume is None or draft.behind is not None or taps:
         return runner.run(request)
+    # Bring the draft's last tokens, which no draft step has read, up to where the target resumes.
     start, read = draft.resume.start, draft.resume.read
     tail = runner.states(
         replace(request, path=LayerPath.up_to(runner.depth, start), tokens=block[:, read:], first=read - 1)
@@ -94,14 +87,10 @@ def commit(batch: Batch, draft: Draft, verdict: Verdict) -> Round:
 
 
 def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None:
-    """Mark rows whose logits are not finite for a round without a draft; end those that just had one.
-
-    A draft token may be the cause. Plain decoding might never have read that token, and its NaN spoils other places of
-    the block as well, since NaN times an attention weight of 0 is NaN. So a row commits the tokens before the first
-    place that is not finite, which are drawn from finite distributions, and its next round has no draft and reads
-    nothing that the draft token left. If the logits are not finite again, plain decoding fails there as well, and the
-    row ends.
-    """
+    """Mark rows whose logits are not finite for a round without a draft; end those that just had one."""
+    # The cause may be a draft token that plain decoding never reads; its NaN spoils other places of the block too, as
+    # NaN times an attention weight of 0 is NaN. So a row commits the tokens before the first such place, drawn from
+    # finite distributions. Its next round reads nothing that the draft left: if that fails, plain decoding fails too.
     batch.nonfinite_rows = []
     for number, row in verdict.rows.items():
         if row.finite:
@@ -115,11 +104,7 @@ def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None
 def rounds(
     batch: Batch, request: Request, proposer: Proposer | None, rule: Rule, stats: Stats, past: Cache | None
 ) -> Generator[Round, None, None]:
-    """Generate, and yield the committed tokens of each round. Complete `stats` at the end.
-
-    `past` receives keys and values of all rows at the end, even if the caller stops between two rounds; None: they are
-    dropped.
-    """
+    """Generate and yield each round; complete `stats` and fill `past`, if given, even if the caller stops early."""
     clock = PhaseClock(batch.last_tokens.device)
     try:
         with clock.phase("prefill"):
@@ -180,18 +165,14 @@ _MOST, _FEWEST = 32, 4
 
 
 def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
-    """Fill the cache with each prompt except its last token, which the first round reads.
-
-    Rows are stored without their padding: each is moved to the left, and slots after it are never read. Tokens that a
-    past holds are not computed again. An early exit of the proposer is compared with the target if the controller asks
-    for it.
-    """
+    """Fill the cache with each prompt except its last token, without padding and tokens that a past holds."""
     if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
     unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
     if max(unread) == 0:
         return
     batch.cache.reserve(max(request.lengths))
+    # Move rows to the left; slots after them are never read.
     prompts = torch.zeros_like(request.read[:, : max(unread)])
     columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
@@ -207,10 +188,9 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
 
 
 class Prefill:
-    """Reads the prompts of a batch into its cache, piece by piece.
+    """Reads prompts into a batch's cache, piece by piece: ids or embeddings, `[batch, tokens]` or `[..., hidden]`.
 
-    `tokens` are ids `[batch, tokens]` or embeddings `[batch, tokens, hidden]`, from the left, `counts` of each row.
-    With `at_once`, one pass reads all columns, also those after a row's tokens.
+    `counts` are the tokens of each row, from the left; with `at_once`, one pass reads all columns.
     """
 
     def __init__(self, batch: Batch, tokens: Tensor, counts: Sequence[int], at_once: bool = False) -> None:
@@ -227,7 +207,7 @@ class Prefill:
 
     @torch.no_grad()
     def read(self, most: int | None) -> int:
-        """Read the next piece, at most `most` tokens of each row (None: any number); return how many were read."""
+        """Read up to `most` tokens more of each row (None: any number); return how many were read."""
         if not self.left:
             return 0
         batch, start = self.batch, self._read
@@ -244,11 +224,8 @@ class Prefill:
 
 
 def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:
-    """Run prompts `[rows, tokens]` through the cache, and compare draft and target on their last tokens.
-
-    The early exit runs the first layers of the target, so one pass gives the states of both, and the head reads the
-    last tokens of each: a comparison before the first round, at less than the cost of a rejected draft.
-    """
+    """Run prompts, `[rows, tokens]`, through the cache; compare draft and target on their last tokens."""
+    # The exit runs the target's first layers, so one pass gives both states, for less than a rejected draft costs.
     draft, target = batch.runner.compare(early_exit.layer, early_exit.head, prompts, _MOST)
     q, p = (batch.sampling.scores(each).softmax(-1) for each in (draft, target))
     chances = torch.minimum(p, q).sum(-1)
@@ -260,7 +237,7 @@ def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Ev
 
 
 def _gives_evidence(batch: Batch, unread: Sequence[int]) -> bool:
-    """Return whether the controller asks for evidence and a prefill of `unread` tokens of each row can give it."""
+    """Return whether the controller asks for evidence and a prefill of `unread` tokens a row can give it."""
     return (
         batch.controller.judges_prompt
         and not batch.sampling.reads_prefixes

@@ -1,8 +1,7 @@
 """Counter-based noise: each random number is a hash of its use, independent of earlier draws.
 
-The numbers of a row are a function of the seed, the row, that row's round, the purpose and the place in the round. So
-a row gets the same numbers whichever other rows join, leave or finish, and rounds never share numbers. The noise of
-coupled drafts is a function of seed, row, position and token: draft and target share it on purpose.
+A row's numbers depend on seed, row, its round, purpose and place in the round: other rows do not change them, and
+rounds never share them. Noise of coupled drafts depends on seed, row, position and token: draft and target share it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Noise:
         self._ahead: list[Tensor] = []
 
     def begin_round(self) -> None:
-        """Advance each row to its next round, whether or not the last round committed anything."""
+        """Advance each row to its next round, even if the last round committed nothing."""
         # A new array: parts of this noise share the old one.
         self._rounds = self._rounds + 1
         self._numbers = self._ahead.pop().unbind() if self._ahead else ()
@@ -61,7 +60,7 @@ class Noise:
         return self._of_rows(self._keys[list(kept)], self._rounds[list(kept)])
 
     def joined(self, other: Noise) -> Noise:
-        """Return the noise of these rows followed by another noise's rows, each with its own key and round."""
+        """Return the noise of these rows followed by another's, each with its own key and round."""
         keys, rounds = (self._keys, other._keys), (self._rounds, other._rounds)
         return self._of_rows(np.concatenate(keys), np.concatenate(rounds))
 
@@ -72,10 +71,9 @@ class Noise:
         return noise
 
     def uniform(self, purpose: int, first: int, count: int) -> Tensor:
-        """Return uniform numbers in [0, 1), multiples of 2^-52, `[rows, count]`, float64.
+        """Return uniform numbers in [0, 1), multiples of 2^-52, `[rows, count]`, float64: float32 would round up to 1.
 
-        As doubles they stay below 1; rounded to float32, the largest would be 1. `purpose` is a `Purpose`, plus the
-        number of purposes for the second number of a place; `first` is the first place of the round.
+        `purpose` is a `Purpose`, plus `len(Purpose)` for a place's second number; `first` is the round's first place.
         """
         if not self._numbers or self._numbers[0].shape[1] < first + count:
             places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
@@ -96,8 +94,7 @@ class Noise:
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
         """Draw one token from each distribution, `[rows, places]`, without waiting for the device.
 
-        `weights`, `[rows, places, vocab]`, are non-negative and need not be normalised. The token is arbitrary where
-        all weights are 0 or one is not finite.
+        `weights`, `[rows, places, vocab]`, need not sum to 1; a token is arbitrary if all are 0 or one is not finite.
         """
         count, vocab = weights.shape[1:]
         # On a CPU a logarithm of each entry takes longer than all passes over a small model's head; on a GPU cumulative
@@ -117,9 +114,9 @@ class Noise:
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
         """Choose the token of each place of the text, `[rows, places]`, by noise that every round shares.
 
-        A choice from p is distributed as p. Choices from p and q at the same place agree as often as the exponential
-        race (Gumbel-max) allows, which is close to the overlap of p and q. Daliri et al. (2024, arXiv 2408.07978) call
-        this drafter-invariant speculation. `weights` as in `draw`; `positions` of the tokens, `[rows or 1, places]`.
+        A choice from p is distributed as p; choices from p and q agree nearly as often as their overlap allows, by an
+        exponential race (Gumbel-max): drafter-invariant speculation, Daliri et al. (2024, arXiv 2408.07978).
+        `positions` are those of the tokens, `[rows or 1, places]`.
         """
         return (weights.double() / self.exponentials(positions, weights.shape[-1])).argmax(-1)
 
@@ -142,10 +139,8 @@ class Noise:
 
 
 def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens, `[rows, places]`, by looking uniform float64 numbers up in cumulative sums of weights.
-
-    The sums are double, so they round a probability by less than the 2^-24 of a float32 p.
-    """
+    """Draw tokens, `[rows, places]`, by looking uniform float64 numbers up in cumulative sums of weights."""
+    # As doubles, sums round a probability by less than the 2^-24 of a float32 p.
     sums = weights.cumsum(-1, dtype=torch.float64)
     # No number is above 1 - 2^-52, so its share of the total stays below the total after rounding, and only tokens that
     # add to the sum are found.
@@ -154,10 +149,7 @@ def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
-    """Draw a block of tokens and then a token of the block, which is cheaper for a large vocabulary.
-
-    Blocks are summed in the precision of the weights. The first numbers choose the block, the second ones the token.
-    """
+    """Draw a block by the first numbers and a token of it by the second: cheaper for a large vocabulary."""
     vocab = weights.shape[-1]
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK))
@@ -169,12 +161,9 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
 
 
 def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
-    """Make unit exponentials with the shape, dtype and device of weights, by seeds `[rows, places]`.
-
-    A GPU's generator hashes seed and counter.
-    """
+    """Make unit exponentials of the weights' shape, dtype and device, by seeds, `[rows, places]`."""
     noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    generator = torch.Generator(like.device)
+    generator = torch.Generator(like.device)  # on a GPU it hashes seed and counter
     for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
         place.exponential_(generator=generator.manual_seed(seed))
     # exponential_ may return 0, and 0 / 0 would win the race as NaN.
@@ -182,10 +171,7 @@ def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
 
 
 def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
-    """Draw tokens, `[rows, places]`, by the exponential race.
-
-    The largest of w_i / e_i with independent unit exponentials e_i falls on i with probability proportional to w_i.
-    """
+    """Draw tokens, `[rows, places]`: w_i / e_i, e_i unit exponentials, is largest at i in proportion to w_i."""
     return (weights / noise).argmax(-1)
 
 

@@ -1,9 +1,8 @@
 """Check generation options of `transformers` before any pass: their names, and their values by one table.
 
-`transformers` checks some values, some only after a pass, and some never. A value that looks odd but has a meaning
-there has the same meaning here: `top_p=1.0`, `top_k=0`, `min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0`
-stops after one token, `max_time=inf` never, an `eos_token_id` outside the vocabulary never ends a row, such a
-`pad_token_id` is allowed if nothing is padded, and such `suppress_tokens` suppress nothing.
+A value that looks odd but has a meaning in `transformers` has the same meaning here: `top_p=1.0`, `top_k=0`,
+`min_p=0.0` and cutoffs of 0 or 1 filter nothing, `max_time=0` stops after one token, `max_time=inf` never, and an id
+outside the vocabulary ends no row, suppresses nothing, and may be the padding token if nothing is padded.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ _REMEDIES = {
 
 
 def check_not_dropped(frame: FrameType | None) -> None:
-    """Refuse arguments of `model.generate` that it does not pass to the `custom_generate` callable of this frame.
+    """Refuse arguments of `model.generate` that it drops silently for the `custom_generate` callable of this frame.
 
-    `transformers` drops some arguments silently, but they remain local variables of its `generate`. Nothing is checked
-    if Python keeps no frames or `generate` is not the caller.
+    They are local variables of its `generate`; nothing is checked if that is not the caller or there are no frames.
     """
     caller = None if frame is None else frame.f_back
     if caller is None or caller.f_code.co_name != "generate":
@@ -113,10 +111,7 @@ def _defaults() -> Mapping[str, Any]:
 
 
 def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Refuse options that selfspec cannot honour, of a config that `transformers` has prepared.
-
-    Options that have no effect without another one are allowed.
-    """
+    """Refuse options of a prepared config that selfspec cannot honour, unless they have no effect here."""
     given = generation_config.to_dict()
     inert = set() if generation_config.return_dict_in_generate else _ONLY_RETURNED
     if generation_config.get_generation_mode() != GenerationMode.CONTRASTIVE_SEARCH:
@@ -136,15 +131,12 @@ def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -
 def check_model_inputs(
     config: PreTrainedConfig, inputs: Mapping[str, Any], width: int, generation_config: GenerationConfig
 ) -> None:
-    """Refuse inputs of text that selfspec does not pass to the model.
-
-    `transformers` adds caches and default positions; only values that differ from these are the caller's. The inputs
-    hold the mask of all columns, of which the prefill reads `width`.
-    """
+    """Refuse inputs of text that selfspec does not pass to the model; the prefill reads `width` columns of the mask."""
     if generation_config.return_dict_in_generate:
         for name in _ONLY_RETURNED & inputs.keys():
             if inputs[name] is not None:
                 raise unsupported(name)
+    # `transformers` adds default positions; only others are the caller's.
     positions, kept = inputs.get("position_ids"), inputs.get("logits_to_keep")
     if positions is not None and not follow_from(positions, inputs["attention_mask"], width):
         raise unsupported("position_ids")
@@ -162,10 +154,8 @@ def check_model_inputs(
 
 
 def follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
-    """Return whether positions, of all columns or of the last `width`, count the tokens of a mask.
-
-    Models that read images have several positions per token, `[sections, rows, columns]`; all must be equal.
-    """
+    """Return whether positions, of all columns or the last `width`, count the tokens of a mask."""
+    # Models that read images have several positions per token, `[sections, rows, columns]`; all must be equal.
     if position_ids.ndim not in (2, 3) or position_ids.shape[-1] not in (width, mask.shape[1]):
         return False
     if position_ids.shape[-2] not in (1, len(mask)):
@@ -190,17 +180,11 @@ def _unknown(name: str, known: Iterable[str]) -> UnsupportedOptionError:
 
 @dataclass(frozen=True)
 class Scope:
-    """The sizes that the values of a call must fit.
+    """The sizes that the values of a call must fit."""
 
-    Attributes:
-        vocabulary: number of token ids that the model's head writes.
-        readable: number of token ids that its embedding reads, which may be larger.
-        rows: of the batch; 1 if no row can end before another.
-    """
-
-    vocabulary: int
-    readable: int
-    rows: int
+    vocabulary: int  # token ids that the model's head writes
+    readable: int  # token ids that its embedding reads, which may be more
+    rows: int  # of the batch; 1 if no row can end before another
 
 
 def _is_real(value: object) -> bool:
@@ -253,7 +237,6 @@ def _listed(value: object) -> list[Any] | None:
 
 
 def _one_or_more(value: object) -> list[Any]:
-    """Return the items of a list, or a single value in a list."""
     listed = _listed(value)
     return [value] if listed is None else listed
 
@@ -306,7 +289,7 @@ def _is_watermark(value: object, _: Scope) -> bool:
 
 
 class _Check(NamedTuple):
-    """One line of the table: options, what they must be, and whether a value is allowed."""
+    """One line of the table: options, what they must be, and a check of a value."""
 
     names: str
     must_be: str
@@ -409,7 +392,7 @@ def check_values(value_of: Callable[[str], Any], scope: Scope) -> None:
 
 
 def value_in_call(name: str, options: Mapping[str, Any], configs: Sequence[GenerationConfig | None]) -> Any:
-    """Return an option's value as `transformers` reads it: the keyword, else that of the first config that has one."""
+    """Return an option as `transformers` reads it: the keyword, else the value in the first config that has one."""
     if name in options:
         return options[name]
     found = (getattr(config, name, None) for config in configs)

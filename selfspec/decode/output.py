@@ -25,10 +25,9 @@ class RowRound:
     """One row's part of a round.
 
     Attributes:
-        tokens: committed tokens, final: accepted draft tokens and then a token from the residual or the bonus token.
-            Empty for a row that was finished before. The last token is missing if the row ends inside its accepted
-            draft or lockstep cuts it there.
-        draft: the proposed draft tokens, one for each node of a tree.
+        tokens: committed tokens, final: accepted draft tokens, then a residual or bonus token unless the row ends or
+            lockstep cuts it before; empty for a row that was finished before.
+        draft: proposed draft tokens, one for each node of a tree.
         accepted: number of draft tokens among `tokens`.
         rejected: draft tokens after the accepted ones; in a tree the first child, its first child, and so on.
     """
@@ -53,11 +52,7 @@ class Round:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Committed tokens of a batch of one row.
-
-        Raises:
-            ValueError: the batch has several rows; read `rows` instead.
-        """
+        """Committed tokens of a batch of one row; `ValueError` for several rows, which `rows` holds."""
         if len(self.rows) != 1:
             raise ValueError(f"this round has {len(self.rows)} rows; read chunk.rows[i].tokens")
         return self.rows[0].tokens
@@ -66,10 +61,9 @@ class Round:
 def streamed(
     rounds: Generator[Round, None, None], prompt: Tensor, streamer: BaseStreamer
 ) -> Generator[Round, None, None]:
-    """Feed a streamer of `transformers` as plain decoding would: the prompt `[1, prompt]`, each token, and the end.
+    """Yield rounds and feed a streamer as plain decoding does: the prompt, `[1, prompt]`, each token, and the end.
 
-    Yields the same rounds, which are closed with this generator. The streamer is ended even if the rounds fail or are
-    abandoned, so that no reader waits forever.
+    It is ended even if the rounds, closed with this generator, fail or are abandoned: no reader waits forever.
     """
     with closing(rounds):
         try:
@@ -86,24 +80,21 @@ def streamed(
 class GenerateOutput(GenerateDecoderOnlyOutput):
     """A finished generation: the output of `transformers` with `lengths`, `stats` and `lossless`.
 
-    Attributes, items, slices, tuples and iteration are as in every output of `transformers`: items are the fields that
-    are not None, in the order of `GenerateDecoderOnlyOutput`. The fields that selfspec adds are attributes, not items,
-    so that code which iterates over an output finds only fields that it knows.
+    Items, slices and iteration are as in `GenerateDecoderOnlyOutput`. The three fields that selfspec adds are
+    attributes and not items, so that code which iterates over an output finds only fields that it knows.
 
     Attributes:
-        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right. If
-            there is no end token, rows that a stopping criterion has ended continue until all have ended, as in
-            `transformers`.
-        scores: for each new token the logits after processors and warpers, `[batch, vocab]`, float32; None unless
-            `return_dict_in_generate` and `output_scores` ask for them. After the end of a row, 0 for the padding token
-            and -inf for all other tokens.
+        sequences: token ids, `[batch, length]`, prompt included as given; rows that ended early are padded right.
+            Without an end token, rows that a criterion ended continue until all have ended, as in `transformers`.
+        scores: for each new token the logits after processors and warpers, `[batch, vocab]`, float32, if
+            `return_dict_in_generate` and `output_scores` ask for them; after a row's end, 0 for padding, else -inf.
         logits: the full model's own logits in the same form, for `output_logits`.
-        cache: keys and values of all tokens except each row's last, for the next turn: the caller's cache, or a new
-            one for `return_dict_in_generate`. None otherwise, and before the generation has finished. Its item has the
-            name that `transformers` uses: `past_key_values` before 5.24.
+        cache: keys and values of all tokens except each row's last, for the next turn: the caller's cache, or a new one
+            for `return_dict_in_generate`; None before the end. In `transformers` before 5.24 its item is
+            `past_key_values`.
         lengths: number of new tokens of each row, up to where it ended.
         stats: counts and times.
-        lossless: whether the tokens are distributed exactly as the full model's own; False under a relaxed rule.
+        lossless: True if tokens are distributed exactly as the full model's own; False under a relaxed rule.
     """
 
     # Declared again for type checkers, which do not read the fields of transformers.
@@ -141,8 +132,8 @@ class EncoderDecoderOutput(GenerateOutput, GenerateEncoderDecoderOutput):
     """A finished generation of a model with an encoder.
 
     Attributes:
-        cross_attentions: for timestamps of tokens, the attention weights over the encoder's output, of each pass of
-            plain decoding and each layer, `[batch, heads, tokens, places]`; None if no timestamps are asked for.
+        cross_attentions: attention weights over the encoder's output for timestamps of tokens, if asked for, `[batch,
+            heads, tokens, places]` for each pass of plain decoding and each layer.
     """
 
     cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None
@@ -160,15 +151,14 @@ class Stats:
         row_rounds: rounds of each unfinished row, summed over rows; equals `rounds` for a batch of one.
         new_tokens: tokens committed.
         drafted: draft tokens of unfinished rows, judged or not.
-        judged: draft tokens that the target judged; siblings in a tree count as one. Not counted: tokens after a
-            rejected one, after the end of the row, and after the place where lockstep cuts the row.
+        judged: draft tokens that the target judged, siblings as one: none after a rejected one, the row's end or a cut.
         accepted: draft tokens committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_depth: `judged` by depth in the draft, first token first.
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: most bytes allocated for keys and values.
         substitute_bytes: bytes of the substitutes made for the model so far.
-        draft_bytes: bytes of the drafter itself: the weights, keys and values of an assistant, the table of recycling.
+        draft_bytes: bytes of the drafter itself: an assistant's weights, keys and values, or the table of recycling.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 
@@ -186,12 +176,10 @@ class Stats:
 
     @property
     def judged(self) -> int:
-        """Number of draft tokens that the target judged."""
         return sum(self.judged_per_depth)
 
     @property
     def accepted(self) -> int:
-        """Number of draft tokens committed."""
         return sum(self.accepted_per_depth)
 
     @property
@@ -206,15 +194,11 @@ class Stats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Number of tokens committed per target pass of a row, bonus token included. NaN before the first round."""
+        """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
 
     def count(self, nodes: int, depth: int, verdict: Verdict) -> None:
-        """Count a round by the places of the draft that it committed, with the draft's token or another one.
-
-        Lockstep drops places because of other rows, never because of their own verdict, so the acceptance rate is the
-        rule's.
-        """
+        """Count a round by the places of the draft that it committed, with the draft's token or another one."""
         self.rounds += 1
         for row in verdict.rows.values():
             count = len(row.tokens)
@@ -222,6 +206,7 @@ class Stats:
             self.drafted += nodes
             self.new_tokens += count
             self.overlap += row.overlap_of(count)
+            # Lockstep drops places because of other rows alone, so the acceptance rate is the rule's.
             _add(self.judged_per_depth, depth, row.judged_of(count))
             _add(self.accepted_per_depth, depth, row.accepted_of(count))
 
@@ -266,7 +251,7 @@ def _add(counts: list[int], positions: int, first: int) -> None:
 
 
 class PhaseClock:
-    """Sums wall time by phase. On devices with streams it records events and reads them at the end: no phase waits."""
+    """Sums wall time by phase; on devices with streams by events that are read at the end, so no phase waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -299,17 +284,14 @@ class PhaseClock:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at the place of one committed token, by the model's own logits, before processors and filters.
-
-    `top` are the likeliest tokens with theirs, the likeliest first.
-    """
+    """Log-probabilities, by raw logits, of a committed token and of the `top` likeliest at its place, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class LogprobRecord:
-    """Keeps the log-probabilities at a round's places until their tokens are known, and reports the `top` likeliest."""
+    """Keeps the log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -320,7 +302,7 @@ class LogprobRecord:
         self._places += logits.float().log_softmax(-1).unbind()
 
     def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities at the places of the tokens that the round committed, and drop what was kept."""
+        """Return the log-probabilities at the places of the committed tokens, and drop what was kept."""
         places, self._places = self._places[: len(tokens)], []
         found = []
         for place, token in zip(places, tokens, strict=True):
@@ -331,10 +313,9 @@ class LogprobRecord:
 
 
 class ScoreRecord:
-    """One tensor `[batch, vocab]` for each new token, as `transformers` returns them.
+    """Holds a tensor `[batch, vocab]` for each new token, as `transformers` returns them.
 
-    After a row has ended, its entry is 0 for the padding token and -inf for all other tokens, normalised or not. So a
-    sum over a row counts its own tokens alone.
+    After a row's end, entries are 0 for padding and -inf for others, so that a row's sum counts its own tokens.
     """
 
     def __init__(self, pad: int) -> None:
@@ -343,7 +324,6 @@ class ScoreRecord:
 
     @property
     def steps(self) -> tuple[Tensor, ...]:
-        """Tensors of the new tokens, the first token first."""
         return tuple(self._steps)
 
     def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -354,11 +334,9 @@ class ScoreRecord:
         )
 
     def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Keep the values of a block's committed tokens, not of rejected tokens.
+        """Keep committed tokens' values, from `[rows, places, vocab]` of the running rows, numbered `rows`.
 
-        `values` are `[rows, places, vocab]`, of the running rows, whose numbers in the batch are `rows`. `starts` and
-        `counts` say for each row of the batch how many new tokens it had before the first place, and how many places
-        are kept.
+        For each row of the batch, `starts` counts its new tokens before the first place, and `counts` the places kept.
         """
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         while len(self._steps) < longest:

@@ -1,7 +1,4 @@
-"""Apply logits processors of `transformers`, such as temperature, top-k and top-p, to every place of a block.
-
-Each place is processed as plain decoding would process it there.
-"""
+"""Apply logits processors of `transformers` to every place of a block, each as plain decoding would there."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ class LogitBias(LogitsProcessor):
 
 
 class OccurrencePenalty(LogitsProcessor):
-    """Lowers the logits of tokens that occur in the new text, after a prompt of `prompt` tokens.
-
-    `presence` is subtracted once from the logit of each token that occurs, `frequency` once for each occurrence.
-    """
+    """Subtracts `presence` from a token's logit if it occurs after the prompt, and `frequency` for each occurrence."""
 
     stateless = True
 
@@ -50,25 +44,21 @@ class OccurrencePenalty(LogitsProcessor):
         self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, minus the penalties; `input_ids` is each row's text, `[rows, length]`."""
+        """Return scores, `[rows, vocab]`, minus penalties; `input_ids` is each row's text, `[rows, length]`."""
         new = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 class Suppression(LogitsProcessor):
-    """Suppresses tokens like the processor of `transformers`, without a search of the vocabulary in every call.
-
-    Speech models suppress about 90 of 50,000 tokens at each place, also in drafts; looking each up would take a large
-    part of a draft step.
-    """
+    """Suppresses tokens like the processor of `transformers`, without a search of the vocabulary in every call."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
+        # Speech models suppress about 90 of 50,000 tokens; looking each up would take a large part of a draft step.
         self._mask = torch.empty(0, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, with -inf for the tokens."""
         if self._mask.shape != scores.shape[-1:] or self._mask.device != scores.device:
             self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self.tokens.to(scores.device))
         return torch.where(self._mask, -torch.inf, scores)
@@ -82,7 +72,6 @@ class SuppressionAt(Suppression):
         self.place = place
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, with -inf for the tokens if this is the place."""
         return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.place else scores
 
 
@@ -103,10 +92,7 @@ class Processing(Protocol):
     def processors(self) -> LogitsProcessorList: ...
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the scores of each place of the running rows, `[rows, places, vocab]`, float32 as in `transformers`.
-
-        Places after the end of a row are arbitrary.
-        """
+        """Return the running rows' scores, `[rows, places, vocab]`, float32; after a row's end they are arbitrary."""
         ...
 
 
@@ -117,7 +103,6 @@ class Warping:
     processors: LogitsProcessorList
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Process all places at once, without the prefixes."""
         scores = logits.float()
         if not self.processors:
             return scores
@@ -133,22 +118,16 @@ class Warping:
 class PrefixProcessing:
     """Processors that depend on the prefix of a place and are called once for each length of prefix.
 
-    A call holds the whole batch, as in `transformers`, so that processors with data for each row find it. Rows without
-    a place at that length are cut or padded to it, and their result is not used; dropped rows have scores of zero.
-    Prefixes are needed on the host, so every block waits for the device. Processors must be functions of ids and
-    scores, since they also see draft tokens that are rejected later.
-
-    Attributes:
-        eos: token ids that end a row. A draft may continue after one; later places are not processed.
-        limit: length, prompt included, at which rows end.
+    A call holds the whole batch, so that processors with data for each row find it: rows without a place at that length
+    are cut or padded to it and their result dropped, and dropped rows have scores of zero. Every block waits for the
+    device. Processors must be functions of ids and scores, since they also see draft tokens that are rejected later.
     """
 
     processors: LogitsProcessorList
-    eos: frozenset[int]
-    limit: int
+    eos: frozenset[int]  # they end a row; later places of a draft are not processed
+    limit: int  # length, prompt included, at which rows end
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Process each place with its whole prefix."""
         scores = logits.float()
         runs = prefixes.runs()
         ids = prefixes.sequences.followed_by(runs)
@@ -176,28 +155,20 @@ class PrefixProcessing:
 
 @dataclass(frozen=True)
 class SequentialProcessing:
-    """Processors, some of them with memory, that are called once for each committed token, in order.
-
-    Draft steps use `for_drafts`, only stateless processors and processors that can roll back: a rejected token would
-    spoil the memory of the rest.
-    """
+    """Processors, some with memory, that are called once for each committed token, in order."""
 
     processors: LogitsProcessorList
-    for_drafts: Processing
+    for_drafts: Processing  # without memory or with roll-back, since a rejected token would spoil other memory
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the scores of a draft step. `next_scores` scores the target's places, one after the other."""
+        """Return the scores of a draft step; `next_scores` scores the target's places, one after the other."""
         return self.for_drafts.scores(logits, prefixes)
 
     def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return the target's scores of the next place, `[batch, vocab]`, float32; zeros are given for dropped rows.
-
-        `ids` are the sequences up to the place, `[batch, length]`, finished rows padded.
-        """
+        """Return the target's scores of the next place, `[batch, vocab]`, after `ids`, `[batch, length]`."""
         return called(self.processors, ids, logits)
 
     def forget_draft(self) -> None:
-        """Undo the calls of draft steps."""
         if isinstance(self.for_drafts, RollbackProcessing):
             self.for_drafts.roll_back()
 
@@ -229,7 +200,6 @@ class RollbackProcessing:
         return found[sequences.running][:, None]
 
     def roll_back(self) -> None:
-        """Undo all calls since the last roll-back."""
         calls, self._calls, self._stuck = self._calls, 0, False
         for processor in self.processors:
             if calls and _can_roll_back(processor):
@@ -245,10 +215,7 @@ def called(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tens
 
 
 def choice_of(processing: Processing, length: int) -> Choice | None:
-    """Return how tokens are drawn if only suppression, temperature, top-k and top-p apply; None: more applies.
-
-    `length` is that of the shortest row's prefix of the first place, in tokens.
-    """
+    """Return how to draw from `length` tokens on by suppression, temperature, top-k and top-p alone, else None."""
     if not isinstance(processing, Warping | PrefixProcessing):
         return None
     known: Iterator[tuple[type, str]] = iter(_OF_CHOICE.items())
@@ -337,10 +304,7 @@ class _Widened(LogitsProcessor):
 
 
 def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
-    """Return processors that accept a text with ids that the head does not write.
-
-    `more` is the number of such ids. Processors of `transformers` that would look up their scores are wrapped.
-    """
+    """Wrap processors that look up scores by text, which may hold `more` ids that the head does not write."""
     if more <= 0:
         return processors
     return LogitsProcessorList(_Widened(each, more) if type(each) in _BY_TEXT else each for each in processors)
@@ -349,8 +313,7 @@ def widened(processors: LogitsProcessorList, more: int) -> LogitsProcessorList:
 def is_stateless(processor: Any) -> bool:
     """Return whether a processor is known to be a function of ids and scores, independent of earlier calls.
 
-    Processors of `transformers` are, except SynthID's, guidance and the caller's prefix function. Others, and the
-    prefix function, declare it by an attribute `stateless = True`.
+    Those of `transformers` are, but for SynthID, guidance and prefix functions; others declare `stateless = True`.
     """
     if type(processor) is generation.PrefixConstrainedLogitsProcessor:
         processor = processor._prefix_allowed_tokens_fn
@@ -362,11 +325,7 @@ def _can_roll_back(processor: Any) -> bool:
 
 
 def read_processing(processors: LogitsProcessorList, eos: frozenset[int], limit: int) -> Processing:
-    """Choose how to apply the processors that `transformers` has prepared, to rows that end at length `limit`.
-
-    Raises:
-        UnsupportedOptionError: names a processor that needs more than the rows of the batch.
-    """
+    """Choose how to apply processors to rows that end at `limit` tokens; refuse guidance, which needs more rows."""
     for processor in processors:
         if isinstance(processor, generation.ClassifierFreeGuidanceLogitsProcessor):
             raise UnsupportedOptionError(

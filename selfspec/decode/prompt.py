@@ -53,10 +53,9 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
 
 
 def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
-    """Return the mask, 1 for tokens, of the columns of the past and then of the prompts, `[batch, columns]`.
+    """Return the mask, 1 for tokens, of a past's columns and then of the prompts, `[batch, columns]`.
 
-    `read` are the prompts, as ids or embeddings, which may begin with the past's tokens or after them. Refuses a mask
-    of another shape, one that leaves a row without tokens, and one that pads on the right.
+    Prompts begin with the past's tokens or after them. Refuses other shapes, empty rows, and padding on the right.
     """
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
@@ -103,15 +102,11 @@ def check_mask(attention_mask: Tensor) -> None:
 
 
 def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the model's first pass, with a soft prompt if the model has one.
+    """Return the inputs of the first pass, from those that `generate` prepared, with a soft prompt if there is one.
 
-    Libraries of soft prompts replace the model's `prepare_inputs_for_generation` while its `generate` runs. Their
-    method returns embeddings in place of ids, or a cache that holds a prefix. The loops of `transformers` call it; a
-    `custom_generate` must call it too. `model_kwargs` are the further inputs that `generate` has prepared.
-
-    Raises:
-        UnsupportedModelError: the replaced method adds no soft prompt.
-        UnsupportedOptionError: the caller passes a cache as well, or rows are padded and there are no position_ids.
+    Libraries of soft prompts replace `prepare_inputs_for_generation` while `generate` runs, to return embeddings or a
+    cache with a prefix; a `custom_generate` must call it. Raises UnsupportedModelError if it adds no soft prompt, and
+    UnsupportedOptionError beside a caller's cache or for padded rows without position_ids.
     """
     prepare = vars(model).get("prepare_inputs_for_generation")
     # Such a library later leaves the model's own method set on the instance.

@@ -1,8 +1,7 @@
 """Read a call of `generate` into a `Request` and check it, before any forward pass.
 
-`transformers` itself reads the arguments: the call goes through `model.generate` with a `custom_generate` that stores
-its arguments. So defaults, `GenerationConfig`, overrides and logits warpers have the same meaning as there. Options
-that cannot be honoured are refused by name.
+The call goes through `model.generate` with a `custom_generate` that stores its arguments, so that defaults,
+`GenerationConfig`, overrides and warpers mean the same. Options that cannot be honoured are refused by name.
 """
 
 from __future__ import annotations
@@ -63,19 +62,16 @@ class Request:
     """One call, ready to run.
 
     Attributes:
-        input_ids: the text before the new tokens, `[batch, prompt]`: it is returned with them, and logits processors
-            see it. It has no columns if the prompt is embeddings alone.
-        read: the input of the prefill: ids `[batch, columns]`, or embeddings `[batch, columns, hidden]`. The first
-            columns of `mask`, which `past` holds, may be missing.
+        input_ids: text that is returned and that processors see, `[batch, prompt]`; no columns with embeddings alone.
+        read: input of the prefill: ids, `[batch, columns]`, or embeddings, `[..., hidden]`; may lack columns of `past`.
         mask: which columns hold a token, those of `past` included, `[batch, columns]`, bool.
         lengths: tokens of each prompt, without padding.
-        whole: whether an output object is returned, not the sequences alone (`return_dict_in_generate`).
-        past: keys and values of the first columns. A cache of the caller also receives those of the new tokens.
-        offsets: of each row, how much larger the position ids of new tokens are than their index in the text, if the
-            stock model has read the prompts with images or the like; None: it has not.
+        whole: True if `return_dict_in_generate` asks for an output object.
+        past: keys and values of the first columns; a cache of the caller also receives those of the new tokens.
+        offsets: position ids of each row's new tokens minus their index; None: the stock model has read nothing.
         prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
-        anew: whether the tokens of `past` are read again, since other rotary tables apply to them now.
-        aligns: the stock model that gives cross-attentions for timestamps of tokens; None: they are not asked for.
+        anew: True if the tokens of `past` are read again, since other rotary tables apply to them now.
+        aligns: stock model that gives cross-attentions for timestamps of tokens; None: not asked for.
     """
 
     input_ids: Tensor
@@ -116,10 +112,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `transformers` hands to a `custom_generate` callable, beside the model.
-
-    `inputs_tensor` is the encoder's input, before rows were repeated; `model_kwargs` are further inputs of the model.
-    """
+    """Holds what a `custom_generate` callable gets; `inputs_tensor` is the encoder's input, before repeated rows."""
 
     input_ids: Tensor
     logits_processor: LogitsProcessorList
@@ -139,15 +132,11 @@ def read_request(
     *,
     text_alone: bool = False,
 ) -> Request:
-    """Check a call of `generate`, before `transformers` reads it, and return it as a `Request`.
+    """Check a call of `generate` before `transformers` reads it, and return it as a `Request`.
 
-    `inputs` are prompts, `[batch, prompt]`, left-padded where their lengths differ. Without an `attention_mask` padding
-    is where `transformers` finds the padding token. `options` are further keywords of `model.generate`, including
-    `streamer` and `tokenizer`. With `text_alone`, inputs other than text, such as images, are refused.
-
-    Raises:
-        PromptError: empty prompt, ids outside the vocabulary, a mask that does not fit, or no room in the context.
-        UnsupportedOptionError: names an option that cannot be honoured.
+    `inputs` are prompts, `[batch, prompt]`, padded left; without a mask, `transformers` finds the padding. `text_alone`
+    refuses inputs such as images. Raises PromptError for a prompt or mask that does not fit the model or its context,
+    and UnsupportedOptionError for an option that cannot be honoured.
     """
     check_kind("generation_config", generation_config, GenerationConfig, "write GenerationConfig(max_new_tokens=64)")
     encodes = has_encoder(model)

@@ -42,17 +42,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes that the cache of a model takes.
+    """Bytes that the cache of a model takes."""
 
-    Attributes:
-        slot: keys and values of one token, in all layers including those of drafters.
-        row: states of one row, including those of a round's nodes and of drafters; 0 if there are none.
-        slack: slots of each row after its committed tokens, for drafts.
-    """
-
-    slot: int
-    row: int
-    slack: int
+    slot: int  # keys and values of one token, in all layers including those of drafters
+    row: int  # states of one row, including those of a round's nodes and of drafters; 0 if there are none
+    slack: int  # slots of each row after its committed tokens, for drafts
 
     def of(self, rows: int, tokens: int) -> int:
         """Return the bytes of `rows` rows with room for `tokens` committed tokens each."""
@@ -60,14 +54,10 @@ class CacheSizes:
 
 
 class RowDecoder:
-    """Runs rows of one wrapped model. Only `row` may be called by several threads at once.
+    """Runs rows of one wrapped model; only `row` may be called by several threads at once.
 
-    `drafting` is by whether decoding is greedy; the majority of rows decides. `rule` judges drafts of rows that are
-    sampled and not coupled. `check` refuses a drafter that no longer fits the model, before each row begins.
-
-    Attributes:
-        stats: counts of all rounds.
-        context: the most tokens of a row, prompt included.
+    `drafting` goes by whether the majority of rows is greedy. `rule` judges rows that are sampled and not coupled.
+    `check` refuses, before each row, a drafter that no longer fits the model. `context` is the most tokens of a row.
     """
 
     def __init__(
@@ -103,13 +93,10 @@ class RowDecoder:
     def row(
         self, input_ids: tuple[int, ...], options: Mapping[str, Any], seed: int | None, kind: Hashable, top: int | None
     ) -> Group:
-        """Check a request as `generate` does, and make a group of one row. May be called from any thread.
+        """Check a request as `generate` does, and make a group of one row, from any thread.
 
-        `seed` makes its tokens those of plain decoding; None: one is drawn. For `kind` see `Group`. `top` is the number
-        of likeliest tokens whose log-probabilities are reported; None: no log-probabilities are.
-
-        Raises:
-            PromptError, UnsupportedOptionError: as `generate`.
+        With a `seed` (None: one is drawn) its tokens are those of plain decoding. `top` is the number of likeliest
+        tokens to report with their log-probabilities; None: no log-probabilities.
         """
         ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, but transformers warns if a model has no padding token.
@@ -141,7 +128,7 @@ class RowDecoder:
         return vocabulary_size(self._target.model)
 
     def tables(self, length: int) -> int:
-        """Return the number of the rotary tables for a text of this length: rows of one batch need the same tables."""
+        """Return the number of the rotary tables for a text of this length, which rows of a batch must share."""
         return tables_of(self._config, length)
 
     def goes_on(self, row: Group) -> bool:
@@ -155,7 +142,7 @@ class RowDecoder:
 
     @property
     def resumes(self) -> bool:
-        """True if a row may begin with keys and values of an earlier row: no drafter needs other states of them."""
+        """True if a row may begin with an earlier row's keys and values: no drafter needs more of its states."""
         drafters = [each.drafter for each in self._drafting.values() if each.drafter is not None]
         depth = len(self._target.adapter.decoder_layers(self._target.model))
         return not any(each.features(depth) or each.own_bytes(self._target.model).token for each in drafters)
@@ -168,10 +155,7 @@ class RowDecoder:
         return cache
 
     def begin(self, row: Group, past: SharedCache | None = None, known: int = 0) -> Prefill:
-        """Begin to read a row's text without its last token, into a cache that has room for this row alone.
-
-        `past` is a cache of one row whose text has the same first `known` tokens; None: the whole text is read.
-        """
+        """Begin to read a row's text but its last token, into a cache of its own, after `known` tokens of `past`."""
         self._check()
         # As in `model.generate`, a row is read again when its rotary tables change. Not even scrap slots after its end
         # may lie beyond that place, since the tables would change for all rows.
@@ -211,7 +195,7 @@ class RowDecoder:
 
     @torch.no_grad()
     def round(self, batch: Batch) -> Round:
-        """Run a round of a batch whose storage has room for it, and return the tokens that each row committed."""
+        """Run a round of a batch with room for it, and return the tokens that each row committed."""
         greedy = sum(group.sampling.greedy for group in batch.groups)
         drafting = self._drafting[2 * greedy >= len(batch.groups)]
         batch.controller = drafting.controller

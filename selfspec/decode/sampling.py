@@ -19,21 +19,17 @@ from selfspec.runtime.request import Choice
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The tokens of a round without a draft, `[rows, 1]`, which are arbitrary where `finite` is False.
-
-    `finite` says whether the row had a finite distribution, `[rows, 1]`; None: all rows had one.
-    """
+    """Tokens of a round without a draft, `[rows, 1]`; arbitrary where `finite` is False (None: all are finite)."""
 
     tokens: Tensor
     finite: Tensor | None
 
 
 class BatchSampling:
-    """Turns the logits of the running rows into the distribution that plain decoding of each group would draw from.
+    """Turns the running rows' logits into the distribution that plain decoding of each group would draw from.
 
-    Greedy and coupled rows have one possible token at each place, so nothing is drawn for them; sampled rows draw.
-    Groups of one kind are processed together; groups whose processors read prefixes are processed one by one. The flags
-    say of all rows, or of some for `in_order` and `reads_prefixes`, what those of `Sampling` say of a group.
+    Groups of one kind are processed together, those whose processors read prefixes one by one. Flags say of all rows
+    (`in_order`, `reads_prefixes`: of some) what `Sampling` says of a group.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -55,7 +51,7 @@ class BatchSampling:
             self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
 
     def choice(self) -> Choice | None:
-        """Return how all rows choose tokens if the last logits suffice for it; None: they do not, or rows differ."""
+        """Return how all rows choose tokens if the last logits suffice; None: they do not, or rows differ."""
         choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
         return choices.pop() if len(choices) == 1 else None
 
@@ -63,10 +59,9 @@ class BatchSampling:
         return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
 
     def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Return the logits after processors and warpers, `[rows, places, vocab]`, float32.
+        """Return the logits after processors and warpers, `[rows, places, vocab]`, float32; see `Prefixes`.
 
-        `drafted` are the draft tokens on the path to the last place, pieces of `[rows, tokens]`; see `Prefixes`. If a
-        processor of isolated rows raises, their group stores the error, and their scores are NaN.
+        If a processor of isolated rows raises, their group stores the error, and their scores are NaN.
         """
 
         def failed(group: Group, error: Exception, given: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ class BatchSampling:
         return self._scores(logits, drafted, failed)
 
     def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Return the scores of draft tokens; if a processor raises, the raw logits: the target may never read them."""
+        """Return scores of draft tokens; raw logits if a processor raises, since the target may never read them."""
         return self._scores(logits, drafted, lambda group, error, given: given.float())
 
     def _scores(
@@ -105,10 +100,7 @@ class BatchSampling:
         return p
 
     def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
-        """Return the distributions that tokens are drawn from: p, or one-hot at the choice of the position's noise.
-
-        `positions` are those of the tokens to be drawn, `[rows or 1, places]`.
-        """
+        """Return the distributions to draw from: p, or one-hot at the choice of the positions' noise."""
         if not self._choosing:
             return p
         if len(self._choosing) == len(p):
@@ -119,10 +111,7 @@ class BatchSampling:
         return decided
 
     def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
-        """Return the token of each row if nothing was drafted, in fewer steps than `decide` and `draw`.
-
-        `scores` are `[rows, 1, vocab]`, `positions` `[rows or 1, 1]`.
-        """
+        """Return each row's token without a draft; scores are `[rows, 1, vocab]`, positions `[rows or 1, 1]`."""
         if not self.greedy:
             p = self.probabilities(scores)
             tokens = self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER)
@@ -134,10 +123,7 @@ class BatchSampling:
         return NextTokens(tokens, finite)
 
     def legible(self, logits: Tensor) -> Tensor | None:
-        """Return whether the logits of each place of a round without a draft are usable, `[rows, places]`.
-
-        None: all are, since processors replace logits that are not finite.
-        """
+        """Return which logits without a draft are usable, `[rows, places]`; None: all, processors mend them."""
         if self.mends:
             return None
         finite = logits.amax(-1).isfinite()
@@ -146,7 +132,7 @@ class BatchSampling:
         return finite
 
     def judged(self, draft: Draft) -> Draft:
-        """Return the draft with the distributions that its tokens are judged by: one-hot where all is decided."""
+        """Return the draft with the distributions that judge its tokens: one-hot where all is decided."""
         if draft.probs is None or len(self._drawn) == len(draft.probs):
             return draft
         if self.decided:
@@ -156,11 +142,7 @@ class BatchSampling:
         return replace(draft, probs=probs)
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
-        """Return a token of each distribution, `[rows, places]`: its one possible token if decided, else a draw.
-
-        `weights`, `[rows, places, vocab]`, are non-negative and need not be normalised; `first` is the first of these
-        places in the round.
-        """
+        """Return a token of each distribution, `[rows, places]`: decided, or drawn as in `Noise.draw`."""
         return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
 
     @property
@@ -185,9 +167,6 @@ def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
 
 
 def proper(q: Tensor) -> Tensor:
-    """Return q, `[..., vocab]`, with the uniform distribution wherever it is not finite.
-
-    A draft path may overflow where the target does not. Any q is exact, as long as tokens are drawn from the q that is
-    judged.
-    """
+    """Return q, `[..., vocab]`, with the uniform distribution wherever it is not finite."""
+    # A draft path may overflow where the target does not. Any q is exact if the q drawn from is the q judged.
     return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

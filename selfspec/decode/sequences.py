@@ -11,18 +11,15 @@ from torch import Tensor
 
 
 class Sequences:
-    """Prompts, left-padded, `[batch, prompt]`, and the tokens committed after them; `pad` fills shorter rows.
+    """Holds left-padded prompts, `[batch, prompt]`, and the tokens committed after them, as processors see them.
 
-    Logits processors and stopping criteria of `transformers` see a row as it was given, left padding included, followed
-    by its new tokens. Rows differ in length because they accept different numbers of draft tokens. `mask` says which
-    columns of the prompts are text; None: passes read something else than these ids, and all columns count as text.
+    `pad` fills shorter rows. `mask` says which columns of the prompts are text; None: passes read other inputs.
 
     Attributes:
-        committed: the new tokens of each row, final. Only append to them.
+        committed: new tokens of each row, final; only append to them.
         unfinished: numbers of the rows that have not ended.
-        running: numbers of the rows that passes run, in the order in which tensors hold them: all unfinished rows, and
-            finished rows until they are dropped.
-        text_ends: by row, the number of new tokens at which the text of a row ended that is then only filled up.
+        running: numbers of the rows that passes run, in tensor order; finished rows run until they are dropped.
+        text_ends: by row, the number of new tokens at which a text ended that is then only filled up.
     """
 
     def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:
@@ -94,9 +91,8 @@ class Sequences:
 class Prefixes:
     """The prefix of each place of a block: the committed tokens, and the draft tokens up to the place.
 
-    A block of m places covers the last m places of sequence and draft: one after each of the last m - 1 draft tokens,
-    and one before them. `drafted` are pieces of the draft, in order, `[rows, tokens]` each, of the running rows; only
-    processors that depend on the prefix read them.
+    A block of m places has one before the last m - 1 draft tokens, and one after each. `drafted` holds the running
+    rows' draft in pieces, `[rows, tokens]`; only processors that depend on the prefix read it.
     """
 
     sequences: Sequences
@@ -104,7 +100,6 @@ class Prefixes:
 
     @property
     def length(self) -> int:
-        """Number of draft tokens so far."""
         return sum(piece.shape[1] for piece in self.drafted)
 
     def runs(self) -> list[list[int]]:
@@ -118,5 +113,5 @@ class Prefixes:
 
 
 def first_end(run: Sequence[int], eos: Collection[int]) -> int:
-    """Return the index of the first end-of-sequence token of a run; the length of the run if it has none."""
+    """Return the index of a run's first end-of-sequence token; its length if it has none."""
     return next((index for index, token in enumerate(run) if token in eos), len(run))

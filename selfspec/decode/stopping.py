@@ -1,4 +1,4 @@
-"""Find where a row ends: at its maximal length, at an end-of-sequence token, or where a stopping criterion ends it."""
+"""Find where a row ends: at its maximal length, an end-of-sequence token, or where a stopping criterion says."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ class Stopping:
     """The conditions that end a row.
 
     Attributes:
-        max_new_tokens: the most tokens a row may grow by, at least 1.
-        criteria: criteria other than lengths and ends. As in `transformers` they see the whole batch, token by token as
-            each row grows. If rows differ in length, a stateless criterion sees the other rows cut or padded to the
-            length of the call, and its answer for them is not used.
-        fills: whether a row that a criterion has ended is filled up with tokens of its own until all rows have ended.
-            `transformers` pads such rows only if there is an end-of-sequence token.
+        max_new_tokens: most tokens a row may grow by, at least 1.
+        criteria: criteria beside lengths and end tokens, which see the whole batch, token by token as each row grows. A
+            stateless one sees rows of other lengths cut or padded, and its answer for them is not used.
+        fills: True if rows that a criterion has ended go on until all have: without an end token nothing is padded.
     """
 
     max_new_tokens: int
@@ -40,10 +38,7 @@ class Stopping:
 
     @property
     def needs_lockstep(self) -> bool:
-        """True if rows must be at one length in every round, as in plain decoding.
-
-        A criterion that may have memory is called with all rows at one length, and filled rows end at one length.
-        """
+        """True if rows need one length in every round: for criteria that may have memory, or filled rows."""
         return self.fills or any(not is_stateless(criterion) for criterion in self.criteria)
 
     def ends(self, count: int, last: int) -> bool:
@@ -60,10 +55,9 @@ class Stopping:
     def judged(
         self, sequences: Sequences, runs: Sequence[Sequence[int]], scores: tuple[Tensor, ...] | None
     ) -> list[int | None]:
-        """Return how many tokens of its run each row keeps if it ends within the run; None for rows that do not end.
+        """Return how many tokens of its shortened run each row keeps if it ends there; None: it does not end.
 
-        `runs` are as `shortened` leaves them; `scores` one tensor `[batch, vocab]` for each new token, those of the
-        runs included; None: not kept.
+        `scores` has one tensor `[batch, vocab]` for each new token, those of the runs included; None: not kept.
         """
         ends = [
             len(run) if run and self.ends(len(tokens) + len(run), run[-1]) else None
@@ -93,25 +87,19 @@ class Stopping:
         return ends
 
     def ended(self, sequences: Sequences, rows: Sequence[int], count: int) -> Sequence[int]:
-        """Return the rows that end after a criterion has ended some: these, or none or all if rows are filled up.
-
-        Stores in `sequences` where the text of each filled row has ended, after `count` new tokens.
-        """
+        """Return the rows that end after a criterion ended some: these, or none or all if rows are filled up."""
         if not self.fills:
             return rows
+        # The text of these rows ends here, after `count` new tokens.
         for row in rows:
             sequences.text_ends.setdefault(row, count)
         return sorted(sequences.unfinished) if sequences.text_ends.keys() >= sequences.unfinished else ()
 
 
 def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -> Stopping:
-    """Read where rows end from the criteria that `transformers` has prepared.
+    """Read where rows end from prepared criteria, those of length and end of sequence as numbers.
 
-    Criteria of length and end of sequence become numbers and are not called. `width` is that of the prompts, padding
-    included, and `max_length` the most tokens of a row, prompt included, if no criterion limits them.
-
-    Raises:
-        UnsupportedOptionError: names a criterion that stops a draft model.
+    `width` is that of padded prompts; `max_length` holds if no criterion limits it. Refuses criteria of draft models.
     """
     # Exact classes: a subclass may do anything.
     longest = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
@@ -133,9 +121,6 @@ def read_stopping(criteria: StoppingCriteriaList, width: int, max_length: int) -
 
 
 def is_stateless(criterion: StoppingCriteria) -> bool:
-    """Return whether a criterion is known to be a function of ids and scores, independent of earlier calls.
-
-    Criteria of `transformers` are. Any other criterion declares it by an attribute `stateless = True`.
-    """
+    """Return whether a criterion is a function of ids and scores: one of `transformers` or with `stateless = True`."""
     # Exact classes: a subclass may do anything.
     return type(criterion) in (StopStringCriteria, MaxTimeCriteria) or getattr(criterion, "stateless", False) is True

@@ -19,9 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class TextStream:
     """Turns the tokens after a prompt into text as they come, with special tokens written out or left out.
 
-    A piece is returned once no later token can change it: a character of several tokens comes with its last token. Each
-    step decodes only the latest tokens, with the tokens before them as context, because many tokenizers drop the space
-    at the beginning of a text.
+    A piece is returned once no later token can change it: a character of several tokens comes with its last token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], special: bool = False) -> None:
@@ -43,10 +41,7 @@ class TextStream:
         return self._give(self._fresh())
 
     def push_apart(self, tokens: Sequence[int]) -> list[str]:
-        """Take tokens; return the text of each token whose text is now certain, in order.
-
-        Joined, the texts equal the result of `push`. A character belongs to its last token.
-        """
+        """Take tokens; return what `push` would, split by tokens; a character belongs to its last token."""
         self._ids += tokens
         fresh = self._fresh()
         return self._give_apart(fresh) if fresh and self._certain(fresh) else []
@@ -57,7 +52,7 @@ class TextStream:
 
     @property
     def whole_characters(self) -> str:
-        """Text that is not returned yet, as it would be if no more tokens came, without an unfinished character."""
+        """Text not yet returned, as if no more tokens came, without an unfinished character."""
         return self._fresh().rstrip(_REPLACEMENT) if self._given < len(self._ids) else ""
 
     def foresee(self, tokens: Sequence[int]) -> str:
@@ -68,6 +63,7 @@ class TextStream:
 
     def _fresh(self, count: int | None = None) -> str:
         """Return the text of the first `count` tokens that are not returned yet; None: of all such tokens."""
+        # Many tokenizers drop the space at the beginning of a text, so decode after some context.
         until = None if count is None else self._given + count
         before, new = self._ids[self._context : self._given], self._ids[self._given : until]
         return continuation(self._tokenizer, before, new, self._special)
@@ -101,15 +97,13 @@ class TextStream:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], special: bool = False
 ) -> str:
-    """Return the text of `new` after `prompt`, with or without special tokens.
-
-    It is cut from the whole text, since tokens decoded alone may lose their first space. A character that begins in the
-    prompt and ends in the new tokens belongs to the new tokens.
-    """
+    """Return the text of `new` after `prompt`, with or without special tokens."""
+    # Cut it from the whole text, since tokens decoded alone may lose their first space.
     known, whole = (
         str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
         for ids in (prompt, [*prompt, *new])
     )
+    # A character that begins in the prompt and ends in the new tokens belongs to the new tokens.
     if not whole.startswith(known):
         known = known.rstrip(_REPLACEMENT)
     return whole[len(known) :]
