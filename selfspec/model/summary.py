@@ -127,6 +127,7 @@ class ModelSummary:
         final_norm: everything else between the layers and the head.
         tied: True if the head has the weights of the embedding; `total` counts them once.
         target_bytes_read: bytes that a step of plain decoding reads.
+        exits: for each exit, the bytes that a draft step reads, and its cost ratio c.
     """
 
     model: str
