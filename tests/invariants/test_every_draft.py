@@ -141,7 +141,9 @@ def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, name: 
     assert [list(each.tokens) for each in seen] == expected
 
 
-def rejected(example: tuple[PreTrainedModel, Draft], rule: str, control: Control, warp: Warp, calls: int) -> list[str]:
+def rejected(
+    example: tuple[PreTrainedModel, Draft], rule: str, control: Control, warp: Warp, calls: int, level: float = 1e-3
+) -> list[str]:
     """Draw texts of batches whose rows end apart, and return the prompts whose texts do not follow their joint."""
     model, draft = example
     spec = selfspec.wrap(model, draft, draft_length=control, accept=rule)
@@ -151,7 +153,7 @@ def rejected(example: tuple[PreTrainedModel, Draft], rule: str, control: Control
     batches = calls * 512 // rows
     found = drawn(spec, prompts, rows=rows, batches=batches, eos_token_id=EOS, **warp.options)
     assert found.accepted > rows * batches / 50
-    return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3)
+    return holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), level)
 
 
 def of_five_tokens(name: str, folder: Path) -> tuple[PreTrainedModel, Draft]:
@@ -178,4 +180,6 @@ def test_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str) ->
 @pytest.mark.parametrize(("name", "rule", "control"), taking_turns(list(EXAMPLES), LOSSLESS, list(DRAWING)))
 def test_many_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str, control: str) -> None:
     warp = WARPS[(list(EXAMPLES).index(name) + LOSSLESS.index(rule)) % len(WARPS)]
-    assert rejected(of_five_tokens(name, tmp_path), rule, DRAWING[control], warp, calls=20) == []
+    # These cases are one family: at 1e-3 each, one in eight runs of exact code would have a misfit by chance.
+    level = 1e-3 / len(EXAMPLES)
+    assert rejected(of_five_tokens(name, tmp_path), rule, DRAWING[control], warp, calls=20, level=level) == []
