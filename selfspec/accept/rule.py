@@ -94,7 +94,7 @@ def rule(name: str, *, help: str, by_kernel: bool = False) -> Callable[[type[_Ki
 
 
 def declaration_of(kind: type) -> RuleDeclaration | None:
-    """Return what a class declares itself, without what it inherits; None: nothing."""
+    """Return the declaration of a class itself, not one that it inherits; None: it has none."""
     found: RuleDeclaration | None = vars(kind).get("declared")
     return found
 

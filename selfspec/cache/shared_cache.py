@@ -295,7 +295,7 @@ class SharedCache(Cache):
         return self._top[keys]
 
     def attended(self, view: CacheView) -> Seen:
-        """Return what a pass through a view attends to now."""
+        """Return a view with the tensors that say which slots and copies a pass through it attends to now."""
         top = None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
         copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
         return Seen(view, top, copied, copies)

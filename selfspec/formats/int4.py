@@ -20,7 +20,6 @@ from selfspec.formats.rounding import (
     by_triton,
     column_sizes,
     evened,
-    few_at_a_time,
     kernels_of,
     rows_of,
 )
@@ -66,7 +65,7 @@ class Int4Linear(RoundedLinear):
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
             held = (self.levels, self.factors)
-            return few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
+            return native.few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
         if self.kernels is Kernels.TRITON:
             return by_triton(states, self.factors, self.levels, self.scales, self.zeros)
         on_cpu = states.device.type == "cpu"

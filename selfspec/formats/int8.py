@@ -17,7 +17,6 @@ from selfspec.formats.rounding import (
     as_kept,
     by_aten,
     by_triton,
-    few_at_a_time,
     kernels_of,
 )
 from selfspec.kernels import native
@@ -40,7 +39,7 @@ class Int8Linear(RoundedLinear):
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
             held = (self.levels, None, self.scales, self.factors)
-            return few_at_a_time(lambda some: native.few_rows(some, *held), states)
+            return native.few_at_a_time(lambda some: native.few_rows(some, *held), states)
         if self.kernels is Kernels.TRITON:
             return by_triton(states, self.factors, self.levels, self.scales, None)
         product = torch.ops.aten._weight_int8pack_mm

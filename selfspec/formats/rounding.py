@@ -158,13 +158,3 @@ def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     shape = [int(size) for size in states.shape]
     found = product(states.reshape(math.prod(shape[:-1]), shape[-1]))
     return found.view(*shape[:-1], int(found.shape[-1]))
-
-
-def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Call one of the extension's kernels, which take few rows."""
-    shape = [int(size) for size in states.shape]
-    rows = math.prod(shape[:-1])
-    if rows <= native.MOST_ROWS:
-        return product(states)
-    parts = states.reshape(rows, shape[-1]).split(native.MOST_ROWS)
-    return torch.cat([product(some) for some in parts]).view(*shape[:-1], -1)

@@ -6,12 +6,14 @@ torch multiplies one row on one thread; the extension reads each weight once for
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -109,6 +111,16 @@ def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
     product: Tensor = torch.ops.selfspec.few_rows_in_four_bits(states, weight, factors)
     return product
+
+
+def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Call a product that takes at most `MOST_ROWS` rows for any number of rows, `[..., in]` to `[..., out]`."""
+    shape = [int(size) for size in states.shape]
+    rows = math.prod(shape[:-1])
+    if rows <= MOST_ROWS:
+        return product(states)
+    parts = states.reshape(rows, shape[-1]).split(MOST_ROWS)
+    return torch.cat([product(some) for some in parts]).view(*shape[:-1], -1)
 
 
 def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:

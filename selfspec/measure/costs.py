@@ -1,9 +1,9 @@
 """Measure the parts of a round on this machine: c, V(m) and o, on the passes and rounds of real generations.
 
-The unit is a round of plain decoding. c and V are timed inside a generation that decodes plainly: before each of its
-rounds, every draft is drafted and every width is verified, by the drafters and the loop's own `verify`, over the
-generation's own cache. So all that is compared is timed within moments. o is what rounds that draft take beside draft
-and target pass; they are timed in turns with plain ones.
+The unit is the time of one round of plain decoding. A generation decodes plainly, and before each of its rounds every
+drafter drafts and `verify` runs at every width, over the cache of that generation: these times are c and V. Whatever is
+compared is timed within the same moments. o is the time that a round with a draft takes beside its draft and its target
+pass; rounds with a draft are timed in turns with plain ones.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Bench:
             self._options |= {"temperature": temperature, "top_k": 0}
 
     def probed(self, probe: Probe, longest: int, rounds: int, progress: Watch) -> list[Sample]:
-        """Return what a probe timed in the rounds of one generation, and the seconds of each round by itself."""
+        """Return the timings of a probe in the rounds of one generation, and the seconds of each round by itself."""
         generation = self._begin(self._base.drafting(probe, longest), rounds + longest + 1, self.prompt)
         samples = []
         for _ in range(rounds):

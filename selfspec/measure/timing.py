@@ -17,7 +17,7 @@ from selfspec.process import give_back_free_memory, status_bytes
 
 @dataclass(frozen=True, order=True)
 class DraftShape:
-    """What a round drafted: tokens for each row, 0 in a plain round, in draft steps, 0 of a look-up."""
+    """Counts the tokens drafted for each row, 0 in a plain round, and the draft steps, 0 in a look-up, of a round."""
 
     drafted: int
     steps: int

@@ -148,9 +148,7 @@ def _product(linear: nn.Linear, states: Tensor) -> Tensor:
 def _of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         raise UnsupportedOptionError("BatchInvariant computes in the dtype of the weights; leave autocast out")
-    rows = input.reshape(-1, weight.shape[1]).split(native.MOST_ROWS)
-    found = torch.cat([native.few_rows(some, weight, bias) for some in rows])
-    return found.view(*input.shape[:-1], weight.shape[0])
+    return native.few_at_a_time(lambda rows: native.few_rows(rows, weight, bias), input)
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -207,6 +207,21 @@ def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[s
         selfspec.drafts.LowPrecision.from_file(file)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_file_that_names_no_format_is_of_integers(tmp_path: Path, model: PreTrainedModel, bits: int) -> None:
+    file = tmp_path / "old.safetensors"
+    selfspec.drafts.LowPrecision(bits).save(file, model)
+
+    def as_before(_: object, about: dict[str, Any]) -> None:
+        del about["weights"]
+        about["group_size"] = 32
+
+    rewrite(file, as_before)
+    assert selfspec.drafts.LowPrecision.from_file(file).format == selfspec.drafts.LowPrecision(bits).format
+    spec = selfspec.wrap(model, f"int{bits}:{file}", draft_length=3)
+    assert torch.equal(_generated(spec).sequences, _generated(selfspec.wrap(model)).sequences)
+
+
 _UP = "model.layers.0.mlp.up_proj.weight"
 
 

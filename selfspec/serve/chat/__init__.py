@@ -1,1 +1,1 @@
-"""What a chat is as text: the template of a model, and how calls of tools are written and read."""
+"""Write and read a chat as text: by the template of a model, and by the form of its tool calls."""

@@ -90,7 +90,7 @@ def _whole_tags(text: str) -> str:
 
 
 def _shared(one: str, other: str) -> str:
-    """Return what both begin with."""
+    """Return the longest common prefix of two texts."""
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
