@@ -12,9 +12,7 @@ from selfspec.measure.embedded import checkpoint_folder as demo_folder
 
 pytest.importorskip("pandas")
 
-_QUICK = (
-    "--texts", "2", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu",
-)  # fmt: skip
+_QUICK = ("--texts", "2", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu")
 
 
 @pytest.mark.tools
@@ -31,36 +29,6 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     found = json.loads(again.stdout)
     assert found["failed"] == []
     assert {row["temperature"] for row in found["best"]} == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("ablate",), "nothing to study"),
-        (("ablate", "none.toml"), "cannot be read"),
-        (("ablate", "--draft", "exits"), "names no models"),
-        (("ablate", "--model", "demo", "--draft", "exit:40"), "out of range"),
-        (("ablate", "--model", "./nowhere", "--draft", "exits"), "does not exist"),
-        (("ablate", "--model", "demo", "--workload", "x=none.jsonl"), "none.jsonl"),
-        (("search", "demo", "--to", "."), "it is a folder"),
-        (("search", "demo", "--to", "x.json", "--sublayers", "few"), "--sublayers"),
-        (("search", "demo", "--to", "x.json", "--sublayers", "30"), "out of range"),
-    ],
-)
-def test_what_cannot_be_done_is_said(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ending = invoke(*words, *(_QUICK if len(words) > 2 else ()))
-    assert ending.status == (1 if said == "it is a folder" else 2)
-    assert said in ending.stderr.replace("\n", " ")
-
-
-def test_a_full_disk_ends_with_status_1(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    ending = invoke("ablate", "--model", folder, "--draft", "exits", "--to", str(tmp_path / "file"), *_QUICK)
-    assert ending.status == 1
-    assert "cannot be written" in ending.stderr
 
 
 @pytest.mark.tools

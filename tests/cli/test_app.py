@@ -120,3 +120,20 @@ def test_help_waits_for_no_heavy_import() -> None:
     code = "import sys, selfspec.cli.app; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
+
+
+def test_the_doctor_says_in_lines_what_it_found(invoke: Invoke) -> None:
+    ending = invoke("doctor")
+    assert (ending.status, ending.stderr) == (0, "")
+    assert ending.stdout.startswith(f"selfspec      {selfspec.__version__}")
+    for said in ("versions      torch", "cores", "CPU kernels   ", "products      torch: ", "extras        "):
+        assert said in ending.stdout
+    assert ("What to change:" in ending.stdout) != ("Nothing here needs a change." in ending.stdout)
+
+
+def test_the_doctor_says_as_json_what_it_found(invoke: Invoke) -> None:
+    ending = invoke("doctor", "--output", "json")
+    found = json.loads(ending.stdout)
+    assert ending.status == 0
+    assert found.keys() >= {"machine", "packages", "products", "findings", "versions"}
+    assert found["products"]["torch"]["four_rows"] > 0

@@ -80,18 +80,6 @@ def test_the_grid_has_every_combination_once() -> None:
     assert cells[0] == Cell("a", 0.0, 1, 8, 64)
 
 
-def test_graphs_are_refused_where_there_is_no_such_device(
-    invoke: Invoke, folder: str, texts: str, tmp_path: Path
-) -> None:
-    to = tmp_path / "results"
-    ending = invoke(
-        "bench", folder, "--workload", texts, *QUICK, "--to", str(to), "--device", "cpu", "--runtime", "graphs"
-    )
-    assert ending.status == 2
-    assert "CudaGraphs runs models on a CUDA device" in ending.stderr
-    assert not (to / "runs.jsonl").exists()
-
-
 @pytest.mark.tools
 def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
@@ -182,23 +170,6 @@ def test_arms_are_measured_within_a_budget(
     assert len(cell["arms"]) == 3
     for arm in cell["arms"]:
         assert arm["agreement"]["equal"] == arm["agreement"]["texts"] == 2
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--measure", "memory"), "drop them"),
-        (("--measure", "costs"), "drop them"),
-        (("--draft", "int8", "--draft", "int4"), "in one format, not in"),
-    ],
-)
-def test_what_a_budget_cannot_measure_is_refused(
-    invoke: Invoke, folder: str, texts: str, tmp_path: Path, more: tuple[str, ...], said: str
-) -> None:
-    asked = ("--workload", texts, "--memory", "64GiB", "--to", str(tmp_path / "out"))
-    ending = invoke("bench", folder, *asked, *more)
-    assert (ending.status, ending.stdout) == (2, "")
-    assert said in ending.stderr
 
 
 @pytest.mark.tools

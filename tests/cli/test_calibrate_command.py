@@ -142,10 +142,3 @@ def test_auto_needs_no_profile_but_one_that_is_named_has_to_be_there(
     missing = invoke("generate", folder, "--prompt", "Once", "--draft", f"auto:{profiles}/none.json")
     assert missing.status == 2
     assert "selfspec calibrate" in missing.stderr
-
-
-@pytest.mark.parametrize("command", ["calibrate", "verify"])
-def test_a_chat_without_a_template_is_refused(invoke: Invoke, folder: str, profiles: Path, command: str) -> None:
-    ending = invoke(command, folder, "--chat")
-    assert ending.status == 2
-    assert "no chat template" in ending.stderr

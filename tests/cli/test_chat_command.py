@@ -109,20 +109,6 @@ def test_a_file_that_is_there_is_not_written_over(invoke: Invoke, folder: str, t
     assert file.read_text() == "mine"
 
 
-def test_without_a_template_there_is_a_clear_word(invoke: Invoke, folder: str) -> None:
-    ending = invoke("chat", folder, stdin=ASKED)
-    assert ending.status == 2
-    assert "has no chat template" in ending.stderr
-    assert "--template FILE" in ending.stderr
-    assert "selfspec generate" in ending.stderr
-
-
-def test_a_template_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    ending = invoke("chat", folder, "--template", str(tmp_path / "none.jinja"), stdin=ASKED)
-    assert ending.status == 2
-    assert "cannot be read" in ending.stderr
-
-
 @pytest.fixture
 def endless(folder: str, tmp_path: Path) -> str:
     """A checkpoint whose answers end at nothing but their length, which is beyond what a test waits for."""

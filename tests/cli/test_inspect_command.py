@@ -70,12 +70,6 @@ def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, tmp_path: P
     assert found == {"promised": 1, "held": None, "parameters": 0}
 
 
-def test_a_folder_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
-    ending = invoke("inspect", str(tmp_path / "none"), "--output", "json")
-    assert ending.status == 2
-    assert json.loads(ending.stdout)["error"]["type"] == "CheckpointError"
-
-
 def test_the_plan_of_a_budget(invoke: Invoke, folder: str) -> None:
     ending = invoke("inspect", folder, "--memory", "8GiB", "--context", "100")
     assert (ending.status, ending.stderr) == (0, "")

@@ -42,8 +42,25 @@ COMMANDS = {
         "inspect demo --memory much": "much",
         "inspect demo --context 100": "add --memory",
         "quantize demo --bits 3 --to {tmp}/new": "8 and 4 bits",
+        "inspect {tmp}/none": "does not exist",
+        "chat {stories}": "has no chat template",
+        "chat {stories} --template {tmp}/none.jinja": "cannot be read",
+        "calibrate {stories} --chat": "no chat template",
+        "verify {stories} --prompt-file {tmp}/none": "cannot be read",
+        "verify {stories} --prompt-file {tmp}/blank.txt": "holds no prompt",
+        "verify {stories} --prompt-file {tmp}/binary": "is not UTF-8 text",
+        "quantize {stories} --bits 4 --group-size 48 --to {tmp}/new": "group_size",
+        "quantize {stories} --texts 3 --to {tmp}/new": "serve 4 bits",
+        "quantize {stories} --bits 4 --prompt-file {tmp}/none --to {tmp}/new": "cannot be read",
+        "index {stories} --text {tmp}/none --to {tmp}/new": "cannot be read",
+        "index {stories} --text {tmp}/blank.txt --to {tmp}/new": "holds no text",
         "ablate": "there is nothing to study",
-        "ablate {tmp}/no.toml": "no.toml",
+        "ablate {tmp}/no.toml": "no.toml cannot be read",
+        "ablate --draft exits": "names no models",
+        "ablate --model demo --draft exit:40": "out of range",
+        "ablate --model ./nowhere --draft exits": "does not exist",
+        "ablate --model demo --workload x=none.jsonl": "none.jsonl",
+        "search demo --sublayers 30 --to {tmp}/new": "out of range",
         "search demo --sublayers few --to {tmp}/new": "--sublayers",
         "train layerskip demo --to {tmp}/new": "--text",
         "train layerskip demo --text no.txt --to {tmp}/new": "no.txt",
@@ -68,8 +85,9 @@ COMMANDS = {
         "--draft skip:3": "write skip:PART",
         "--draft skip:layers=40": "40",
         "--draft skip-file:no.json": "no.json",
-        "--draft auto:no.json": "no.json",
-        "--draft head:nowhere": "nowhere",
+        "--draft auto:no.json": "selfspec calibrate",
+        "--draft head:nowhere": "exit_head.json",
+        "--draft suffix:nowhere": "cannot be read as a corpus",
         "--draft int4:no.safetensors": "no.safetensors",
         "--nodes 8": "--nodes has no effect",
         "--draft none --nodes 8": "--nodes has no effect",
@@ -123,6 +141,10 @@ COMMANDS = {
         "--draft exit:9": "choose 1..4",
         "--draft none": "give --draft exit:E",
         "--draft nonsense": "--draft",
+        "--device cpu --runtime graphs": "CudaGraphs runs models on a CUDA device",
+        "--memory 64GiB --measure memory": "drop them",
+        "--memory 64GiB --measure costs": "drop them",
+        "--memory 64GiB --draft int8 --draft int4": "in one format, not in",
         "--context 8 --chat": "drop one",
         "--chat": "no chat template",
         "--measure acceptance --measure costs": "times nothing",
@@ -150,6 +172,10 @@ COMMANDS = {
         "--seed -1": "from 0 to 2**63 - 1",
         "--max-new-tokens 600": "context of 512",
         "--device abacus": "is no device",
+        "--chat": "no chat template",
+        "--memory 64GiB --draft int4 --draft int8": "in one format, not in int4 and int8",
+        "--memory 64GiB --draft auto": "name other drafts",
+        "--memory 64GiB --context 9": "raise context to",
     },
     "train layerskip {stories} --text {text} --to {tmp}/new": {
         "--exits '2;3'": "--exits",
@@ -164,6 +190,7 @@ TYPED = {f"{begun} {rest}".strip(): answer for begun, each in COMMANDS.items() f
 @pytest.mark.parametrize(("typed", "answer"), TYPED.items(), ids=TYPED)
 def test_on_the_command_line(invoke: Invoke, folder: str, tmp_path: Path, typed: str, answer: str) -> None:
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a dog. " * 20)

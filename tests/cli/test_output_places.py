@@ -27,6 +27,8 @@ COMMANDS = {
     "calibrate": ("calibrate", MODEL),
     "ablate": ("ablate", "--model", MODEL),
     "search": ("search", MODEL),
+    "quantize": ("quantize", MODEL),
+    "index": ("index", MODEL, "--text", TEXT),
 }
 
 
@@ -69,7 +71,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("command", ["train vocabulary", "calibrate", "search"])
+@pytest.mark.parametrize("command", ["train vocabulary", "calibrate", "search", "quantize", "index"])
 def test_a_folder_or_a_device_is_no_file(invoke: Invoke, folder: str, text: Path, tmp_path: Path, command: str) -> None:
     words = [{MODEL: folder, TEXT: str(text)}.get(word, word) for word in COMMANDS[command]]
     for place in ("/dev/full", *([] if command == "train vocabulary" else [str(tmp_path)])):
@@ -94,19 +96,9 @@ def test_further_places_are_checked_too(
 def test_a_training_on_a_full_disk_ends_in_one_line_and_goes_on_later(
     invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words: tuple[str, ...] = (
-        "train",
-        "layerskip",
-        folder,
-        "--text",
-        str(text),
-        "--to",
-        str(tmp_path / "model"),
-        "--exits",
-        "2,3",
-    )
-    words += ("--steps", "4", "--save-every", "2", "--batch", "2", "--length", "16", "--held-out-blocks", "2")
-    words += ("--check-seconds", "0", "--device", "cpu", "--output", "json")
+    words = f"train layerskip {folder} --text {text} --to {tmp_path / 'model'} --exits 2,3 --steps 4".split()
+    words += ["--save-every", "2", "--batch", "2", "--length", "16", "--held-out-blocks", "2"]
+    words += ["--check-seconds", "0", "--device", "cpu", "--output", "json"]
 
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2055360 vs 2055248")

@@ -25,21 +25,8 @@ def text(tmp_path: Path) -> str:
 @pytest.mark.tools
 def test_layerskip_makes_a_checkpoint_that_drafts(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "model")
-    ending = invoke(
-        "train",
-        "layerskip",
-        folder,
-        "--text",
-        text,
-        "--to",
-        to,
-        "--exits",
-        "2,3",
-        *_QUICK,
-        *_ONE_TURN,
-        "--output",
-        "json",
-    )
+    words = f"train layerskip {folder} --text {text} --to {to} --exits 2,3 --output json".split()
+    ending = invoke(*words, *_QUICK, *_ONE_TURN)
     assert ending.status == 0, ending.stderr
     report = json.loads(ending.stdout)
     assert report["recipe"]["exits"] == [2, 3]
@@ -105,22 +92,6 @@ def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, te
     file = str(tmp_path / "v.json")
     counted = invoke("train", "vocabulary", folder, "--text", text, "--to", file, "--size", "16", "--output", "json")
     assert json.loads(counted.stdout)["coverage"] == pytest.approx(0.6186, abs=1e-4)
-    verified = invoke(
-        "verify",
-        folder,
-        "--draft",
-        f"exit:2+vocab:{file}",
-        "--samples",
-        "100",
-        "--max-new-tokens",
-        "6",
-        "--output",
-        "json",
-    )
+    words = f"verify {folder} --draft exit:2+vocab:{file} --samples 100 --max-new-tokens 6 --output json"
+    verified = invoke(*words.split())
     assert verified.status == 0, verified.stdout
-
-
-def test_an_exit_head_that_is_not_there(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    ending = invoke("generate", folder, "--prompt", "Once", "--draft", f"head:{tmp_path / 'none'}")
-    assert ending.status == 2
-    assert "exit_head.json" in ending.stderr

@@ -77,7 +77,7 @@ def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
         prompts = folder / "prompts.txt"
         folder.mkdir(exist_ok=True)
         prompts.write_text("Once upon a time")
-        words = (
+        words = [
             "--draft",
             "exit:4",
             "--max-new-tokens",
@@ -88,7 +88,7 @@ def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
             "1",
             "--nodes",
             "0",
-        )
+        ]
         _said(invoke, "calibrate", model, *words, "--prompt-file", str(prompts))
     profile = find_profile(Setting.of(loaded))
     assert profile is not None
