@@ -27,19 +27,8 @@ def test_version(invoke: Invoke) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "generate",
-    "chat",
-    "serve",
-    "inspect",
-    "verify",
-    "calibrate",
-    "demo",
-    "bench",
-    "ablate",
-    "search",
-    "quantize",
-    "index",
-    "train",
+    *("generate", "chat", "serve", "inspect", "verify", "calibrate"),
+    *("demo", "bench", "ablate", "search", "quantize", "index", "train"),
 )
 TRAININGS = ("layerskip", "plain", "exit", "head", "average", "vocabulary")
 

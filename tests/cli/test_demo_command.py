@@ -35,7 +35,7 @@ def test_json(invoke: Invoke) -> None:
     assert (found["settings"]["draft"], found["settings"]["max_new_tokens"], found["turns"]) == ("exit:3", 8, 1)
 
 
-def test_text(invoke: Invoke) -> None:
+def test_text_of_a_single_turn_has_no_interval(invoke: Invoke) -> None:
     ending = invoke(*QUICK)
     assert (ending.status, ending.stderr) == (0, "")
     assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
@@ -46,6 +46,8 @@ def test_text(invoke: Invoke) -> None:
     assert "model.generate" in headed.splitlines()[0]
     assert "identical text" in headed.splitlines()[0]
     assert len(table.splitlines()) == 8
+    assert "One turn: too few for intervals" in ending.stdout
+    assert "(" not in headed + table
     assert "selfspec generate MODEL --draft lookup+int8" in last
 
 
@@ -59,14 +61,6 @@ def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monke
     table = [line.split()[0] for line in ending.stdout.split("\n\n")[-3].splitlines()]
     assert table == ["times", "model.generate", "plain", "lookup+int8"]
     assert "some drafts were left out" in ending.stdout
-
-
-@pytest.mark.tools
-def test_a_single_turn_has_no_interval(invoke: Invoke) -> None:
-    printed = invoke(*QUICK).stdout
-    assert "One turn: too few for intervals" in printed
-    headed, table = printed.partition("Now 7 ways to decode")[2].split("\n\n")[1:3]
-    assert "(" not in headed + table
 
 
 @pytest.mark.tools

@@ -51,13 +51,6 @@ def said(invoke: Invoke, *words: str, stdin: bytes = b"") -> dict[str, Any]:
     return found
 
 
-def text_of(prompts: str, folder: Path) -> str:
-    """The same texts as documents."""
-    file = folder / "documents.jsonl"
-    file.write_text(Path(prompts).read_text().replace('"prompt"', '"text"'))
-    return str(file)
-
-
 def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
     """The model's own text, all of the prompt being text."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -67,12 +60,16 @@ def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
     return found
 
 
+def assert_generates_stock_text(invoke: Invoke, model: str, draft: str, text: str = TEXTS[0]) -> None:
+    words = ("generate", model, "--prompt", text, "--draft", draft, "--max-new-tokens", str(NEW))
+    found = said(invoke, *words)
+    assert found["token_ids"] == stock(model, found["prompt_token_ids"])
+
+
 @pytest.mark.parametrize("draft", ["none", "lookup+exit:3", "union:suffix+recycle+int8"])
 def test_generate(invoke: Invoke, padded: str, draft: str) -> None:
     for text in TEXTS:
-        words = ("generate", padded, "--prompt", text, "--draft", draft, "--max-new-tokens", str(NEW))
-        found = said(invoke, *words)
-        assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+        assert_generates_stock_text(invoke, padded, draft, text)
 
 
 def test_chat(invoke: Invoke, padded: str, tmp_path: Path) -> None:
@@ -138,10 +135,7 @@ def test_calibrate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) ->
 def test_quantize(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
     file = str(tmp_path / "int4.safetensors")
     said(invoke, "quantize", padded, "--bits", "4", "--texts", "2", "--prompt-file", prompts, "--to", file)
-    found = said(
-        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"int4:{file}", "--max-new-tokens", str(NEW)
-    )
-    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+    assert_generates_stock_text(invoke, padded, f"int4:{file}")
 
 
 @pytest.mark.tools
@@ -153,26 +147,21 @@ def test_train(invoke: Invoke, padded: str, tmp_path: Path, kind: str) -> None:
     short = ("--length", "16", "--held-out-blocks", "2", "--device", "cpu")
     said(invoke, *words, *short, *(("--check-seconds", "0") if kind == "layerskip" else ()))
     model, draft = (to, "exit:3") if kind == "layerskip" else (padded, f"head:{to}@3")
-    found = said(invoke, "generate", model, "--prompt", TEXTS[0], "--draft", draft, "--max-new-tokens", str(NEW))
-    assert found["token_ids"] == stock(model, found["prompt_token_ids"])
+    assert_generates_stock_text(invoke, model, draft)
 
 
 def test_export(invoke: Invoke, padded: str, tmp_path: Path) -> None:
     """It proves itself on random tokens, of which none pads."""
     to = str(tmp_path / "draft")
     said(invoke, "export", padded, "--draft", "exit:3", "--to", to)
-    found = said(
-        invoke, "generate", padded, "--prompt", TEXTS[0], "--draft", f"assistant:{to}", "--max-new-tokens", str(NEW)
-    )
-    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+    assert_generates_stock_text(invoke, padded, f"assistant:{to}")
 
 
 def test_index(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    corpus = str(tmp_path / "corpus")
-    said(invoke, "index", padded, "--text", text_of(prompts, tmp_path), "--to", corpus)
-    words = ("generate", padded, "--prompt", TEXTS[0], "--draft", f"suffix:{corpus}", "--max-new-tokens", str(NEW))
-    found = said(invoke, *words)
-    assert found["token_ids"] == stock(padded, found["prompt_token_ids"])
+    corpus, documents = str(tmp_path / "corpus"), tmp_path / "documents.jsonl"
+    documents.write_text(Path(prompts).read_text().replace('"prompt"', '"text"'))
+    said(invoke, "index", padded, "--text", str(documents), "--to", corpus)
+    assert_generates_stock_text(invoke, padded, f"suffix:{corpus}")
 
 
 def test_inspect(invoke: Invoke, padded: str) -> None:

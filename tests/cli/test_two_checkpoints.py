@@ -77,19 +77,8 @@ def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
         prompts = folder / "prompts.txt"
         folder.mkdir(exist_ok=True)
         prompts.write_text("Once upon a time")
-        words = [
-            "--draft",
-            "exit:4",
-            "--max-new-tokens",
-            "12",
-            "--repeats",
-            "1",
-            "--longest-draft",
-            "1",
-            "--nodes",
-            "0",
-        ]
-        _said(invoke, "calibrate", model, *words, "--prompt-file", str(prompts))
+        sizes = ("--max-new-tokens", "12", "--repeats", "1", "--longest-draft", "1", "--nodes", "0")
+        _said(invoke, "calibrate", model, "--draft", "exit:4", *sizes, "--prompt-file", str(prompts))
     profile = find_profile(Setting.of(loaded))
     assert profile is not None
     return profile.report["greedy"]["acceptance"]["exit:4"]

@@ -20,7 +20,7 @@ from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab import report
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.estimates import confirm
-from selfspec.tools.lab.report import Mark, write_data
+from selfspec.tools.lab.report import BLACK, GREY, Mark, mark_of, marks_of, write_data
 from selfspec.tools.lab.runs import Runs
 from selfspec.tools.lab.study import texts_of
 from selfspec.tools.lab.study_report import TextFindings, draw, findings, page, printable, row_agrees, write_report
@@ -232,3 +232,21 @@ def test_a_report_that_cannot_be_written_is_said(finding: Finding, tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         write_data(finding.table, {}, tmp_path / "file", "points")
+
+
+def test_a_kind_has_its_colour_in_every_picture_and_a_cascade_is_hollow() -> None:
+    assert mark_of(None).colour == BLACK
+    assert mark_of("exit:2").colour == mark_of("exit:4+vocab:words.json").colour == mark_of("exit").colour
+    assert mark_of("int8+int4").colour == mark_of("lookup+int8").colour
+    assert mark_of("exit:2").colour != mark_of("int8").colour
+    assert mark_of("something else").colour == GREY
+    assert mark_of("exit:4").filled
+    assert not mark_of("lookup+exit:4").filled
+
+
+def test_drafts_of_one_kind_are_told_apart() -> None:
+    marks = marks_of(["exit:2", "exit:3", "skip:attn=1", "exit:4"])
+    looks = {(mark.colour, mark.dashes, mark.marker) for mark in marks.values()}
+    assert len(looks) == 4
+    assert marks["exit:2"] == mark_of("exit:2")
+    assert len({mark.dashes for mark in marks_of([f"exit:{layer}" for layer in range(1, 7)]).values()}) == 6
