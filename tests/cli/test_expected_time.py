@@ -25,10 +25,15 @@ def said(invoke: Invoke, verb: str, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Once upon a time\n")
+    return file
+
+
 @pytest.mark.tools
-def test_verify(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time\n")
+def test_verify(invoke: Invoke, folder: str, prompts: Path) -> None:
     words = ("verify", folder, "--draft", "exit:3", "--prompt-file", str(prompts), "--minutes", "0")
     settings = said(invoke, "verifying", *words)["settings"]
     assert (settings["max_new_tokens"], settings["samples"]) == (16, 100)
@@ -63,9 +68,7 @@ def test_search(invoke: Invoke, folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
-def test_calibrate(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time\n")
+def test_calibrate(invoke: Invoke, folder: str, tmp_path: Path, prompts: Path) -> None:
     words = ("calibrate", folder, "--draft", "exit:3", "--prompt-file", str(prompts), "--nodes", "0", "--minutes", "0")
     found = said(invoke, "calibrating", *words, "--longest-draft", "1", "--to", str(tmp_path / "profile.json"))
     settings = found["report"]["settings"]

@@ -117,16 +117,11 @@ def test_alpha_is_one_minus_the_total_variation() -> None:
     figures.add(p.log()[1:], q.log()[1:])
     assert figures.alpha() == pytest.approx((0.7 + 1.0) / 2)
     assert figures.alpha(0.0) == 0.5
-
-
-def test_temperatures_sharpen_both() -> None:
-    p, q = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
+    # Temperatures sharpen both.
     figures = ExitFigures()
-    figures.add(p, q, (0.1, 1.0))
+    figures.add(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]), (0.1, 1.0))
     assert figures.alpha(0.1) < 1e-6 < figures.alpha(1.0)
-
-
-def test_a_token_without_a_row_counts_as_never_drafted() -> None:
+    # A token without a row counts as never drafted.
     figures = ExitFigures()
     figures.add(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]))
     assert figures.alpha() == pytest.approx(0.5)

@@ -38,8 +38,12 @@ PACKAGES = Packages({"torch": "2.13.0"}, {}, {}, {})
 PRODUCTS = {"torch": Products(11.0, 2.0)}
 
 
-def test_nothing_is_found_where_nothing_is_slow() -> None:
+def test_nothing_is_found_where_nothing_is_slow_and_versions_that_are_not_tested_are_named() -> None:
     assert findings(MACHINE, PACKAGES, PRODUCTS) == []
+    (found,) = findings(MACHINE, replace(PACKAGES, untested={"torch": ">=3"}), PRODUCTS)
+    assert found == "torch 2.13.0 is outside what selfspec is tested with (>=3)"
+    (found,) = findings(MACHINE, replace(PACKAGES, newer={"torch": "2.12"}), PRODUCTS)
+    assert found == "torch 2.13.0 is newer than what selfspec is tested with (2.12): run selfspec verify"
 
 
 @pytest.mark.parametrize(
@@ -62,16 +66,6 @@ def test_a_cause_comes_with_its_remedy(machine: MachineReport, cause: str, remed
     assert cause in found
     assert remedy in found
     assert "\n" not in found
-
-
-def test_versions_that_are_not_tested_are_named() -> None:
-    (found,) = findings(MACHINE, replace(PACKAGES, untested={"torch": ">=3"}), PRODUCTS)
-    assert found == "torch 2.13.0 is outside what selfspec is tested with (>=3)"
-
-
-def test_versions_newer_than_tested_are_named() -> None:
-    (found,) = findings(MACHINE, replace(PACKAGES, newer={"torch": "2.12"}), PRODUCTS)
-    assert found == "torch 2.13.0 is newer than what selfspec is tested with (2.12): run selfspec verify"
 
 
 def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,20 +182,14 @@ def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
     assert list(to_confirm(predicted(useless, costs, 4), drafters)) == ["lookup"]
 
 
-def test_trees_of_two_sizes_are_tried_along_the_best_path() -> None:
-    rates = {"exit:1": 0.9, "exit:3": 0.95}
-    predictions = predicted(rates, _costs(exit_1=0.2, exit_3=0.4), 4)
+def test_trees_of_two_sizes_are_tried_along_the_best_path_and_recycling_and_a_union_with_them() -> None:
+    costs = _costs(exit_1=0.2, exit_3=0.4)
+    predictions = predicted({"exit:1": 0.9, "exit:3": 0.95}, costs, 4)
     found = to_confirm(predictions, paths_of(considered(4, None)), nodes=6)
     assert list(found)[-5:-3] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
     assert [(each.nodes, each.levels(4)) for each in found.values()][-5:-3] == [(3, 3), (6, 4)]
     assert found["exit:1"].levels(4) == 4
     assert len(to_confirm(predictions, paths_of(considered(4, None)), nodes=1)) == len(found) - 5
-
-
-def test_recycling_and_a_union_are_tried_where_trees_are() -> None:
-    costs = _costs(exit_1=0.2, exit_3=0.4)
-    predictions = predicted({"exit:1": 0.9, "exit:3": 0.95}, costs, 4)
-    found = to_confirm(predictions, paths_of(considered(4, None)), nodes=6)
     names = ["recycle, 3 nodes", "recycle, 6 nodes", "union:recycle+exit:1, 6 nodes"]
     assert list(found)[-3:] == names
     assert [costs_of(found[name], costs).draft for name in names] == [0.0, 0.0, 0.2]
@@ -269,13 +263,8 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
         {name: 1 / seconds for name, seconds in planted.items() if name != "none"}
     )
-    assert {each.name: each.turns for each in confirmed} == {
-        "exit:1": 3,
-        "lookup+exit:1": 3,
-        "lookup+exit:3": 3,
-        "lookup": 1,
-        "exit:3": 1,
-    }
+    turns = {"exit:1": 3, "lookup+exit:1": 3, "lookup+exit:3": 3, "lookup": 1, "exit:3": 1}
+    assert {each.name: each.turns for each in confirmed} == turns
     assert {seed for _, seed in calls} == {0, 1}
 
 

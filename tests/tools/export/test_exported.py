@@ -16,6 +16,7 @@ import selfspec
 from helpers import shrunken, tiny
 from helpers.stories import checkpoint_folder
 from helpers.survey import MODEL_TYPES
+from selfspec import drafts
 from selfspec.adapters import ADAPTERS
 from selfspec.draft import Drafter
 from selfspec.draft.early_exit import ExitAdapter, ExitHead
@@ -39,27 +40,31 @@ def _loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
+def assert_rounds_are(
+    text: Any, model: PreTrainedModel, drafter: Drafter, ids: torch.Tensor, length: int, **options: Any
+) -> None:
+    """That the assistant of transformers accepted as much in each round as selfspec does."""
+    rounds = [
+        chunk.rows[0].tokens for chunk in selfspec.wrap(model, drafter, draft_length=length).stream(ids, **options)
+    ]
+    # Drafts of the last round are cut to what is missing, each in its own way.
+    assert [each.accepted for each in text.rounds][:-1] == [len(tokens) - 1 for tokens in rounds][:-1]
+    assert text.ids[0, ids.shape[1] :].tolist() == [token for tokens in rounds for token in tokens]
+
+
 def test_transformers_accepts_of_an_exit_what_selfspec_accepts(architecture: str, tmp_path: Path) -> None:
     # The assistant of transformers loses what left its window when it goes back.
     wide = {"sliding_window": tiny.CONTEXT} if architecture == "mistral" else {}
     model, ids = tiny.BUILDERS[architecture](**wide), tiny.prompt(7)
-    report = export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
+    report = export_checkpoint(model, None, drafts.EarlyExit(2), tmp_path / "draft")
     assert report.layers == (0, 1)
     text = assisted(model, _loaded(tmp_path / "draft"), ids, LENGTH, max_new_tokens=24, **OPTIONS)
-    chunks = list(
-        selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=LENGTH).stream(
-            ids, max_new_tokens=24, **OPTIONS
-        )
-    )
-    ours = [len(chunk.rows[0].tokens) - 1 for chunk in chunks]
-    # Drafts of the last round are cut to what is missing, each in its own way.
-    assert [each.accepted for each in text.rounds][:-1] == ours[:-1]
-    assert text.ids[0, 7:].tolist() == [token for chunk in chunks for token in chunk.rows[0].tokens]
+    assert_rounds_are(text, model, drafts.EarlyExit(2), ids, LENGTH, max_new_tokens=24, **OPTIONS)
 
 
 def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: Path) -> None:
     model = tiny.BUILDERS[architecture]()
-    report = export_checkpoint(model, None, selfspec.drafts.LayerSkip(layers=[0, 2]), tmp_path / "draft")
+    report = export_checkpoint(model, None, drafts.LayerSkip(layers=[0, 2]), tmp_path / "draft")
     assert report.layers == (1, 3)
     assert report.off < 1e-6
     names = _loaded(tmp_path / "draft").state_dict()
@@ -72,15 +77,13 @@ def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: 
 @pytest.mark.tools
 def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
-    drafter = selfspec.drafts.EarlyExit(3)
+    drafter = drafts.EarlyExit(3)
     export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
     draft = _loaded(tmp_path / "draft")
-    spec = selfspec.wrap(checkpoint.model, drafter, draft_length=LENGTH)
     ids = checkpoint.encode("The dog and the cat")
     text = assisted(checkpoint.model, draft, ids, LENGTH, max_new_tokens=40, **OPTIONS)
-    accepted = [len(chunk.rows[0].tokens) - 1 for chunk in spec.stream(ids, max_new_tokens=40, **OPTIONS)]
-    assert [each.accepted for each in text.rounds][:-1] == accepted[:-1]
-    assert sum(accepted) > 5
+    assert_rounds_are(text, checkpoint.model, drafter, ids, LENGTH, max_new_tokens=40, **OPTIONS)
+    assert sum(each.accepted for each in text.rounds) > 5
     assert (
         AutoTokenizer.from_pretrained(tmp_path / "draft")("a dog").input_ids == checkpoint.tokenizer("a dog").input_ids
     )
@@ -88,7 +91,7 @@ def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -
 
 def test_sampled_acceptance_is_equal_too(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
-    model, drafter = checkpoint.model, selfspec.drafts.EarlyExit(3)
+    model, drafter = checkpoint.model, drafts.EarlyExit(3)
     export_checkpoint(model, None, drafter, tmp_path / "draft")
     ids = checkpoint.encode("Once upon a time there was a little girl who had a dog")
     wanted = teacher_forced(model, find_adapter(model), {"draft": drafter}, [ids])["draft"]
@@ -107,26 +110,23 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
     model = shrunken.shrunken(kind)
     if kind in _NOT_CUT:
         with pytest.raises(selfspec.errors.UnsupportedModelError, match="choose another exit"):
-            export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
+            export_checkpoint(model, None, drafts.EarlyExit(2), tmp_path / "draft")
         assert not any(tmp_path.iterdir())
     else:
-        export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
+        export_checkpoint(model, None, drafts.EarlyExit(2), tmp_path / "draft")
 
 
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
         (lambda: None, "no draft to export"),
-        (lambda: selfspec.drafts.PromptLookup(), "vllm.LookUps"),
-        (lambda: selfspec.drafts.Recycling(), "no checkpoint to export"),
-        (
-            lambda: selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)),
-            "export its last part, exit:2",
-        ),
-        (lambda: selfspec.drafts.LowPrecision(8), "fewer bits"),
-        (lambda: selfspec.drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
-        (lambda: selfspec.drafts.EarlyExit(9), "out of range"),
-        (lambda: selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
+        (lambda: drafts.PromptLookup(), "vllm.LookUps"),
+        (lambda: drafts.Recycling(), "no checkpoint to export"),
+        (lambda: drafts.Cascade(drafts.PromptLookup(), drafts.EarlyExit(2)), "export its last part, exit:2"),
+        (lambda: drafts.LowPrecision(8), "fewer bits"),
+        (lambda: drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
+        (lambda: drafts.EarlyExit(9), "out of range"),
+        (lambda: drafts.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
     ],
 )
 def test_what_is_no_whole_layers_is_refused(
@@ -138,7 +138,7 @@ def test_what_is_no_whole_layers_is_refused(
 
 
 def test_a_reduced_vocabulary_is_written_whole_and_says_so(llama: PreTrainedModel, tmp_path: Path) -> None:
-    drafter = selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(10)))
+    drafter = drafts.ReducedVocabulary(drafts.EarlyExit(2), tuple(range(10)))
     assert export_checkpoint(llama, None, drafter, tmp_path / "draft").whole_vocabulary
     assert _loaded(tmp_path / "draft").config.vocab_size == tiny.VOCABULARY
 
@@ -148,9 +148,9 @@ def test_what_is_there_stays_unless_it_may_be_overwritten(llama: PreTrainedModel
     to.mkdir()
     (to / "mine.txt").write_text("mine")
     with pytest.raises(selfspec.errors.StorageError, match="there already"):
-        export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), to)
+        export_checkpoint(llama, None, drafts.EarlyExit(2), to)
     assert (to / "mine.txt").read_text() == "mine"
-    export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), to, overwrite=True)
+    export_checkpoint(llama, None, drafts.EarlyExit(2), to, overwrite=True)
     assert not (to / "mine.txt").exists()
     assert json.loads((to / "selfspec_export.json").read_text())["draft"] == "exit:2"
     assert [file.name for file in tmp_path.iterdir()] == ["draft"]
@@ -167,13 +167,13 @@ def test_a_draft_that_the_cut_does_not_compute_is_not_written(
 
     monkeypatch.setattr(type(llama), "save_pretrained", wrong)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="do not compute by themselves"):
-        export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
+        export_checkpoint(llama, None, drafts.EarlyExit(2), tmp_path / "draft")
     assert not any(tmp_path.iterdir())
 
 
 def test_the_model_stays_as_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
-    export_checkpoint(llama, None, selfspec.drafts.EarlyExit(2), tmp_path / "draft")
+    export_checkpoint(llama, None, drafts.EarlyExit(2), tmp_path / "draft")
     assert llama.config.num_hidden_layers == tiny.DEPTH
     assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
 
@@ -202,9 +202,7 @@ def test_the_head_is_one_more_layer(kind: str, rank: int, tmp_path: Path) -> Non
     assert draft.config.num_hidden_layers == 3
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": None}
     text = assisted(model, draft, tiny.prompt(5), 3, **options)
-    chunks = list(selfspec.wrap(model, drafter, draft_length=3).stream(tiny.prompt(5), **options))
-    assert text.ids[0, 5:].tolist() == [token for chunk in chunks for token in chunk.rows[0].tokens]
-    assert [each.accepted for each in text.rounds][:-1] == [len(chunk.rows[0].tokens) - 1 for chunk in chunks][:-1]
+    assert_rounds_are(text, model, drafter, tiny.prompt(5), 3, **options)
 
 
 @pytest.mark.parametrize(

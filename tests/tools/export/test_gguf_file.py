@@ -56,17 +56,22 @@ def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
     assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
 
 
-def test_other_architectures_tokenizers_and_positions_are_refused(tmp_path: Path) -> None:
-    to = tmp_path / "draft.gguf"
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match="only llama, mistral, qwen2, qwen3"):
-        export_gguf(tiny.gpt2(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match="type 'yarn'"):
-        export_gguf(tiny.qwen3(vocab_size=260, rope_parameters=yarn), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match="only those that merge pairs"):
-        export_gguf(tiny.llama(vocab_size=260), tiny.tokenizer(), selfspec.drafts.EarlyExit(2), to)
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "said"),
+    [
+        (lambda: tiny.gpt2(vocab_size=260), TOKENIZER, "only llama, mistral, qwen2, qwen3"),
+        (lambda: tiny.qwen3(vocab_size=260, rope_parameters=YARN), TOKENIZER, "type 'yarn'"),
+        (lambda: tiny.llama(vocab_size=260), tiny.tokenizer(), "only those that merge pairs"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path: Path, model: Any, tokenizer: Any, said: str) -> None:
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=said):
+        export_gguf(model(), tokenizer, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
     assert not any(tmp_path.iterdir())
-    to.write_text("mine")
+    (tmp_path / "draft.gguf").write_text("mine")
     with pytest.raises(selfspec.errors.StorageError, match="there already"):
-        export_gguf(tiny.llama(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), to)
-    assert to.read_text() == "mine"
+        export_gguf(tiny.llama(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
+    assert (tmp_path / "draft.gguf").read_text() == "mine"

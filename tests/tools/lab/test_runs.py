@@ -126,47 +126,29 @@ def test_times_beside_other_work_are_doubted(tmp_path: Path) -> None:
         assert run.doubt is None
 
 
-@torch.no_grad()
-def _tuned(model: PreTrainedModel) -> None:
-    model.model.layers[2].mlp.up_proj.weight[3] *= 1.1
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "tuned": lambda model: model.model.layers[2].mlp.up_proj.weight.data[3].mul_(1.1),
+    "rounded": lambda model: model.to(torch.bfloat16).to(torch.float64),
+    "in float32": lambda model: model.float(),
+    "configured": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
+    "ending": lambda model: setattr(model.generation_config, "eos_token_id", [3, 4]),
+    "eager": lambda model: model.set_attn_implementation("eager"),
+    "on more threads": lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
+}
 
 
-def _rounded(model: PreTrainedModel) -> None:
-    model.to(torch.bfloat16).to(torch.float64)
-
-
-def _in_float32(model: PreTrainedModel) -> None:
-    model.float()
-
-
-def _configured(model: PreTrainedModel) -> None:
-    model.config.rms_norm_eps = 1e-3
-
-
-def _ending(model: PreTrainedModel) -> None:
-    model.generation_config.eos_token_id = [3, 4]
-
-
-def _eager(model: PreTrainedModel) -> None:
-    model.set_attn_implementation("eager")
-
-
-def _on_more_threads(_: PreTrainedModel) -> None:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-@pytest.mark.parametrize("change", [_tuned, _rounded, _in_float32, _configured, _ending, _eager, _on_more_threads])
-def test_what_figures_depend_on_makes_another(change: Callable[[PreTrainedModel], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_figures_depend_on_makes_another(change: str) -> None:
     # Its weights are values of float32.
     model, threads = tiny.llama().float().double(), torch.get_num_threads()
     before = Origin.of(model)
     try:
-        change(model)
+        CHANGES[change](model)
         after = Origin.of(model)
     finally:
         torch.set_num_threads(threads)
     assert after.setting != before.setting
-    assert (after.base == before.base) == (change not in (_tuned, _rounded))
+    assert (after.base == before.base) == (change not in ("tuned", "rounded"))
 
 
 def test_where_a_model_lies_makes_none(tmp_path: Path) -> None:

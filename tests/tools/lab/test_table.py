@@ -38,6 +38,14 @@ def _known(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
+def _measured(draft: dict[str, Estimate]) -> MeasuredCosts:
+    """Passes of two widths, and an overhead, that are the same for all drafts."""
+    draft = {**draft, "none": _known(0.0)}
+    verify = {name: {1: _known(1.0), 3: _known(1.2)} for name in draft}
+    overhead = dict.fromkeys(draft, _known(0.05))
+    return MeasuredCosts(_known(0.01), draft, verify, overhead, context=8, batch=1, lengths=(1,))
+
+
 def _judged(draft: str, **found: Any) -> Run:
     return Run(Asked("estimate", {"draft": draft}), found)
 
@@ -57,16 +65,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     def path_of(path: LayerPath) -> list[Sublayer]:
         return [Sublayer(layer, part) for layer in range(_DEPTH) for part in Part if path.runs(Sublayer(layer, part))]
 
-    names = [*drafters, "none"]
-    measured = MeasuredCosts(
-        step_seconds=_known(0.01),
-        draft={**{name: _known(cost(each.path(_DEPTH))) for name, each in drafters.items()}, "none": _known(0.0)},
-        verify={name: {1: _known(1.0), 3: _known(1.2)} for name in names},
-        overhead={name: _known(0.05) for name in names},
-        context=8,
-        batch=1,
-        lengths=(1,),
-    )
+    measured = _measured({name: _known(cost(each.path(_DEPTH))) for name, each in drafters.items()})
     prices = prices_by_measurement(measured, drafters, _DEPTH)
     assert prices.sublayers.fixed == pytest.approx(fixed)
     assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
@@ -139,16 +138,7 @@ def test_a_study_of_exits_and_a_search_ask_for_the_same_costs() -> None:
 
 def test_intervals_of_what_was_timed_are_those_of_c() -> None:
     drafters: dict[str, LayerPathDrafter] = {"exit:2": EarlyExit(2), "m": LayerSkip(mlp=[0, 3])}
-    names = [*drafters, "none"]
-    measured = MeasuredCosts(
-        step_seconds=_known(0.01),
-        draft={"exit:2": Estimate(0.55, 0.5, 0.6), "m": Estimate(0.75, 0.7, 0.8), "none": _known(0.0)},
-        verify={name: {1: _known(1.0), 3: _known(1.2)} for name in names},
-        overhead={name: _known(0.05) for name in names},
-        context=8,
-        batch=1,
-        lengths=(1,),
-    )
+    measured = _measured({"exit:2": Estimate(0.55, 0.5, 0.6), "m": Estimate(0.75, 0.7, 0.8)})
     found = prices_by_measurement(measured, drafters, _DEPTH).draft(_judged("exit:2"))
     assert found.value == pytest.approx(0.55)
     assert (found.low, found.high) == pytest.approx((0.5, 0.6))

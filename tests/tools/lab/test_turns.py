@@ -125,23 +125,15 @@ class Broken(StockArm):
         raise IndexError("no such layer\nand more")
 
 
-def test_an_arm_that_says_something_else_is_refused(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Slip(ArmSpec("lookup"), llama)]
-    slipped: Any
-    _, slipped = measure(llama, GREEDY, arms, prompts(), 2, 1, lambda: None)
-    assert (slipped.agreement.equal, slipped.agreement.refused) == (0, True)
+def test_an_arm_that_slips_is_refused_and_one_that_raises_is_absent_or_ends_it(llama: PreTrainedModel) -> None:
+    def beside_stock(arm: Arm) -> Any:
+        return measure(llama, GREEDY, [make_arm(ArmSpec("generate"), llama), arm], prompts(), 1, 1, lambda: None)[1]
 
-
-def test_an_arm_of_transformers_that_raises_is_absent_and_says_why(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("early-exit"), llama)]
-    _, broken = measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
-    assert broken.absence == "IndexError: no such layer"
-
-
-def test_one_of_selfspec_that_raises_ends_it(llama: PreTrainedModel) -> None:
-    arms: list[Arm] = [make_arm(ArmSpec("generate"), llama), Broken(ArmSpec("draft", "exit:1"), llama)]
+    agreement = beside_stock(Slip(ArmSpec("lookup"), llama)).agreement
+    assert (agreement.equal, agreement.refused) == (0, True)
+    assert beside_stock(Broken(ArmSpec("early-exit"), llama)).absence == "IndexError: no such layer"
     with pytest.raises(IndexError):
-        measure(llama, GREEDY, arms, prompts(), 1, 1, lambda: None)
+        beside_stock(Broken(ArmSpec("draft", "exit:1"), llama))
 
 
 def test_half_precision_excuses_near_ties_alone() -> None:

@@ -78,9 +78,13 @@ def test_unreadable_text_is_refused_by_name(tmp_path: Path, name: str, content: 
         read_documents(tmp_path / name)
 
 
-def test_missing_text_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(CorpusError, match=r"nowhere\.txt"):
         read_documents(tmp_path / "nowhere.txt")
+    with pytest.raises(CorpusError, match="too few"):
+        packed(["Once"], tokenizer, 100)
+    with pytest.raises(CorpusError, match="no chat template"):
+        list(encoded([Conversation(MESSAGES)], tokenizer))
 
 
 def test_documents_are_packed_without_gaps_each_behind_its_mark(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -93,11 +97,6 @@ def test_documents_are_packed_without_gaps_each_behind_its_mark(tokenizer: PreTr
     assert packed(texts, tokenizer, 4, most=1).ids.tolist() == [stream[:4]]
     # A text that begins with the mark itself, as chats do that were written down, gets no second one.
     assert packed([f"{tokenizer.bos_token}Once upon a time"], tokenizer, 1).ids.flatten().tolist() == parts[0]
-
-
-def test_too_little_text_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(CorpusError, match="too few"):
-        packed(["Once"], tokenizer, 100)
 
 
 def test_held_out_blocks_are_not_learnt_from() -> None:
@@ -157,11 +156,6 @@ def test_of_conversations_the_answers_are_learnt(tmp_path: Path, chatty: PreTrai
     # The token that ends an answer is learnt, what the template writes behind it is not.
     assert [chatty.decode(part).strip() for part in parts] == ["ran home.</s>", "It sat.</s>"]
     assert ids.count(chatty.bos_token_id) == 0
-
-
-def test_a_conversation_without_a_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(CorpusError, match="no chat template"):
-        list(encoded([Conversation(MESSAGES)], tokenizer))
 
 
 def test_beginnings_are_those_of_documents(chatty: PreTrainedTokenizerBase) -> None:

@@ -166,14 +166,8 @@ def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> Non
 @pytest.mark.tools
 def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
     report = verify(llama, [tiny.prompt(5)], settings=replace(TEXTS, max_new_tokens=4))
-    assert [draft.name for draft in report.drafts] == [
-        "none",
-        "exit:2",
-        "exit:3",
-        "skip:layers=2",
-        "skip:attn=1",
-        "skip:mlp=2",
-    ]
+    names = [draft.name for draft in report.drafts]
+    assert names == ["none", "exit:2", "exit:3", "skip:layers=2", "skip:attn=1", "skip:mlp=2"]
     assert report.exactness is Exactness.EXACT
 
 
@@ -260,49 +254,25 @@ NOT_FORCED = {Check.FREE_RUNNING, Check.PLAIN, Check.COUPLED}
         ),
         # The passes are right; what is made of them is not.
         pytest.param(
-            TokenLevel,
-            "recovery_probs",
-            from_the_place_before,
-            TEXTS,
-            DRAFTS[0],
-            ["skip:attn=1: free-running token"],
-            "teacher-forced",
-            NOT_FORCED,
+            *(TokenLevel, "recovery_probs", from_the_place_before, TEXTS, DRAFTS[0]),
+            *(["skip:attn=1: free-running token"], "teacher-forced", NOT_FORCED),
             marks=pytest.mark.tools,
         ),
         # Without a draft nothing is resumed.
         pytest.param(
-            ExactStates,
-            "concatenated",
-            staticmethod(shifted),
-            TEXTS,
-            DRAFTS[1],
-            ["exit:4: teacher-forced token", "exit:4: logits are off by"],
-            "none:",
-            set(Check),
+            *(ExactStates, "concatenated", staticmethod(shifted), TEXTS, DRAFTS[1]),
+            *(["exit:4: teacher-forced token", "exit:4: logits are off by"], "none:", set(Check)),
             marks=pytest.mark.tools,
         ),
         pytest.param(
-            Noise,
-            "choose",
-            by_block,
-            replace(TEXTS, accept=["coupled"]),
-            DRAFTS[1],
-            ["exit:4: coupled token"],
-            "teacher-forced",
-            {Check.COUPLED},
+            *(Noise, "choose", by_block, replace(TEXTS, accept=["coupled"]), DRAFTS[1]),
+            *(["exit:4: coupled token"], "teacher-forced", {Check.COUPLED}),
             marks=pytest.mark.tools,
         ),
         # Drafting and plain decoding agree; both are wrong.
         pytest.param(
-            Noise,
-            "choose",
-            favouring,
-            replace(FITS, accept=["coupled"]),
-            DRAFTS[1],
-            ["none: tokens sampled under coupled do not fit"],
-            "exit:4:",
-            set(),
+            *(Noise, "choose", favouring, replace(FITS, accept=["coupled"]), DRAFTS[1]),
+            *(["none: tokens sampled under coupled do not fit"], "exit:4:", set()),
             marks=pytest.mark.tools,
         ),
     ],
@@ -456,10 +426,7 @@ TIMES = TokenTimes(step=11, read=1)
 @pytest.mark.parametrize("tokens", [16, 48])
 def test_it_is_of_the_right_size(tokens: int) -> None:
     model, prompts = tiny.llama(), [tiny.prompt(8), tiny.prompt(12, seed=1)]
-    drafts, settings = (
-        [EarlyExit(2), LayerSkip(layers=[1]), PromptLookup()],
-        Settings(max_new_tokens=tokens, samples=100),
-    )
+    drafts, settings = [EarlyExit(2), LayerSkip(layers=[1]), PromptLookup()], replace(TEXTS, max_new_tokens=tokens)
     with counted(model) as found:
         verify(model, prompts, drafts, settings)
     expected = TIMES.seconds(work(settings, prompts, len(drafts), {}))

@@ -94,12 +94,8 @@ def test_the_folder_is_of_the_layout_that_others_read(model: PreTrainedModel, te
     (method,) = config["speculators_config"]["proposal_methods"]
     assert (method["proposal_type"], method["speculative_tokens"]) == ("greedy", 3)
     inside = config["transformer_layer_config"]
-    assert inside["model_type"] == "llama"
-    assert (inside["hidden_size"], inside["num_hidden_layers"], inside["vocab_size"]) == (
-        32,
-        1,
-        model.config.vocab_size,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": model.config.vocab_size}
+    assert inside.items() >= {"model_type": "llama", **sizes}.items()
 
 
 def test_states_of_known_text_are_not_computed_again(model: PreTrainedModel, text: Blocks) -> None:
