@@ -196,11 +196,14 @@ def split_by_stroke(text: Text) -> Sequence[str]:
 
 
 BAD_INPUT: list[tuple[list[str], str, str]] = [
+    (["--draft", "exit"], "DraftConfigError", "write exit:E, such as exit:4"),
+    (["--draft", "exit:5"], "DraftConfigError", "this model has 5 layers, choose 1..4"),
     (["--draft", "skip:attn=7"], "DraftConfigError", "layers 0..4"),
     (["--draft", "skip:layers=0-4"], "DraftConfigError", "skip fewer layers"),
     (["--draft", "exit:2", "--draft-length", "0"], "BadParameter", "--draft-length"),
     (["--prompt-file", "other.txt"], "PromptError", "--prompt or --prompt-file"),
     (["--max-new-tokens", "600"], "PromptError", "context of 512"),
+    (["--max-new-tokens", "0"], "BadParameter", "--max-new-tokens"),
     (["--temperature", "-1"], "BadParameter", "--temperature"),
     (["--temperature", "nan"], "BadParameter", "--temperature"),
     (["--temperature", "inf"], "UnsupportedOptionError", "temperature=inf is not valid"),
@@ -209,6 +212,7 @@ BAD_INPUT: list[tuple[list[str], str, str]] = [
     (["--temperature", "1", "--min-p", "2"], "BadParameter", "--min-p"),
     (["--temperature", "1", "--seed", "-1"], "UnsupportedOptionError", "--seed"),
     (["--top-p", "0.9"], "UnsupportedOptionError", "add --temperature 1"),
+    (["--device", "nowhere"], "UnsupportedOptionError", "choose cpu"),
     (["--dtype", "int8"], "BadParameter", "'float32'"),
     (["--no-such-option"], "NoSuchOption", "--no-such-option"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ COMMANDS = {
         "bench": "name a model: a checkpoint folder, a hub name, or demo",
         "bench --report nowhere": "holds no results",
         "bench --report nowhere --draft exit:2": "drop MODEL and every other option",
-        "generate demo --prompt-file {tmp}/none.txt": "cannot be read",
+        "generate demo --prompt-file {tmp}/none.txt": "cannot be read: No such file",
         "generate demo --prompt-file {tmp}/empty.txt": "is empty",
         "generate demo --prompt-file {tmp}/binary": "is not UTF-8",
         "generate demo --prompt x --prompt-file {text}": "give the prompt once",
@@ -203,6 +204,16 @@ def test_on_the_command_line(invoke: Invoke, folder: str, tmp_path: Path, typed:
     assert answer in said
     assert len(said.split()) < 70
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind"),
+    [("inspect {tmp}/none", "CheckpointError"), ("verify {stories} --prompt-file {tmp}/none", "PromptError")],
+)
+def test_json_names_the_kind(invoke: Invoke, folder: str, tmp_path: Path, typed: str, kind: str) -> None:
+    ending = invoke(*typed.format(tmp=tmp_path, stories=folder).split(), "--output", "json")
+    assert ending.status == 2
+    assert json.loads(ending.stdout.splitlines()[-1])["error"]["type"] == kind
 
 
 PROMPT = torch.tensor([[1, 2, 3]])
