@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
-from helpers import published_heads, tiny
+from helpers import published_heads, tiny, tiny_joint
 from helpers.accelerator.device import Accelerator
+from helpers.http_server import running
+from helpers.joints import Warp, holm_rejects, p_value
 from helpers.proving import ticking
+from helpers.serving import assert_joining_rows_are_stock, small
+from helpers.stories import checkpoint_folder
 from selfspec.draft.registry import parse_draft
 from selfspec.runtime.graph_cache import GraphCache
 
@@ -62,27 +67,29 @@ def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, id
             assert torch.equal(generation.output().sequences, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_the_models_own_and_a_round_waits_once(accelerator: Accelerator, name: str, rows: int) -> None:
-    spec = selfspec.wrap(
-        model_on(accelerator),
-        draft_named(name, accelerator),
-        draft_length=3,
-        runtime=selfspec.runtime.Eager(),
-    )
-    assert_one_wait(spec, accelerator, prompts(accelerator, rows))
+def captured(model: PreTrainedModel, name: str, ids: Tensor) -> GraphCache:
+    """Check greedy text of passes that are captured, and give their programs."""
+    runtime = selfspec.runtime.CudaGraphs(after=0, bucket=32)
+    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=runtime)
+    spec.programs = GraphCache(spec.runtime, ticking())
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+    assert not spec.programs.refusals
+    return spec.programs
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", TREES)
-def test_trees_are_drafted_and_judged_without_another_wait(accelerator: Accelerator, name: str, rows: int) -> None:
-    spec = selfspec.wrap(
-        model_on(accelerator),
-        parse_draft(name),
-        draft_length=selfspec.FixedLength(3, nodes=7),
-        runtime=selfspec.runtime.Eager(),
-    )
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((name, 3) for name in NAMES), *((name, selfspec.FixedLength(3, nodes=7)) for name in TREES)],
+    ids=str,
+)
+def test_greedy_text_is_the_models_own_and_a_round_waits_once(
+    accelerator: Accelerator, name: str, length: int | selfspec.FixedLength, rows: int
+) -> None:
+    model, draft = model_on(accelerator), draft_named(name, accelerator)
+    spec = selfspec.wrap(model, draft, draft_length=length, runtime=selfspec.runtime.Eager())
     # What is put beside tokens that the model drew depends on them, and so does the shape of the tree.
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
 
@@ -90,18 +97,10 @@ def test_trees_are_drafted_and_judged_without_another_wait(accelerator: Accelera
 @pytest.mark.parametrize("rows", [1, 2])
 def test_keys_are_chosen_without_a_wait_and_read_by_captured_passes(accelerator: Accelerator, rows: int) -> None:
     model = model_on(accelerator, max_position_embeddings=256)
-    ids = prompts(accelerator, rows).repeat(1, 12)
-    for runtime in (selfspec.runtime.Eager(), selfspec.runtime.CudaGraphs(after=0, bucket=32)):
-        spec = selfspec.wrap(model, "exit:1+top:128", draft_length=3, runtime=runtime)
-        if runtime.after is None:
-            assert_one_wait(spec, accelerator, ids)
-            continue
-        spec.programs = GraphCache(spec.runtime, ticking())
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
-        for _ in range(2):
-            assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
-        assert any(kind.path.view.top_keys == 128 for kind in spec.programs.proved)
-        assert not spec.programs.refusals
+    ids, name = prompts(accelerator, rows).repeat(1, 12), "exit:1+top:128"
+    spec = selfspec.wrap(model, name, draft_length=3, runtime=selfspec.runtime.Eager())
+    assert_one_wait(spec, accelerator, ids)
+    assert any(kind.path.view.top_keys == 128 for kind in captured(model, name, ids).proved)
 
 
 @pytest.mark.parametrize("kind", published_heads.FAMILIES)
@@ -122,16 +121,7 @@ def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_p
 
 @pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
 def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
-    model, ids = model_on(accelerator), prompts(accelerator, 1)
-    spec = selfspec.wrap(
-        model, parse_draft(name), draft_length=3, runtime=selfspec.runtime.CudaGraphs(after=0, bucket=32)
-    )
-    spec.programs = GraphCache(spec.runtime, ticking())
-    expected = model.generate(ids, max_new_tokens=NEW, **GREEDY)
-    for _ in range(2):
-        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
-    assert spec.programs.proved
-    assert not spec.programs.refusals
+    assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
 
 
 @pytest.mark.parametrize("name", ["exit:1", "recycle"])
@@ -162,3 +152,66 @@ def test_where_memory_runs_out_the_model_is_as_it_was_and_the_next_call_is_right
         assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
         assert [module.__dict__.get("forward") for module in model.modules()] == forwards
     assert spec.generate(ids, **options).sequences.tolist() == expected
+
+
+# Streamed, served, joined by others, and drawn from the joint.
+
+
+def chunks(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int) -> Iterator[list[list[int]]]:
+    """What each row has after each round."""
+    rows: list[list[int]] = [[] for _ in ids]
+    for chunk in spec.stream(ids, torch.ones_like(ids), max_new_tokens=new, **GREEDY):
+        for row, found in zip(rows, chunk.rows, strict=True):
+            row += found.tokens
+        yield [list(row) for row in rows]
+
+
+def test_each_round_of_a_stream_has_the_next_tokens_of_each_row(accelerator: Accelerator) -> None:
+    model, ids = tiny.llama(num_hidden_layers=2).to(accelerator.device), tiny.prompt(5, 2).to(accelerator.device)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    expected = expected[:, 5:].tolist()
+    spec = selfspec.wrap(model, "lookup+exit:1", draft_length=3, runtime=selfspec.runtime.Eager())
+    *before, last = chunks(spec, ids, 9)
+    assert last == expected
+    assert len(before) > 1
+    for rows in before:
+        assert all(row == whole[: len(row)] for row, whole in zip(rows, expected, strict=True))
+
+
+def test_rows_that_join_and_leave_are_what_they_are_alone(accelerator: Accelerator) -> None:
+    spec = selfspec.wrap(small().to(accelerator.device), "recycle", draft_length=2, runtime=selfspec.runtime.Eager())
+    assert_joining_rows_are_stock(spec, [(1, 2, 3), (4, 5), (6, 7, 8, 9)])
+
+
+def test_a_server_answers_two_prompts_of_one_request(accelerator: Accelerator) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
+    prompts = ["Once upon", "Lily saw a"]
+    with running(model=model.to(accelerator.device), draft="exit:3", max_rows=2) as server:
+        with accelerator.counted() as counts:
+            reply = server.complete(prompt=prompts, max_tokens=5, temperature=0)
+        assert reply.status == 200, reply.body
+        found = [choice["text"] for choice in reply.body["choices"]]
+        assert counts.launches > 100
+        for prompt, text in zip(prompts, found, strict=True):
+            ids = server.tokenizer(prompt, return_tensors="pt").input_ids.to(accelerator.device)
+            own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)[0]
+            assert server.tokenizer.decode(own).endswith(prompt + text)
+
+
+def test_sampled_text_follows_the_joint(accelerator: Accelerator) -> None:
+    warp, on_host = Warp(temperature=0.8), tiny_joint.network()
+    joint = tiny_joint.joint(on_host, warp)
+    ids = torch.tensor([tiny_joint.PROMPT] * 1500).to(accelerator.device)
+    options: dict[str, Any] = {
+        "max_new_tokens": tiny_joint.TOKENS,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **warp.options,
+    }
+    found = {}
+    for rule, length in (("token", selfspec.FixedLength(2, nodes=4)), ("block", 2), ("coupled", 2)):
+        model, runtime = tiny_joint.network().to(accelerator.device), selfspec.runtime.Eager()
+        spec = selfspec.wrap(model, "exit:1", draft_length=length, accept=rule, runtime=runtime)
+        drawn = spec.generate(ids, torch.ones_like(ids), seed=1, **options).sequences[:, len(tiny_joint.PROMPT) :]
+        found[rule] = p_value(map(tuple, drawn.tolist()), joint)
+    assert holm_rejects(found, 0.01) == []

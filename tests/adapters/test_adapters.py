@@ -30,25 +30,18 @@ DRAFTS = [
 ]
 
 
-def test_the_tiny_models_are_of_known_architectures() -> None:
-    assert tiny.BUILDERS.keys() <= ADAPTERS.keys()
-
-
 def declared() -> list[Adapter]:
     """What each file declares but those of refusals and of what checkpoints have beside their layers."""
     names = {file.name for file in pkgutil.iter_modules(selfspec.adapters.__path__)} - {"refused", "mtp"}
     return [importlib.import_module(f"selfspec.adapters.{name}").ADAPTER for name in sorted(names)]
 
 
-def test_every_file_declares_an_adapter_that_is_found() -> None:
-    for adapter in declared():
+def test_every_file_declares_an_adapter_that_is_found_once() -> None:
+    adapters = declared()
+    for adapter in adapters:
         assert adapter.model_types
         known = set(adapter.model_types) - BEFORE_5_21.keys()
         assert all(ADAPTERS[model_type] is adapter for model_type in known)
-
-
-def test_no_architecture_is_declared_twice() -> None:
-    adapters = declared()
     assert sum(len(adapter.model_types) for adapter in adapters) == len(ADAPTERS) + len(BEFORE_5_21)
 
 
@@ -177,16 +170,9 @@ def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize(
-    ("folder", "text"),
-    [
-        ("stories260K", "Once upon a time there was a little"),
-        ("stories3M", "Once upon a time there was a little"),
-        ("bitllama3M", "Once upon a time there was a little"),
-        ("pycode10M", "def add(a, b):\n"),
-    ],
-)
-def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: FilePath, folder: str, text: str) -> None:
+@pytest.mark.parametrize("folder", ["stories260K", "stories3M", "bitllama3M", "pycode10M"])
+def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: FilePath, folder: str) -> None:
+    text = "def add(a, b):\n" if folder == "pycode10M" else "Once upon a time there was a little"
     if not (checkpoints / folder).is_dir():
         pytest.skip(f"no checkpoint {folder}")
     model = AutoModelForCausalLM.from_pretrained(checkpoints / folder, dtype=torch.float32).eval()
@@ -204,10 +190,6 @@ def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: File
         assert out.stats.acceptance_rate > 0.2
 
 
-def _dtypes(model: PreTrainedModel) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in model.parameters()}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.dtype) -> None:
     model = tiny.BUILDERS[architecture](dtype=dtype)
@@ -216,4 +198,4 @@ def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.d
     mask[0, :4] = 0
     out = selfspec.wrap(model, DRAFTS[4], draft_length=4).generate(prompts, mask, max_new_tokens=8, do_sample=False)
     assert out.sequences.shape == (2, 17)
-    assert _dtypes(model) == {dtype}
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}

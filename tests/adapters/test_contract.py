@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 import selfspec
 from helpers.captures import StandIn
 from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
+from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, encoder_decoder_rows, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
@@ -24,55 +26,42 @@ from selfspec.runtime.graph_cache import GraphCache
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
-# Those with a file of their own and one of each shape; the others are slow.
-QUICK = [
-    "bloom",
-    "cohere2",
-    "deepseek_v3",
-    "falcon",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "glm4",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite",
-    "granitemoeshared",
-    "llama",
-    "llama4_text",
-    "mistral",
-    "mixtral",
-    "mpt",
-    "olmo2",
-    "opt",
-    "phi3",
-    "qwen3_moe",
-    "smollm3",
-    "jamba",
-    "lfm2",
-    "mamba2",
-    "bart",
-    "bert",
-]
+# Those with a file of their own and one of each shape, and whether recorded passes of them are quick; others are slow.
+QUICK = {
+    "bloom": True,
+    "cohere2": True,
+    "deepseek_v3": True,
+    "falcon": True,
+    "gemma2": False,
+    "gemma3_text": False,
+    "gemma3n_text": True,
+    "gemma4_text": False,
+    "glm4": False,
+    "gpt_neo": False,
+    "gpt_neox": False,
+    "gpt_oss": True,
+    "gptj": False,
+    "granite": False,
+    "granitemoeshared": False,
+    "llama": False,
+    "llama4_text": True,
+    "mistral": False,
+    "mixtral": False,
+    "mpt": True,
+    "olmo2": False,
+    "opt": True,
+    "phi3": False,
+    "qwen3_moe": False,
+    "smollm3": False,
+    "jamba": True,
+    "lfm2": False,
+    "mamba2": True,
+    "bart": True,
+    "bert": False,
+}
 
-# The same for recorded passes.
-QUICK_RECORDED = (
-    "bart",
-    "bloom",
-    "cohere2",
-    "deepseek_v3",
-    "falcon",
-    "gemma3n_text",
-    "gpt_oss",
-    "jamba",
-    "llama4_text",
-    "mamba2",
-    "mpt",
-    "opt",
-)
+# Those that write text.
+QUICK_ENCODER_DECODERS = ("bart", "m2m_100", "moonshine", "t5", "whisper")
 
 # The same for drafts in fewer bits: mixtures, latent attention, a hybrid, and one that refuses them.
 QUICK_IN_FEWER_BITS = ("deepseek_v3", "falcon", "gpt_oss", "jamba", "mixtral")
@@ -84,48 +73,67 @@ WITHOUT_SUBSTITUTES: set[str] = set()
 NOT_RECORDED = {"falcon"}
 
 
-def _types() -> list[object]:
-    working = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
-    return [pytest.param(name, marks=() if name in QUICK_RECORDED else pytest.mark.contract) for name in working]
+WORKING = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
 
 
 def _cases() -> list[object]:
     """Every type and check; in a plain run each of some types has some of the checks, and every check some types."""
     cases: list[object] = []
-    working = [name for name in MODEL_TYPES if (declared(name) or "").startswith("works")]
-    for name in working:
+    for name in WORKING:
         for place, check in enumerate(checks(name)):
             if check == "fewer bits":
                 quick = name in QUICK_IN_FEWER_BITS
             else:
-                quick = name in QUICK and (QUICK.index(name) + place) % (2 if check == "greedy" else 3) == 0
-            cases.append(pytest.param(name, check, marks=() if quick else pytest.mark.contract, id=f"{name}-{check}"))
+                quick = name in QUICK and (list(QUICK).index(name) + place) % (2 if check == "greedy" else 3) == 0
+            cases.append(_case(name, check, subject, quick))
+    for name in ENCODER_DECODERS:
+        for place, check in enumerate(CHECKS if verdict(name) == "works" else ()):
+            quick = name in QUICK_ENCODER_DECODERS and (QUICK_ENCODER_DECODERS.index(name) + place) % 3 == 0
+            cases.append(_case(name, check, encoder_decoder_subject, quick))
     return cases
 
 
+def _case(name: str, check: str, build: Callable[[str], Subject], quick: bool) -> object:
+    kind = "" if build is subject else "encoder-decoder "
+    return pytest.param(name, check, build, marks=() if quick else pytest.mark.contract, id=f"{kind}{name}-{check}")
+
+
 @functools.cache
-def _subject(model_type: str) -> Subject:
-    return subject(model_type)
+def _subject(model_type: str, build: Callable[[str], Subject]) -> Subject:
+    return build(model_type)
 
 
-@pytest.mark.parametrize(("model_type", "check"), _cases())
-def test_contract(model_type: str, check: str) -> None:
-    CHECKS[check](_subject(model_type))
+@pytest.mark.parametrize(("model_type", "check", "build"), _cases())
+def test_contract(model_type: str, check: str, build: Callable[[str], Subject]) -> None:
+    tested = _subject(model_type, build)
+    CHECKS[check](tested)
     if check == "fewer bits":
-        assert has_substitutes(_subject(model_type)) == (model_type not in WITHOUT_SUBSTITUTES)
+        assert has_substitutes(tested) == (model_type not in WITHOUT_SUBSTITUTES)
+
+
+def _in_float32(model_type: str) -> Subject:
+    return Subject(shrunken(model_type, torch.float32, seed=1), ADAPTERS[model_type], tolerance=1e-4)
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("model_type", QUICK)
-def test_greedy_text_in_float32(model_type: str) -> None:
-    tested = Subject(shrunken(model_type, torch.float32, seed=1), ADAPTERS[model_type], tolerance=1e-4)
+@pytest.mark.parametrize(
+    "build",
+    [functools.partial(_in_float32, name) for name in QUICK]
+    + [functools.partial(encoder_decoder_subject, name, torch.float32, seed=1) for name in QUICK_ENCODER_DECODERS],
+    ids=[*QUICK, *(f"encoder-decoder {name}" for name in QUICK_ENCODER_DECODERS)],
+)
+def test_greedy_text_in_float32(build: Callable[[], Subject]) -> None:
+    tested = build()
     CHECKS["greedy"](tested)
     CHECKS["fewer bits"](tested)
 
 
-@pytest.mark.parametrize("model_type", _types())
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if QUICK.get(name) else pytest.mark.contract) for name in WORKING],
+)
 def test_programs_say_what_the_modules_say(model_type: str) -> None:
-    tested = _subject(model_type)
+    tested = _subject(model_type, subject)
     prompts = tested.tokens(12, tested.batch, seed=5)
     texts = []
     for runtime in (Eager(), StandIn(0, 8)):
@@ -146,7 +154,7 @@ def test_programs_say_what_the_modules_say(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", QUICK)
 def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: str) -> None:
-    tested = _subject(model_type)
+    tested = _subject(model_type, subject)
     anatomy = describe(tested.model)
     parts = [anatomy.embedding, *(layer.weights for layer in anatomy.layers), anatomy.final_norm]
     # A tied head may have a bias beside the embedding's weights.
@@ -166,6 +174,7 @@ def test_the_quick_ones_are_there() -> None:
 
 def test_every_type_has_an_adapter_or_a_reason_to_refuse_it() -> None:
     assert [name for name in MODEL_TYPES if not declared(name)] == []
+    assert [name for name in ENCODER_DECODERS if not verdict(name)] == []
 
 
 def test_no_type_both_works_and_is_refused() -> None:
@@ -173,7 +182,7 @@ def test_no_type_both_works_and_is_refused() -> None:
 
 
 def test_most_types_work() -> None:
-    assert sum((declared(name) or "").startswith("works") for name in MODEL_TYPES) >= 0.65 * len(MODEL_TYPES)
+    assert len(WORKING) >= 0.65 * len(MODEL_TYPES)
 
 
 def test_the_table_is_fresh() -> None:
@@ -182,16 +191,18 @@ def test_the_table_is_fresh() -> None:
     assert TABLE.read_text(encoding="utf-8") == table(rows(), encoder_decoder_rows())
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "openai-gpt"])
-def test_a_refusal_names_the_reason(model_type: str) -> None:
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=re.escape(REFUSED[model_type])):
-        selfspec.wrap(shrunken(model_type), selfspec.drafts.EarlyExit(1), draft_length=4)
-
-
-def test_an_unknown_type_is_refused_with_how_to_declare_it() -> None:
-    model = shrunken("llama")
-    model.config.model_type = "made_up"
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"made_up.*selfspec\.Adapter"):
+@pytest.mark.parametrize(
+    ("model_type", "options", "words"),
+    [
+        *((name, {}, re.escape(REFUSED[name])) for name in ("rwkv", "openai-gpt")),
+        ("made_up", {}, r"made_up.*selfspec\.Adapter"),
+        ("bert", {"is_decoder": False}, "is_decoder"),
+    ],
+)
+def test_a_refusal_names_the_reason(model_type: str, options: dict[str, Any], words: str) -> None:
+    model = shrunken("llama" if model_type == "made_up" else model_type, **options)
+    model.config.model_type = model_type
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=words):
         selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=4)
 
 
@@ -217,8 +228,3 @@ def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two() -> None:
     spec = selfspec.wrap(shrunken("roformer"), selfspec.drafts.EarlyExit(1), draft_length=4)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="one prompt at a time"):
         spec.generate(torch.full((2, 4), 5), max_new_tokens=3)
-
-
-def test_an_encoder_that_is_no_decoder_is_refused() -> None:
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match="is_decoder"):
-        selfspec.wrap(shrunken("bert", is_decoder=False), selfspec.drafts.EarlyExit(1), draft_length=4)

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-import selfspec
 from helpers import tiny
 from helpers.saved_folders import rewrite
 from helpers.studies import profile_of
 from selfspec.control.profile import Profile
+from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.early_exit import CONFIG, WEIGHTS, ExitHead
 from selfspec.draft.layer_skip import SkipFile, write_skip_file
 from selfspec.draft.suffixes import CorpusFile, write_corpus
@@ -58,40 +58,37 @@ class Kind:
     """A kind of file.
 
     Attributes:
-        make: writes one within a folder, and says where.
+        name: of the file within its folder.
+        write: writes it.
         read: all of it that has a meaning, as something that can be compared.
         error: of a file that is damaged.
     """
 
-    make: Callable[[Path], Path]
+    name: str
+    write: Callable[[Path], object]
     read: Callable[[Path], object]
     error: type[SelfSpecError]
 
+    def make(self, folder: Path) -> Path:
+        self.write(folder / self.name)
+        return folder / self.name
+
 
 def _substitutes(bits: int) -> Kind:
-    def make(folder: Path) -> Path:
-        selfspec.drafts.LowPrecision(bits).save(folder / "made.safetensors", _model())
-        return folder / "made.safetensors"
-
     def read(file: Path) -> object:
         substitutes = Substitutes()
         substitutes.load(SubstituteFile(file), WeightCopy(formats()[f"int{bits}"]()), _model())
-        draft = selfspec.drafts.LowPrecision.from_file(file)
+        draft = LowPrecision.from_file(file)
         made = [each.substitute for each in substitutes._made.values() if each.substitute is not None]
         return [draft.format, draft.layers, draft.head_too], _values(
             {f"{number}.{name}": part for number, each in enumerate(made) for name, part in each.named_parameters()}
         )
 
-    return Kind(make, read, DraftConfigError)
+    return Kind("made.safetensors", lambda file: LowPrecision(bits).save(file, _model()), read, DraftConfigError)
 
 
 def _values(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     return {name: (values.dtype, values.tolist()) for name, values in tensors.items()}
-
-
-def _corpus(folder: Path) -> Path:
-    write_corpus(folder / "corpus", [range(9), [3, 1, 4, 1, 5]], Vocabulary.of(_model()))
-    return folder / "corpus"
 
 
 def _read_corpus(file: Path) -> object:
@@ -99,40 +96,20 @@ def _read_corpus(file: Path) -> object:
     return found.about.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
 
 
-def _exit_head(file: str) -> Kind:
-    def make(folder: Path) -> Path:
-        ExitHeads(64, 2, (1, 2), torch.arange(0, 50, 2)).save(
-            folder, torch.float32, fingerprint(_model()), 2, {"alpha_2": 0.5}
-        )
-        return folder / file
-
-    def read(place: Path) -> object:
-        head = ExitHead.from_pretrained(place.parent)
-        assert isinstance(head.draft_head.adapter, torch.nn.Module)
-        assert head.draft_head.tokens is not None
-        return head.layer, head.base, head.draft_head.tokens.tolist(), _values(head.draft_head.adapter.state_dict())
-
-    return Kind(make, read, ExitHeadError)
+def _write_exit_head(file: Path) -> None:
+    head = ExitHeads(64, 2, (1, 2), torch.arange(0, 50, 2))
+    head.save(file.parent, torch.float32, fingerprint(_model()), 2, {"alpha_2": 0.5})
 
 
-def _skip_set(folder: Path) -> Path:
-    skip = selfspec.drafts.LayerSkip(attention=[1], mlp=[0, 1])
-    write_skip_file(skip, fingerprint(_model()), folder / "skip.json", {"alpha": 0.5})
-    return folder / "skip.json"
+def _read_exit_head(file: Path) -> object:
+    head = ExitHead.from_pretrained(file.parent)
+    assert isinstance(head.draft_head.adapter, torch.nn.Module)
+    assert head.draft_head.tokens is not None
+    return head.layer, head.base, head.draft_head.tokens.tolist(), _values(head.draft_head.adapter.state_dict())
 
 
-def _vocabulary(folder: Path) -> Path:
-    write_sealed(folder / "vocabulary.json", {"coverage": 0.5, "tokens": [1, 2, 3, 5, 8, 13]})
-    return folder / "vocabulary.json"
-
-
-def _read_vocabulary(file: Path) -> object:
-    return selfspec.drafts.ReducedVocabulary.from_file(selfspec.drafts.EarlyExit(1), file).tokens
-
-
-def _profile(folder: Path) -> Path:
-    profile_of(_model()).save(folder / "profile.json")
-    return folder / "profile.json"
+def _write_skip_set(file: Path) -> None:
+    write_skip_file(LayerSkip(attention=[1], mlp=[0, 1]), fingerprint(_model()), file, {"alpha": 0.5})
 
 
 def _read_profile(file: Path) -> object:
@@ -140,17 +117,11 @@ def _read_profile(file: Path) -> object:
     return found, found.report
 
 
-def _recipe(folder: Path) -> Path:
-    Recipe("exit:2", 4, "token").save(folder)
+def _write_recipe(file: Path) -> None:
+    Recipe("exit:2", 4, "token").save(file.parent)
     names: dict[str, Any] = {}
-    exec((folder / "custom_generate" / "generate.py").read_text(), names)
-    (folder / "recipe").write_text(names["RECIPE"])
-    return folder / "recipe"
-
-
-def _run(folder: Path) -> Path:
-    Runs(folder).keep([Run(Asked("costs", {"threads": 2}), {"seconds": 0.25})])
-    return folder / RUNS
+    exec((file.parent / "custom_generate" / "generate.py").read_text(), names)
+    file.write_text(names["RECIPE"])
 
 
 def _read_run(file: Path) -> object:
@@ -160,11 +131,6 @@ def _read_run(file: Path) -> object:
     return found
 
 
-def _training(folder: Path) -> Path:
-    RunFolder(folder).begin({"rate": 0.25, "steps": 12}, {"loss": 2.5})
-    return folder / "run.json"
-
-
 def _read_training(file: Path) -> object:
     return RunFolder(file.parent).begin({"rate": 0.25, "steps": 12})
 
@@ -172,15 +138,37 @@ def _read_training(file: Path) -> object:
 KINDS: dict[str, Kind] = {
     "int8": _substitutes(8),
     "int4": _substitutes(4),
-    "corpus": Kind(_corpus, _read_corpus, DraftConfigError),
-    "exit head": _exit_head(WEIGHTS),
-    "config of an exit head": _exit_head(CONFIG),
-    "skip set": Kind(_skip_set, SkipFile.from_file, DraftConfigError),
-    "vocabulary": Kind(_vocabulary, _read_vocabulary, DraftConfigError),
-    "profile": Kind(_profile, _read_profile, ProfileError),
-    "recipe": Kind(_recipe, lambda file: Recipe.read(file.read_text(errors="replace")), DraftConfigError),
-    "run": Kind(_run, _read_run, BenchError),
-    "training": Kind(_training, _read_training, TrainingError),
+    "corpus": Kind(
+        "corpus",
+        lambda file: write_corpus(file, [range(9), [3, 1, 4, 1, 5]], Vocabulary.of(_model())),
+        _read_corpus,
+        DraftConfigError,
+    ),
+    "exit head": Kind(WEIGHTS, _write_exit_head, _read_exit_head, ExitHeadError),
+    "config of an exit head": Kind(CONFIG, _write_exit_head, _read_exit_head, ExitHeadError),
+    "skip set": Kind("skip.json", _write_skip_set, SkipFile.from_file, DraftConfigError),
+    "vocabulary": Kind(
+        "vocabulary.json",
+        lambda file: write_sealed(file, {"coverage": 0.5, "tokens": [1, 2, 3, 5, 8, 13]}),
+        lambda file: ReducedVocabulary.from_file(EarlyExit(1), file).tokens,
+        DraftConfigError,
+    ),
+    "profile": Kind("profile.json", lambda file: profile_of(_model()).save(file), _read_profile, ProfileError),
+    "recipe": Kind(
+        "recipe", _write_recipe, lambda file: Recipe.read(file.read_text(errors="replace")), DraftConfigError
+    ),
+    "run": Kind(
+        RUNS,
+        lambda file: Runs(file.parent).keep([Run(Asked("costs", {"threads": 2}), {"seconds": 0.25})]),
+        _read_run,
+        BenchError,
+    ),
+    "training": Kind(
+        "run.json",
+        lambda file: RunFolder(file.parent).begin({"rate": 0.25, "steps": 12}, {"loss": 2.5}),
+        _read_training,
+        TrainingError,
+    ),
 }
 OF_TENSORS = ("int8", "int4", "corpus", "exit head")
 # Files that are not one object: the config of an exit head has no checksum, and runs have a line each.

@@ -39,7 +39,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda file: ReducedVocabulary.from_file(EarlyExit(1), file),
     "exit_head.json": lambda file: ExitHead.from_pretrained(file.parent),
     "config.json": lambda file: read_config(str(file.parent)),
-    "prompts.jsonl": lambda file: read_prompts(file),
+    "prompts.jsonl": read_prompts,
     "workload.jsonl": lambda file: parse_workloads(f"name={file}"),
     "text.jsonl": read_documents,
     "run.json": lambda file: RunFolder(file.parent).begin({}),
@@ -61,22 +61,22 @@ def test_every_reader_refuses_by_name(tmp_path: Path, name: str, bad: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "text",
     [
-        ("a.toml", "models = " + NESTED),
-        ("a.toml", "texts = " + "1" * 5000),
-        ("a.toml", 'models = "demo"\ntemperatures = [' + "1" * 400 + "]"),
-        ("a.toml", 'models = "demo"\ntemperatures = [nan]'),
-        ("a.toml", 'models = "demo"\ntemperatures = [inf]'),
-        ("a.toml", 'models = "demo"\nseeds = [' + "1" * 40 + "]"),
-        ("a.toml", "models = 0x" + "f" * 5000),
+        "models = " + NESTED,
+        "texts = " + "1" * 5000,
+        'models = "demo"\ntemperatures = [' + "1" * 400 + "]",
+        'models = "demo"\ntemperatures = [nan]',
+        'models = "demo"\ntemperatures = [inf]',
+        'models = "demo"\nseeds = [' + "1" * 40 + "]",
+        "models = 0x" + "f" * 5000,
     ],
     ids=lambda text: text[:30],
 )
-def test_studies_are_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(SelfSpecError, match=name):
-        read_study(tmp_path / name)
+def test_studies_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(SelfSpecError, match=r"a\.toml"):
+        read_study(tmp_path / "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,12 @@ def test_a_vocabulary_of_tokens_that_no_tensor_holds_is_refused(tmp_path: Path) 
 
 def test_what_is_json_is_read_as_json() -> None:
     text = '{"a": [1, -2, 3.5, 1e30, 1000000000000000019884624838656], "b": "\\ud83d\\ude00 \\u00e9", "c": null}'
-    assert parse_json(text) == json.loads(text)
+    # Digits in strings may be many.
+    for each in (text, '{"a": "' + "1" * 400 + '", "b": 2}'):
+        assert parse_json(each) == json.loads(each)
 
 
 @pytest.mark.parametrize("text", ["1" * 400, '{"a": [1, -' + "9" * 301 + "]}"])
 def test_integers_that_fit_no_float_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"integer of [34]0[01] digits"):
         parse_json(text)
-
-
-def test_digits_in_strings_may_be_many() -> None:
-    assert parse_json('{"a": "' + "1" * 400 + '", "b": 2}') == {"a": "1" * 400, "b": 2}

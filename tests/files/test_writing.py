@@ -26,20 +26,14 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_good_place_is_left_as_it_was(tmp_path: Path, file: Path) -> None:
-    check_output_folder(tmp_path)
-    check_output_folder(tmp_path / "not" / "yet" / "there")
-    check_output_file(tmp_path / "not" / "yet" / "there.json")
-    check_output_file(file)
+def test_a_good_place_is_left_as_it_was(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "not" / "yet" / "there", Path("new")):
+        check_output_folder(folder)
+    for place in (file, tmp_path / "not" / "yet" / "there.json", Path("new.json")):
+        check_output_file(place)
     assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
     assert file.read_text() == "old"
-
-
-def test_a_relative_place_is_checked_where_the_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    check_output_folder(Path("new"))
-    check_output_file(Path("new.json"))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -62,10 +56,9 @@ def test_no_right_to_write_is_found_out(tmp_path: Path, file: Path) -> None:
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write anywhere")
-        with pytest.raises(StorageError, match="Permission denied"):
-            check_output_folder(tmp_path)
-        with pytest.raises(StorageError, match="Permission denied"):
-            check_output_file(file)
+        for check, place in ((check_output_folder, tmp_path), (check_output_file, file)):
+            with pytest.raises(StorageError, match="Permission denied"):
+                check(place)
     finally:
         tmp_path.chmod(0o700)
 

@@ -43,20 +43,32 @@ def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, input
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [*native.DTYPES, torch.int8])
-def test_bits_depend_on_neither_rows_nor_threads(dtype: torch.dtype) -> None:
-    # Enough work for two threads.
+PRODUCTS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+    **{str(dtype): lambda dtype=dtype: dense(dtype) for dtype in (*native.DTYPES, torch.int8)},
+    "int4": lambda: Int4Linear(Int4().pack(drawn(301, 1056).float()), None, torch.float32),
+}
+
+
+def dense(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A product whose inputs fill no tile."""
     weight = (100 * drawn(301, 1003)).to(dtype)
-    states = drawn(ROWS[-1], 1003).to(torch.float32 if dtype == torch.int8 else dtype)
-    scales = drawn(301).float() if dtype == torch.int8 else None
-    alone = torch.cat([native.few_rows(row[None], weight, None, scales) for row in states])
+    of_levels = dtype == torch.int8
+    states_in, scales = (torch.float32, drawn(301).float()) if of_levels else (dtype, None)
+    return lambda states: native.few_rows(states[:, :1003].to(states_in).contiguous(), weight, None, scales)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bits_depend_on_neither_rows_nor_threads(name: str) -> None:
+    # Enough work for two threads.
+    product, states = PRODUCTS[name](), drawn(ROWS[-1], 1056).float()
+    alone = torch.cat([product(row[None]) for row in states])
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for rows in ROWS:
-                assert torch.equal(native.few_rows(states[:rows], weight, None, scales), alone[:rows])
+                assert torch.equal(product(states[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
 
@@ -100,73 +112,22 @@ def test_four_bits_take_a_sixth_of_float32() -> None:
 
 
 @pytest.mark.kernels
-def test_a_product_in_eight_bits_of_what_is_not_finite_is_not_either() -> None:
-    linear = Int8Linear(Int8().pack(drawn(5, 100).float()), None, torch.float32)
-    for odd in (float("inf"), float("nan")):
-        states = drawn(3, 100).float()
-        states[1, 70] = odd
-        assert linear(states).isfinite().all(-1).tolist() == [True, False, True]
-
-
-@pytest.mark.kernels
-def test_products_in_eight_bits_need_scales() -> None:
-    with pytest.raises(RuntimeError, match="need scales"):
-        native.few_rows(drawn(2, 8).float(), drawn(3, 8).to(torch.int8), None)
-
-
-@pytest.mark.kernels
-def test_bits_in_four_bits_depend_on_neither_rows_nor_threads() -> None:
-    linear = Int4Linear(Int4().pack(drawn(301, 1056).float()), None, torch.float32)
-    states = drawn(ROWS[-1], 1056).float()
-    alone = torch.cat([linear(row[None]) for row in states])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for rows in ROWS:
-                assert torch.equal(linear(states[:rows]), alone[:rows])
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_stay_in_their_row_in_four_bits(value: float) -> None:
-    states = torch.ones(3, 160)
+def test_values_that_are_not_finite_stay_in_their_row(value: float) -> None:
+    states, weight = torch.ones(3, 160), drawn(5, 160).float()
     states[1, 133] = value
-    linear = Int4Linear(Int4().pack(torch.ones(5, 160)), None, torch.float32)
-    assert linear(states).isfinite().all(1).tolist() == [True, False, True]
+    linears = (
+        Int8Linear(Int8().pack(weight), None, torch.float32),
+        Int4Linear(Int4().pack(weight), None, torch.float32),
+    )
+    for product in (lambda given: native.few_rows(given, weight, None), *linears):
+        assert product(states).isfinite().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.kernels
 def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
     linear = Int4Linear(Int4().pack(drawn(5, 64).float()), None, torch.float32)
     assert linear(torch.full((1, 64), 1e-44)).abs().max() < 1e-37
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("states", "weight", "message"),
-    [
-        (torch.ones(1025, 32), torch.ones(2, 20, dtype=torch.uint8), "at most 1024 rows"),
-        (torch.ones(1, 64), torch.ones(2, 20, dtype=torch.uint8), "sizes"),
-        (torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
-        (torch.ones(1, 32), torch.ones(2, 20), "bytes"),
-    ],
-)
-def test_what_it_cannot_multiply_in_four_bits_is_refused(
-    states: torch.Tensor, weight: torch.Tensor, message: str
-) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        native.few_rows_in_four_bits(states, weight)
-
-
-@pytest.mark.kernels
-def test_values_that_are_not_finite_stay_in_their_row() -> None:
-    states = torch.ones(3, 20)
-    states[1, 4] = torch.nan
-    product = native.few_rows(states, torch.ones(5, 20), None)
-    assert product.isfinite().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.kernels
@@ -181,19 +142,29 @@ def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+BYTES = torch.ones(2, 20, dtype=torch.uint8)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("states", "weight", "message"),
+    ("product", "states", "weight", "message"),
     [
-        (torch.ones(1025, 4), torch.ones(2, 4), "at most 1024 rows"),
-        (torch.ones(1, 3), torch.ones(2, 4), "sizes"),
-        (torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
-        (torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
+        (native.few_rows, torch.ones(1025, 4), torch.ones(2, 4), "at most 1024 rows"),
+        (native.few_rows, torch.ones(1, 3), torch.ones(2, 4), "sizes"),
+        (native.few_rows, torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
+        (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
+        (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int8), "need scales"),
+        (native.few_rows_in_four_bits, torch.ones(1025, 32), BYTES, "at most 1024 rows"),
+        (native.few_rows_in_four_bits, torch.ones(1, 64), BYTES, "sizes"),
+        (native.few_rows_in_four_bits, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
+        (native.few_rows_in_four_bits, torch.ones(1, 32), torch.ones(2, 20), "bytes"),
     ],
 )
-def test_what_it_cannot_multiply_is_refused(states: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+def test_what_it_cannot_multiply_is_refused(
+    product: Callable[..., torch.Tensor], states: torch.Tensor, weight: torch.Tensor, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
-        native.few_rows(states, weight, None)
+        product(states, weight, *([None] if product is native.few_rows else []))
 
 
 @pytest.mark.kernels

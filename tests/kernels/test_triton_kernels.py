@@ -18,9 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_attention, triton_judge, triton_slots, triton_steps
+from helpers import tiny, triton_attention, triton_judge, triton_products, triton_slots, triton_steps
 from selfspec import kernels
+from selfspec.formats import int4, int8, rounding
 from selfspec.formats.format import formats
+from selfspec.formats.int4 import Int4, Int4Linear
+from selfspec.formats.int8 import Int8, Int8Linear
+from selfspec.formats.rounding import Kernels
 from selfspec.runtime.few_rows import for_grouped_queries
 
 triton = pytest.importorskip("triton")
@@ -84,6 +88,36 @@ def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
 @pytest.mark.parametrize("sizes", triton_judge.SIZES, ids=str)
 def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
     triton_judge.check(*sizes, cuda)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", triton_products.OFF_BY, ids=str)
+@pytest.mark.parametrize("rows", triton_products.ROWS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_device_gives_the_products_of_the_rounded_weights(
+    bits: int, rows: int, dtype: torch.dtype, cuda: str
+) -> None:
+    triton_products.check(bits, rows, dtype, cuda)
+
+
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+def test_groups_of_other_sizes(group: int, cuda: str) -> None:
+    rounded = Int4(group).pack(torch.randn(24, 640).to(cuda))
+    states = torch.randn(2, 640, device=cuda)
+    found = low_bits_product(states, rounded["factors"], rounded["levels"], rounded["scales"], rounded["zeros"])
+    expected = (states.double() * rounded["factors"].double()) @ triton_products.values(rounded).T
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+
+
+def test_sizes_that_atens_kernel_for_four_bits_does_not_take_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (int4, int8, rounding):
+        monkeypatch.setattr(module, "kernels_of", lambda _: Kernels.TRITON)
+    large, small = (Int4().pack(torch.randn(16, inputs)) for inputs in (256, 576))
+    assert Int4Linear(small, None, torch.float32).kernels is Kernels.TRITON
+    assert Int4Linear(large, None, torch.float32).kernels is Kernels.ATEN
+    odd = Int8().pack(torch.randn(16, 40))
+    assert Int8Linear(odd, None, torch.float32).kernels is Kernels.TRITON
 
 
 @pytest.mark.parametrize(

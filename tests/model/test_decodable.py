@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,22 +19,12 @@ from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import find_adapter
 
 
-class _Elsewhere:
-    """Stands for a weight on a device that this machine lacks."""
-
-    is_meta = False
-    device = torch.device("cuda:1")
-
-
 def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = llama.parameters
-
-    def parameters(*args: Any) -> Iterator[Any]:
-        yield from right(*args)
-        yield _Elsewhere()
-
-    monkeypatch.setattr(llama, "parameters", parameters)
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
+    # Stands for a weight on a device that this machine lacks.
+    elsewhere = SimpleNamespace(is_meta=False, device=torch.device("cuda:1"))
+    weights = [*llama.parameters(), elsewhere]
+    monkeypatch.setattr(llama, "parameters", lambda *_: iter(weights))
+    with pytest.raises(UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
         check_decodable(llama, find_adapter(llama))
 
 
@@ -68,14 +60,6 @@ def _in_another_order(model: PreTrainedModel) -> None:
     layers[0], layers[1] = layers[1], layers[0]
 
 
-def _said_to_be_fewer(model: PreTrainedModel) -> None:
-    model.config.num_hidden_layers = 2
-
-
-def _one_twice(model: PreTrainedModel) -> None:
-    _layers(model)[2] = _layers(model)[1]
-
-
 @pytest.mark.parametrize("draft", [None, "exit:1", "int8", "lookup"])
 @pytest.mark.parametrize("wrapped", ["before", "after"])
 @pytest.mark.parametrize("prune", [_cut, _cut_and_said, _numbered_anew, _in_another_order])
@@ -97,8 +81,8 @@ def test_models_pruned_in_memory_decode_as_they_are(
     ("prune", "said"),
     [
         (_without_one, "layer_idx=.*there are 3 layers"),
-        (_one_twice, r"layer_idx=.*as [\w.]+\.1;"),
-        (_said_to_be_fewer, r"num_hidden_layers=2, and [\w.]+ has 4 layers"),
+        (lambda model: operator.setitem(_layers(model), 2, _layers(model)[1]), r"layer_idx=.*as [\w.]+\.1;"),
+        (lambda model: setattr(model.config, "num_hidden_layers", 2), r"num_hidden_layers=2, and [\w.]+ has 4 layers"),
     ],
 )
 def test_layers_without_a_place_in_the_cache_are_refused(
@@ -107,7 +91,7 @@ def test_layers_without_a_place_in_the_cache_are_refused(
     model = tiny.BUILDERS[architecture]()
     spec = selfspec.wrap(model, "exit:1") if wrapped == "before" else None
     prune(model)
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match=said):
         (spec or selfspec.wrap(model, "exit:1")).generate(tiny.prompt(9), max_new_tokens=4)
 
 

@@ -18,14 +18,6 @@ from selfspec.model.summary import describe
 from selfspec.serve.row_request import RowRequest
 
 
-def _row(model: PreTrainedModel) -> None:
-    model.get_input_embeddings().weight[1234, :] *= 1.5
-
-
-def _value(model: PreTrainedModel) -> None:
-    model.get_input_embeddings().weight[1234, 5] *= 1.5
-
-
 def _rows_swapped(model: PreTrainedModel) -> None:
     weight = model.get_input_embeddings().weight
     weight[[11, 999]] = weight[[999, 11]]
@@ -37,12 +29,14 @@ def _adapter_merged(model: PreTrainedModel) -> None:
     weight += 1e-2 * weight.abs().mean() * (down.T @ up).to(weight)
 
 
-def _buffer(model: PreTrainedModel) -> None:
-    model.model.layers[1].packed[3, 4] += 1
-
-
-def _last_byte(model: PreTrainedModel) -> None:
-    model.model.layers[1].packed[-1, -1] += 1
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "row": lambda model: model.get_input_embeddings().weight[1234, :].mul_(1.5),
+    "value": lambda model: model.get_input_embeddings().weight[1234, 5].mul_(1.5),
+    "rows swapped": _rows_swapped,
+    "adapter merged": _adapter_merged,
+    "buffer": lambda model: model.model.layers[1].packed[3, 4].add_(1),
+    "last byte": lambda model: model.model.layers[1].packed[-1, -1].add_(1),
+}
 
 
 def _model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -54,13 +48,13 @@ def _model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("change", [_row, _value, _rows_swapped, _adapter_merged, _buffer, _last_byte])
-def test_any_change_of_a_weight_makes_another(change: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_of_a_weight_makes_another(change: str, dtype: torch.dtype) -> None:
     model = _model(dtype)
     before = fingerprint(model)
     assert fingerprint(_model(dtype)) == before
     with torch.no_grad():
-        change(model)
+        CHANGES[change](model)
     assert fingerprint(model) != before
 
 
@@ -135,30 +129,26 @@ class Wrapped(nn.Module):
         return self.inner(given)  # type: ignore[no-any-return]
 
 
-def _wrap_head(model: PreTrainedModel) -> None:
-    model.set_output_embeddings(CastOutput(model.get_output_embeddings()))
-
-
-def _wrap_embedding(model: PreTrainedModel) -> None:
-    model.set_input_embeddings(Wrapped(model.get_input_embeddings()))
+WRAPS: dict[str, Callable[[PreTrainedModel], None]] = {
+    "head": lambda model: model.set_output_embeddings(CastOutput(model.get_output_embeddings())),
+    "embedding": lambda model: model.set_input_embeddings(Wrapped(model.get_input_embeddings())),
+}
 
 
 @pytest.mark.parametrize("draft", [None, "exit:2", "skip:attn=1", "int8", "int4+exit:2", "lookup", "del:1-3"])
-@pytest.mark.parametrize("wrap", [_wrap_head, _wrap_embedding])
-def test_wrapped_embeddings_and_heads_decode_as_ever(
-    wrap: Callable[[PreTrainedModel], None], draft: str | None
-) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_wrapped_embeddings_and_heads_decode_as_ever(wrap: str, draft: str | None) -> None:
     model = tiny.llama()
-    wrap(model)
+    WRAPS[wrap](model)
     expected = model.generate(tiny.prompt(9), max_new_tokens=16, do_sample=False)
     spec = selfspec.wrap(model, draft, draft_length=3)
     assert torch.equal(spec.generate(tiny.prompt(9), max_new_tokens=16, do_sample=False).sequences, expected)
 
 
-@pytest.mark.parametrize("wrap", [_wrap_head, _wrap_embedding])
-def test_sizes_are_those_of_what_is_wrapped(wrap: Callable[[PreTrainedModel], None]) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_sizes_are_those_of_what_is_wrapped(wrap: str) -> None:
     plain, model = tiny.llama(), tiny.llama()
-    wrap(model)
+    WRAPS[wrap](model)
     assert vocabulary_size(model) == vocabulary_size(plain)
     for get in ("get_input_embeddings", "get_output_embeddings"):
         assert weight_of(getattr(model, get)()).shape == getattr(plain, get)().weight.shape

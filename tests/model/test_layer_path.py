@@ -13,45 +13,33 @@ ALL = sublayers(DEPTH)
 
 
 def test_sublayers_stand_in_the_order_in_which_they_run() -> None:
-    attention, mlp = Part.ATTENTION, Part.MLP
-    assert [(s.layer, s.part) for s in sublayers(3)] == [
-        (0, attention),
-        (0, mlp),
-        (1, attention),
-        (1, mlp),
-        (2, attention),
-        (2, mlp),
-    ]
+    assert [(s.layer, s.part) for s in ALL] == [(layer, part) for layer in range(DEPTH) for part in Part]
+    assert [*Part] == [Part.ATTENTION, Part.MLP]
     shuffled = ALL[1::2] + ALL[::2]
     assert sorted(shuffled) == ALL
 
 
-def test_the_full_path_runs_everything_and_has_nothing_to_hand_over() -> None:
-    full = LayerPath.full(DEPTH)
-    assert all(full.runs(sublayer) for sublayer in ALL)
-    assert full.resume_point is None
+def test_the_full_path_hands_nothing_over() -> None:
+    assert LayerPath.full(DEPTH).resume_point is None
 
 
-@pytest.mark.parametrize("end", ALL[1:])
+@pytest.mark.parametrize("end", ALL)
 def test_a_path_up_to_a_sublayer_runs_those_before_it_and_hands_over_there(end: Sublayer) -> None:
     path = LayerPath.up_to(DEPTH, end)
     assert [s for s in ALL if path.runs(s)] == ALL[: ALL.index(end)]
-    assert path.resume_point == end
-
-
-def test_a_path_up_to_the_first_sublayer_runs_nothing_and_hands_nothing_over() -> None:
-    path = LayerPath.up_to(DEPTH, ALL[0])
-    assert not any(path.runs(s) for s in ALL)
-    assert path.resume_point is None
+    # Before the first there is nothing to hand over.
+    assert path.resume_point == (None if end == ALL[0] else end)
 
 
 @given(st.sets(st.sampled_from(ALL)), st.none() | st.sampled_from(ALL))
 def test_a_pass_runs_what_is_neither_skipped_nor_before_its_start(
     skipped: set[Sublayer], start: Sublayer | None
 ) -> None:
-    path = LayerPath.without(DEPTH, skipped)
-    if start is not None:
-        path = path.resumed_at(start)
+    whole = LayerPath.without(DEPTH, skipped)
+    path = whole if start is None else whole.resumed_at(start)
+    assert whole.start is None
+    assert (path == whole) == (start is None)
+    assert path.skipped == whole.skipped
     for place, sublayer in enumerate(ALL):
         wanted = sublayer not in skipped and (start is None or place >= ALL.index(start))
         assert path.runs(sublayer) == wanted
@@ -75,11 +63,3 @@ def test_the_same_skip_set_is_the_same_path_in_whatever_order_it_is_named(skippe
 def test_an_early_exit_is_the_skip_set_of_all_layers_after_it() -> None:
     exit_path = LayerPath.up_to(DEPTH, Sublayer(2, Part.ATTENTION))
     assert exit_path == LayerPath.without(DEPTH, [s for s in ALL if s.layer >= 2])
-
-
-def test_resuming_leaves_the_path_it_resumes_as_it_was() -> None:
-    path = LayerPath.without(DEPTH, [Sublayer(3, Part.MLP)])
-    resumed = path.resumed_at(Sublayer(2, Part.MLP))
-    assert path.start is None
-    assert resumed != path
-    assert resumed.skipped == path.skipped

@@ -179,9 +179,7 @@ def test_pieces_beyond_the_change_are_exact() -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.contract) for name in MODELS if name != "llama")]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_programs_recorded_below_hold_beyond_or_are_not_used(name: str) -> None:
     model = MODELS[name]()
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=2, runtime=StandIn(0, 8))
@@ -223,33 +221,31 @@ def conversing() -> tuple[Conversation, PreTrainedModel]:
     return Conversation(spec, tokenizer, template, "Be kind.", 30, {"do_sample": False}), model
 
 
-def answered(conversation: Conversation, text: str) -> ChatTurn:
+def answered(conversation: Conversation, model: PreTrainedModel, text: str) -> ChatTurn:
+    """A turn whose answer is the model's own."""
     turn = conversation.ask(text)
     for _ in turn:
         pass
     turn.close()
+    ids = torch.tensor([turn.prompt])
+    assert turn.tokens == generated(model, ids, len(turn.tokens)).sequences[0, ids.shape[1] :].tolist()
     return turn
 
 
 @pytest.mark.contract
 def test_a_conversation_goes_on_beyond_the_change() -> None:
     conversation, model = conversing()
-    prompts = []
-    for text in ("Hi", "And then?", "What did Tom say to Lily about the red ball?", "Why?"):
-        turn = answered(conversation, text)
-        ids = torch.tensor([turn.prompt])
-        assert turn.tokens == generated(model, ids, len(turn.tokens)).sequences[0, ids.shape[1] :].tolist()
-        prompts.append(len(turn.prompt))
+    texts = ("Hi", "And then?", "What did Tom say to Lily about the red ball?", "Why?")
+    prompts = [len(answered(conversation, model, text).prompt) for text in texts]
     assert prompts[0] < CHAT_BOUNDARY < prompts[-1]
 
 
 def test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length() -> None:
     conversation, model = conversing()
-    answered(conversation, "What did Tom say to Lily about the red ball and the blue one, and why did he say it, Mom?")
+    long = "What did Tom say to Lily about the red ball and the blue one, and why did he say it, Mom?"
+    answered(conversation, model, long)
     assert len(conversation._read.tokens) > CHAT_BOUNDARY
     conversation.messages = conversation.messages[:1]
-    turn = answered(conversation, "Hi")
+    turn = answered(conversation, model, "Hi")
     assert len(turn.prompt) < CHAT_BOUNDARY
     assert turn.kept == 0
-    ids = torch.tensor([turn.prompt])
-    assert turn.tokens == generated(model, ids, len(turn.tokens)).sequences[0, ids.shape[1] :].tolist()

@@ -39,7 +39,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def file(tmp_path: Path, model: PreTrainedModel) -> Path:
-    selfspec.drafts.LowPrecision(4).save(tmp_path / "m4.safetensors", model)
+    LowPrecision(4).save(tmp_path / "m4.safetensors", model)
     return tmp_path / "m4.safetensors"
 
 
@@ -60,15 +60,15 @@ def _generated(spec: selfspec.SelfSpeculative, rows: int = 1) -> selfspec.Genera
 @pytest.mark.parametrize(
     "draft",
     [
-        selfspec.drafts.LowPrecision(8),
-        selfspec.drafts.LowPrecision(4),
-        selfspec.drafts.LowPrecision(4, group_size=64),
-        selfspec.drafts.LowPrecision(8, layers=[2, 3], head=False),
+        LowPrecision(8),
+        LowPrecision(4),
+        LowPrecision(4, group_size=64),
+        LowPrecision(8, layers=[2, 3], head=False),
     ],
     ids=draft_name,
 )
 def test_they_are_those_that_are_made_in_memory(
-    model: PreTrainedModel, draft: selfspec.drafts.LowPrecision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, draft: LowPrecision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "made.safetensors"
     draft.save(file, model)
@@ -76,7 +76,7 @@ def test_they_are_those_that_are_made_in_memory(
     wanted = _generated(made, rows=2)
     # None is made any more.
     monkeypatch.setattr(Rounded, "pack", None)
-    saved = selfspec.drafts.LowPrecision.from_file(file)
+    saved = LowPrecision.from_file(file)
     assert (saved.format, saved.layers, saved.head_too) == (draft.format, draft.layers, draft.head_too)
     read = selfspec.wrap(model, saved, draft_length=3)
     found = _generated(read, rows=2)
@@ -92,7 +92,7 @@ def test_they_are_those_that_are_made_in_memory(
 def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> None:
     model = _model()
     rounded, other = (str(tmp_path / name) for name in ("rounded.safetensors", "compensated.safetensors"))
-    draft = selfspec.drafts.LowPrecision(4)
+    draft = LowPrecision(4)
     draft.save(rounded, model)
     draft.save(other, model, texts=[torch.arange(40).remainder(tiny.VOCABULARY)[None]])
     first = selfspec.wrap(model, draft, draft_length=3)
@@ -100,8 +100,8 @@ def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> Non
     acceptances = []
     for drafter in (
         draft,
-        selfspec.drafts.LowPrecision.from_file(rounded),
-        selfspec.drafts.LowPrecision.from_file(other),
+        LowPrecision.from_file(rounded),
+        LowPrecision.from_file(other),
     ):
         fresh = _generated(selfspec.wrap(model, drafter, draft_length=3)).stats.accepted_per_depth
         assert _generated(first.drafting(drafter, 3)).stats.accepted_per_depth == fresh
@@ -113,9 +113,9 @@ def test_a_file_and_what_is_made_in_memory_are_kept_apart(tmp_path: Path) -> Non
 def test_other_architectures_have_them(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.BUILDERS[architecture]()
     wanted = model.generate(tiny.prompt(9), max_new_tokens=20, do_sample=False)
-    selfspec.drafts.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    LowPrecision(8).save(tmp_path / "m8.safetensors", model)
     monkeypatch.setattr(Rounded, "pack", None)
-    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    spec = selfspec.wrap(model, LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
     assert torch.equal(_generated(spec).sequences, wanted)
 
 
@@ -142,48 +142,32 @@ def test_wrappers_of_one_model_share_them(file: Path, model: PreTrainedModel, mo
 
 def test_what_changes_later_is_made_anew(tmp_path: Path) -> None:
     model = _model()
-    selfspec.drafts.LowPrecision(8).save(tmp_path / "m8.safetensors", model)
-    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
+    LowPrecision(8).save(tmp_path / "m8.safetensors", model)
+    spec = selfspec.wrap(model, LowPrecision.from_file(tmp_path / "m8.safetensors"), draft_length=3)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)
     _generated(spec)
-    made = selfspec.wrap(model, selfspec.drafts.LowPrecision(8), draft_length=3)
+    made = selfspec.wrap(model, LowPrecision(8), draft_length=3)
     _generated(made)
     assert all(torch.equal(value, _values(made)[name]) for name, value in _values(spec).items())
 
 
 def test_the_base_is_known_in_another_dtype(file: Path) -> None:
-    spec = selfspec.wrap(_model().bfloat16(), selfspec.drafts.LowPrecision.from_file(file), draft_length=3)
+    spec = selfspec.wrap(_model().bfloat16(), LowPrecision.from_file(file), draft_length=3)
     assert _generated(spec).stats.drafted
 
 
 def test_another_base_is_refused(file: Path) -> None:
     with pytest.raises(DraftConfigError, match=r"another base.*selfspec quantize"):
-        selfspec.wrap(_model(seed=1), selfspec.drafts.LowPrecision.from_file(file))
+        selfspec.wrap(_model(seed=1), LowPrecision.from_file(file))
 
 
 def test_a_file_that_was_replaced_is_refused(file: Path, model: PreTrainedModel) -> None:
-    draft = selfspec.drafts.LowPrecision.from_file(file)
-    selfspec.drafts.LowPrecision(4, group_size=64).save(file, model)
+    draft = LowPrecision.from_file(file)
+    LowPrecision(4, group_size=64).save(file, model)
     with pytest.raises(DraftConfigError, match=r"holds int4 \(group_size=64\) by now, and not int4 \(group_size=32\)"):
         selfspec.wrap(model, draft)
-
-
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-7])
-
-
-def _cut_header(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def _foreign(file: Path) -> None:
-    save_file({"weight": torch.ones(3)}, file)
-
-
-def _other_foreign(file: Path) -> None:
-    file.write_text("{}")
 
 
 def _folder(file: Path) -> None:
@@ -191,11 +175,21 @@ def _folder(file: Path) -> None:
     file.mkdir()
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, _cut, _cut_header, _foreign, _other_foreign, _folder])
-def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[[Path], object]) -> None:
-    damage(file)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "cut in the header": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "of another kind": lambda file: save_file({"weight": torch.ones(3)}, file),
+    "text": lambda file: file.write_text("{}"),
+    "a folder": _folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: str) -> None:
+    DAMAGES[damage](file)
     with pytest.raises(DraftConfigError, match=r"m4\.safetensors cannot be read .*write it again: selfspec quantize"):
-        selfspec.drafts.LowPrecision.from_file(file)
+        LowPrecision.from_file(file)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +198,7 @@ def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[
 def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[str, Any]) -> None:
     rewrite(file, lambda _, own: own.update(about))
     with pytest.raises(DraftConfigError, match=f"cannot be read as substitutes.*{next(iter(about))}"):
-        selfspec.drafts.LowPrecision.from_file(file)
+        LowPrecision.from_file(file)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -244,7 +238,7 @@ _UP = "model.layers.0.mlp.up_proj.weight"
 def test_weights_that_do_not_fit_are_refused(file: Path, model: PreTrainedModel, change: Change, match: str) -> None:
     rewrite(file, change)
     with pytest.raises(DraftConfigError, match=rf"(?s){match}.*selfspec quantize"):
-        selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(file))
+        selfspec.wrap(model, LowPrecision.from_file(file))
 
 
 def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
@@ -253,7 +247,7 @@ def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
             del tensors[name]
 
     rewrite(file, drop)
-    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision.from_file(file), draft_length=3)
+    spec = selfspec.wrap(model, LowPrecision.from_file(file), draft_length=3)
     before = spec.substitutes.nbytes
     assert _generated(spec).stats.substitute_bytes > before
 
@@ -261,19 +255,16 @@ def test_what_a_file_lacks_is_made(file: Path, model: PreTrainedModel) -> None:
 def test_nothing_is_left_where_nothing_can_be_written(tmp_path: Path, model: PreTrainedModel) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError, match="taken"):
-        selfspec.drafts.LowPrecision(8).save(tmp_path / "taken", model)
+        LowPrecision(8).save(tmp_path / "taken", model)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.27), (4, 0.16)])
-def test_they_take_their_share_of_the_weights(bits: int, most: float, tmp_path: Path) -> None:
+def test_files_take_their_share_of_the_weights(bits: int, most: float, tmp_path: Path) -> None:
     model = _model(vocab_size=256, hidden_size=256, intermediate_size=512)
-    weights = sum(weight.nbytes for weight in model.parameters())
-    selfspec.drafts.LowPrecision(bits).save(tmp_path / "made", model)
-    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(bits), draft_length=3)
-    assert _generated(spec).stats.substitute_bytes <= most * weights
+    LowPrecision(bits).save(tmp_path / "made", model)
     # Names and shapes of so small a model are a tenth of its file.
-    assert (tmp_path / "made").stat().st_size <= (most + 0.05) * weights
+    assert (tmp_path / "made").stat().st_size <= (most + 0.05) * sum(weight.nbytes for weight in model.parameters())
     assert formats()[f"int{bits}"]().nbytes((512, 512)) <= most * 4 * 512 * 512
 
 
@@ -282,7 +273,7 @@ TEXTS = [tiny.prompt(12, 2), tiny.prompt(9, 1)]
 
 
 def test_each_layer_is_rounded_by_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32)
+    model = _model()
     weights = weights_of(model, find_adapter(model), LowPrecision(4).path(len(model.model.layers)))
     found = dict(packed_weights(model, weights, FOUR, TEXTS))
     assert list(found) == [name for name, _ in weights]
@@ -299,14 +290,13 @@ def test_each_layer_is_rounded_by_what_it_is_given(monkeypatch: pytest.MonkeyPat
 
 
 def test_experts_and_layers_that_are_not_run_have_fitted_scales() -> None:
-    model = tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32)
+    model = _model()
     model.spare, experts = torch.nn.Linear(64, 32), torch.randn(2, 32, 64)
     found = dict(packed_weights(model, [("spare.weight", model.spare.weight), ("e", experts)], FOUR, TEXTS))
     for name, weight in (("spare.weight", model.spare.weight), ("e", experts)):
         assert torch.equal(found[name]["levels"], FOUR.pack(weight)["levels"])
 
 
-def test_texts_for_8_bits_are_refused(tmp_path: object) -> None:
-    model = tiny.llama(hidden_size=64, intermediate_size=128)
+def test_texts_for_8_bits_are_refused(tmp_path: Path, model: PreTrainedModel) -> None:
     with pytest.raises(DraftConfigError, match="texts serve 4 bits"):
-        LowPrecision(8).save(f"{tmp_path}/x", model, texts=TEXTS)
+        LowPrecision(8).save(tmp_path / "x", model, texts=TEXTS)

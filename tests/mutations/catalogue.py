@@ -529,7 +529,7 @@ CATALOGUE = (
         ("test_recorded_drafts_follow_weights_that_change_where_they_are",)),
     Mutation("a weight is overwritten as it is rounded", "evened",
         "weight.float() / factors.clamp(min=_SMALLEST)", "weight.float().div_(factors)",
-        ("test_compensated.py",)),
+        ("test_the_weight_stays_as_it_is_however_it_lies",)),
     Mutation("the columns of a head are divided, whose inputs do not make up for them", "Substitutes._packed",
         "name == self._head", "False", ("test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns",)),
     Mutation("inputs of products in few bits are not multiplied by what columns were divided by",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,6 +45,14 @@ def llama() -> PreTrainedModel:
     return tiny.llama(dtype=torch.float32, intermediate_size=64)
 
 
+def wide() -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
+
+
+def greedy(spec: selfspec.SelfSpeculative, new: int = 8) -> torch.Tensor:
+    return spec.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences
+
+
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("make", [llama, lambda: tiny.gpt2(dtype=torch.float32)], ids=["llama", "gpt2"])
 def test_what_a_device_streams_gives_the_models_own_tokens(tmp_path: Path, make: type, bits: int | None) -> None:
@@ -84,11 +91,10 @@ def test_a_pass_moves_each_weight_once_and_draft_steps_move_none(tmp_path: Path)
 def test_threads_take_turns_on_a_device(tmp_path: Path) -> None:
     model = llama()
     spec = streamed(tmp_path, model, StandInCopies())
-    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=12, do_sample=False).sequences
+    wanted = greedy(selfspec.wrap(model))
     with ThreadPoolExecutor() as threads:
-        ask = partial(spec.generate, PROMPTS, MASK, max_new_tokens=12, do_sample=False)
-        calls = [threads.submit(ask) for _ in range(2)]
-    assert all(torch.equal(call.result().sequences, wanted) for call in calls)
+        calls = [threads.submit(greedy, spec) for _ in range(2)]
+    assert all(torch.equal(call.result(), wanted) for call in calls)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
@@ -97,7 +103,7 @@ def test_errors_in_the_middle_of_a_transfer_leave_the_model_usable(
 ) -> None:
     copies = StandInCopies()
     spec = streamed(tmp_path, llama(), copies)
-    wanted = spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
+    wanted = greedy(spec)
     stock, left = copies.wait_for, iter(range(100))
 
     def failing(copied: object) -> None:
@@ -108,8 +114,8 @@ def test_errors_in_the_middle_of_a_transfer_leave_the_model_usable(
     with monkeypatch.context() as patched:
         patched.setattr(copies, "wait_for", failing)
         with pytest.raises(type(error)):
-            spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False)
-    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+            greedy(spec)
+    assert torch.equal(greedy(spec), wanted)
 
 
 def test_a_mark_that_fails_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +124,7 @@ def test_a_mark_that_fails_frees_the_stream(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(copies, "computed", lambda: (_ for _ in ()).throw(RuntimeError("device error")))
         with pytest.raises(RuntimeError, match="device error"):
-            spec.generate(PROMPTS, MASK, max_new_tokens=4, do_sample=False)
+            greedy(spec)
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(spec.generate(PROMPTS[:1], max_new_tokens=2)), daemon=True)
     thread.start()
@@ -150,7 +156,7 @@ def test_a_disk_that_fails_while_loading_gives_memory_back(tmp_path: Path, monke
 @pytest.mark.contract
 def test_load_streams_to_a_device_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_device(monkeypatch)
-    model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
+    model = wide()
     model.save_pretrained(tmp_path)
     weights = sum(weight.nbytes for weight in model.parameters())
     spec = selfspec.load(tmp_path, 128 * 2**20, context=64, device="cpu")
@@ -158,16 +164,14 @@ def test_load_streams_to_a_device_within_its_memory(tmp_path: Path, monkeypatch:
     assert placement is not None
     # Nothing of the process counts.
     assert 0 < placement.plan.streamed < weights
-    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
-    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+    wanted = greedy(selfspec.wrap(model))
+    assert torch.equal(greedy(spec), wanted)
 
 
 def test_more_than_the_host_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_device(monkeypatch)
     monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 1000)
-    tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4).save_pretrained(
-        tmp_path
-    )
+    wide().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedOptionError, match=r"streamed from memory of the host, which has 1\.0 KiB"):
         selfspec.load(tmp_path, 128 * 2**20, context=64)
 
@@ -188,8 +192,8 @@ def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, monkeypatch: py
     cuda, model = FakeCuda(), llama()
     cuda.install(monkeypatch)
     spec = streamed(tmp_path, model, CudaCopies(CPU))
-    wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences
-    assert torch.equal(spec.generate(PROMPTS, MASK, max_new_tokens=8, do_sample=False).sequences, wanted)
+    wanted = greedy(selfspec.wrap(model))
+    assert torch.equal(greedy(spec), wanted)
     (size,) = cuda.registered.values()
     assert size > 0
     copy = cuda.calls.index("begin side")
@@ -218,15 +222,14 @@ def test_memory_that_cannot_be_locked_is_a_typed_error(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_streaming_to_a_gpu_gives_the_models_own_tokens(tmp_path: Path) -> None:
-    model = tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
+    model = wide()
     model.save_pretrained(tmp_path)
     wanted = selfspec.wrap(model.to("cuda")).generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
     spec = selfspec.load(tmp_path, 144 * 2**20, context=64, device="cuda")
     placement = placement_of(spec.model)
     assert placement is not None
     assert placement.plan.streamed
-    output = spec.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
-    assert torch.equal(output.sequences, wanted.sequences)
     host = selfspec.load(tmp_path, 144 * 2**20, context=64, device="cuda", cache="host")
-    output = host.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
-    assert torch.equal(output.sequences, wanted.sequences)
+    for each in (spec, host):
+        output = each.generate(PROMPTS.cuda(), MASK.cuda(), max_new_tokens=24, do_sample=False)
+        assert torch.equal(output.sequences, wanted.sequences)

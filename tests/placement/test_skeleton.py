@@ -169,6 +169,8 @@ def test_shards_and_the_dtype_of_their_index(tmp_path: Path) -> None:
     assert check_same_tensors(tmp_path).dtype == torch.float32
     configured(tmp_path, dtype=None)
     assert check_same_tensors(tmp_path).dtype == torch.bfloat16
+    next(tmp_path.glob("*.safetensors")).unlink()
+    check_refused(tmp_path, "lacks 1 of")
 
 
 def test_weights_whose_file_the_config_names(tmp_path: Path) -> None:
@@ -275,14 +277,13 @@ def check_refused(folder: Path, message: str) -> None:
     assert len(said) == 1
 
 
-def without_the_last_layer(each: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in each.items() if ".layers.3." not in name}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_the_last_layer, r"9 tensors of LlamaForCausalLM are missing.*layers\.3\."),
+        (
+            lambda each: {name: each[name] for name in each if ".layers.3." not in name},
+            r"9 tensors of LlamaForCausalLM are missing.*layers\.3\.",
+        ),
         (with_extra("model.norm.weight", torch.ones(31)), "1 tensors of LlamaForCausalLM are of another shape"),
     ],
 )

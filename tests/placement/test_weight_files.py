@@ -42,30 +42,30 @@ def test_a_weight_of_more_than_one_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(ReadBuffer(found.nbytes).read(WeightFiles(), found), weight)
 
 
-def test_truncated_files_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
     file = tmp_path / "model.safetensors"
-    save_file({"w": torch.zeros(1000)}, file)
+    save_file({"w": torch.zeros(10_000, dtype=torch.int8)}, file)
+    return file
+
+
+def test_truncated_files_are_refused_before_anything_is_read(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"truncated.*copy or download it again"):
         stored_weights([file])
 
 
-def test_numbers_that_torch_has_not_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"w": torch.zeros(4, dtype=torch.int8)}, file)
+def test_numbers_that_torch_has_not_are_refused(file: Path) -> None:
     assert stored_weights([file])["w"].dtype == torch.int8
     file.write_bytes(file.read_bytes().replace(b'"I8"', b'"I9"'))
     with pytest.raises(CheckpointError, match=r"w in .* is I9"):
         stored_weights([file])
 
 
-def test_a_file_that_went_away_or_shrank(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"w": torch.zeros(10_000)}, file)
+def test_a_file_that_went_away_or_shrank(file: Path) -> None:
     found = stored_weights([file])["w"]
     buffer, files = ReadBuffer(found.nbytes), WeightFiles()
-    content = file.read_bytes()
-    file.write_bytes(content[:4096])
+    file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(StorageError, match="ends too early"):
         buffer.read(files, found)
     file.unlink()
