@@ -41,19 +41,19 @@ def wrapped(
     return spec
 
 
+def assert_stock(spec: selfspec.SelfSpeculative, ids: Tensor, max_new_tokens: int) -> None:
+    """Greedy text is the model's own."""
+    found = spec.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).sequences
+    assert found.tolist() == spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
+
+
 def greedy_together(
     spec: selfspec.SelfSpeculative, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> list[list[list[int]]]:
     """Greedy texts of some prompts, each generated in a thread of its own."""
-
-    def run(prompt: Tensor) -> list[list[int]]:
-        tokens: list[list[int]] = spec.generate(
-            prompt, max_new_tokens=max_new_tokens, do_sample=False
-        ).sequences.tolist()
-        return tokens
-
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(run, prompts))
+        return list(pool.map(lambda ids: spec.generate(ids, **options).sequences.tolist(), prompts))
 
 
 def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int) -> list[list[int]]:
@@ -69,10 +69,8 @@ def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: 
 
 def check_inference_mode(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int, first: bool) -> None:
     """Greedy text is the stock model's in inference mode and out of it, by programs."""
-    ids = tiny.prompt(prompt)
-    expected = spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
     for inference in (first, not first, first):
         with torch.inference_mode(inference):
-            assert spec.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).sequences.tolist() == expected
+            assert_stock(spec, tiny.prompt(prompt), max_new_tokens)
         assert spec.programs.proved
         assert not spec.programs.refusals

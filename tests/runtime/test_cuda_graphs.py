@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn, StandInRecorder
-from helpers.proving import wrapped
+from helpers.proving import assert_stock, check_inference_mode, greedy_together, ragged_samples, wrapped
+from helpers.snapshot import Snapshot
+from helpers.tiny import in_turns
 from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
-from selfspec.runtime import CudaGraphs, cuda_graphs
+from selfspec.runtime import CudaGraphs, Eager, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassTensors, SlotCache
@@ -24,6 +26,58 @@ from selfspec.runtime.runtime import Function, OtherSizesError
 
 PROMPT, NEW, BUCKET = 5, 20, 8
 EXIT = selfspec.drafts.EarlyExit(1)
+
+
+DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
+    "plain": None,
+    "exit": EXIT,
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "layers": selfspec.drafts.LayerSkip(layers=[0, 2]),
+    "look-up": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel", "draft"), in_turns(sorted(tiny.BUILDERS), ("sdpa", "eager"), tuple(DRAFTS))
+)
+def test_greedy_text_is_the_stock_models(architecture: str, kernel: str, draft: str) -> None:
+    model = tiny.BUILDERS[architecture](attention=kernel)
+    before = Snapshot(model)
+    spec = wrapped(model, StandIn(0, BUCKET), DRAFTS[draft])
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
+    assert spec.programs.proved
+    assert all(kind.padded for kind in spec.programs.proved)
+    assert not spec.programs.refusals
+    before.assert_same(model)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(architecture: str, draft: str) -> None:
+    model = tiny.BUILDERS[architecture]()
+    stock = ragged_samples(wrapped(model, Eager(), DRAFTS[draft]), PROMPT, NEW)
+    spec = wrapped(model, StandIn(0, BUCKET), DRAFTS[draft])
+    assert ragged_samples(spec, PROMPT, NEW) == stock
+    assert any(not kind.uniform for kind in spec.programs.proved)
+
+
+@pytest.fixture
+def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
+    return wrapped(llama, StandIn(0, BUCKET), EXIT)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(spec: selfspec.SelfSpeculative, first: bool) -> None:
+    check_inference_mode(spec, PROMPT, NEW, first)
+
+
+@pytest.mark.contract
+def test_threads_share_programs(spec: selfspec.SelfSpeculative) -> None:
+    prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
+    expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
+    assert greedy_together(spec, prompts, NEW) == expected
 
 
 def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
@@ -43,8 +97,7 @@ def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> Non
         prompt = tiny.prompt(PROMPT, seed=seed)
         others.append(spec.stream(prompt, max_new_tokens=NEW, do_sample=False))
         next(others[-1])
-        found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-        assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert_stock(spec, prompt, NEW)
     for seed, generation in enumerate(others):
         expected = llama.generate(tiny.prompt(PROMPT, seed=seed), max_new_tokens=NEW, do_sample=False)
         assert generation.finish().sequences.tolist() == expected.tolist()
@@ -103,9 +156,7 @@ def test_what_cannot_be_captured_is_run_by_the_stock_modules(
     llama: PreTrainedModel, good: int, fails: bool, reason: str
 ) -> None:
     spec = wrapped(llama, _FailingGraphs(0, BUCKET, good=good, fails=fails))
-    prompt = tiny.prompt(PROMPT)
-    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert not spec.programs.proved
     (refusal,) = spec.programs.refusals.values()
     assert reason in refusal
@@ -121,9 +172,7 @@ def test_a_program_inside_that_does_not_fit_these_sizes_may_fit_others(llama: Pr
             return super().program(fits_no_size, example)
 
     spec = wrapped(llama, Picky(0, BUCKET))
-    prompt = tiny.prompt(PROMPT)
-    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert not spec.programs.proved
     assert not spec.programs.refusals
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import Again, StandIn
-from helpers.proving import ragged_samples, wrapped
+from helpers.proving import assert_stock, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from selfspec.errors import UnsupportedModelError
 from selfspec.runtime import Eager
@@ -60,11 +60,9 @@ def test_fewer_passes_are_enough_where_they_take_long(llama: PreTrainedModel) ->
 
 def test_other_weights_are_noticed(llama: PreTrainedModel) -> None:
     spec = wrapped(llama, Again(after=0))
-    prompt = tiny.prompt(PROMPT)
 
     def check() -> None:
-        found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-        assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+        assert_stock(spec, tiny.prompt(PROMPT), NEW)
         assert spec.programs.proved
 
     check()
@@ -140,9 +138,7 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
     # Expert by expert, as far as any was chosen.
     model.set_experts_implementation("eager")
     spec = wrapped(model, StandIn(0, 8))
-    prompt = tiny.prompt(PROMPT)
-    found = spec.generate(prompt, max_new_tokens=8, do_sample=False).sequences
-    assert found.tolist() == model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+    assert_stock(spec, tiny.prompt(PROMPT), 8)
     assert all("depends on values" in reason for reason in spec.programs.refusals.values())
     assert spec.programs.refusals
 
@@ -176,9 +172,7 @@ def test_wider_programs_serve_chains_as_long_as_there_are_slots(
     runtime = _InThrees()
     spec = wrapped(llama, runtime, draft)
     for new in (NEW, NEW + 1):
-        prompt = tiny.prompt(PROMPT)
-        found = spec.generate(prompt, max_new_tokens=new, do_sample=False).sequences
-        assert found.tolist() == llama.generate(prompt, max_new_tokens=new, do_sample=False).tolist()
+        assert_stock(spec, tiny.prompt(PROMPT), new)
     assert ragged_samples(spec, PROMPT, NEW) == ragged_samples(wrapped(llama, Eager(), draft), PROMPT, NEW)
     assert not spec.programs.refusals
     assert 3 in runtime.widths
@@ -229,9 +223,7 @@ def test_what_gives_other_bits_or_fails_is_never_used(
     llama: PreTrainedModel, does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], reason: str, runs: int
 ) -> None:
     spec = wrapped(llama, _Planted(0, runs, does), EXIT)
-    prompt = tiny.prompt(PROMPT)
-    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert not spec.programs.proved
     assert reason in next(iter(spec.programs.refusals.values()))
 
@@ -281,9 +273,7 @@ def test_what_writes_other_keys_and_values_does_no_harm(llama: PreTrainedModel) 
             return scribble
 
     spec = wrapped(llama, Scribbling(0))
-    prompt = tiny.prompt(PROMPT)
-    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert spec.programs.refusals
 
 

@@ -7,7 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel, pytorch_utils
+from transformers import pytorch_utils
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -26,6 +26,7 @@ import selfspec
 from helpers import tiny
 from helpers.captures import StandIn
 from helpers.proving import ticking
+from helpers.shrunken import shrunken
 from selfspec.runtime import Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
@@ -141,14 +142,9 @@ def _strided(model: Model) -> AbstractContextManager[None]:
     return _data(table, table[:1].expand(len(table)))
 
 
-@contextmanager
-def _registered(model: Model) -> Iterator[None]:
+def _registered(_: Model) -> AbstractContextManager[None]:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", _otherwise(sdpa))
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
+    return _told(partial(ALL_ATTENTION_FUNCTIONS.register, "sdpa"), _otherwise(sdpa), sdpa)
 
 
 @contextmanager
@@ -158,15 +154,6 @@ def _assigned(model: Model) -> Iterator[None]:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-
-@contextmanager
-def _default_dtype(_: Model) -> Iterator[None]:
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _other_layers(model: Model) -> AbstractContextManager[None]:
@@ -218,44 +205,15 @@ CHANGES: dict[str, Change] = {
 """What happens to a tiny llama, each for a while."""
 
 
-def _gemma2(**options: Any) -> Model:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    heads = {"head_dim": 8, "query_pre_attn_scalar": 8}
-    return _small(Gemma2Config(**_SIZES, **heads, **options, attn_implementation="eager"), Gemma2ForCausalLM)
-
-
 def _mixtral() -> Model:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    model = _small(MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2), MixtralForCausalLM)
+    model = shrunken("mixtral")
     # Without a decision on which of them were chosen.
     model.set_experts_implementation("batched_mm")
     return model
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": tiny.VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": tiny.CONTEXT,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def _small(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> Model:
-    torch.manual_seed(0)
-    model = kind(config).to(torch.float64).eval()
-    for name, weight in model.named_parameters():
-        if weight.ndim == 1:
-            nn.init.normal_(weight, mean=1.0 if name.endswith("weight") else 0.0, std=0.1)
-    return model
+def _gemma2() -> Model:
+    return shrunken("gemma2", attn_implementation="eager")
 
 
 OTHERS: dict[str, tuple[Callable[[], Model], Change]] = {
@@ -276,17 +234,17 @@ OTHERS: dict[str, tuple[Callable[[], Model], Change]] = {
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+def _told(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        setter(before)
 
 
 SETTINGS: dict[str, Change] = {
-    "default dtype": _default_dtype,
-    "deterministic": lambda _: _deterministic(),
+    "default dtype": lambda _: _told(torch.set_default_dtype, torch.float16, torch.float32),
+    "deterministic": lambda _: _told(torch.use_deterministic_algorithms, True, False),
     "kernels of attention": lambda _: sdpa_kernel(SDPBackend.MATH),
     "autocast": lambda _: torch.autocast("cpu", torch.bfloat16),
     "default device": lambda _: torch.device("cpu"),

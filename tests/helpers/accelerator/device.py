@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
 from types import FunctionType, SimpleNamespace
@@ -369,97 +369,38 @@ def _there() -> Accelerator:
     return _present[0]
 
 
-class _Module:
-    """What `torch.cuda` is to CUDA."""
-
-    Graph = staticmethod(lambda: Graph(_present[0]))
-    CUDAGraph = Graph
-    graph_pool_handle = staticmethod(Pool)
-
-    @staticmethod
-    def is_available() -> bool:
-        return bool(_present)
-
-    is_initialized = is_available
-
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return len(_present)
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        return
-
-    @staticmethod
-    def Stream(device: Any = None) -> Any:  # noqa: N802 - as it is called elsewhere
-        return Stream(_present[0])
-
-    @staticmethod
-    def Event(enable_timing: bool = False) -> Any:  # noqa: N802 - as it is called elsewhere
-        return Event(_present[0])
-
-    @staticmethod
-    def current_stream(device: Any = None) -> Any:
-        return _present[0].streams.current
-
-    @staticmethod
-    def stream(stream: Any) -> Any:
-        return _present[0].streams.on(stream)
-
-    @staticmethod
-    @contextmanager
-    def device(device: Any) -> Iterator[None]:
-        yield
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        _present[0].host_waits("synchronize")
-
-    @staticmethod
-    def memory_allocated(device: Any = None) -> int:
-        return _present[0].allocated
-
-    @staticmethod
-    def max_memory_allocated(device: Any = None) -> int:
-        return _present[0].peak
-
-    @staticmethod
-    def reset_peak_memory_stats(device: Any = None) -> None:
-        _present[0].peak = _present[0].allocated
-
-    @staticmethod
-    def empty_cache() -> None:
-        return
-
-    @staticmethod
-    def get_device_name(device: Any = None) -> str:
-        return "stand-in"
-
-    @staticmethod
-    def get_device_properties(device: Any = None) -> Any:
-        return SimpleNamespace(total_memory=_present[0].capacity)
-
-    @staticmethod
-    def get_rng_state(device: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(state: Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
+# What `torch.cuda` is to CUDA.
+_MODULE = SimpleNamespace(
+    Graph=lambda: Graph(_present[0]),
+    CUDAGraph=lambda: Graph(_present[0]),
+    graph_pool_handle=Pool,
+    is_available=lambda: bool(_present),
+    is_initialized=lambda: bool(_present),
+    _is_in_bad_fork=lambda: False,
+    current_device=lambda: 0,
+    device_count=lambda: len(_present),
+    manual_seed_all=lambda seed: None,
+    Stream=lambda device=None: Stream(_present[0]),
+    Event=lambda enable_timing=False: Event(_present[0]),
+    current_stream=lambda device=None: _present[0].streams.current,
+    stream=lambda stream: _present[0].streams.on(stream),
+    device=nullcontext,
+    synchronize=lambda device=None: _present[0].host_waits("synchronize"),
+    memory_allocated=lambda device=None: _present[0].allocated,
+    max_memory_allocated=lambda device=None: _present[0].peak,
+    reset_peak_memory_stats=lambda device=None: setattr(_present[0], "peak", _present[0].allocated),
+    empty_cache=lambda: None,
+    get_device_name=lambda device=None: "stand-in",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=_present[0].capacity),
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+)
 
 
 @cache
 def _registered() -> list[torch.library.Library]:
     """Make the kind of device known to torch, once for a process."""
-    _setup_privateuseone_for_python_backend(NAME, _Module(), _Hooks())
+    _setup_privateuseone_for_python_backend(NAME, _MODULE, _Hooks())
     kernels, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     for name in _VIEWS:
         packet, _, overload = name.partition(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from helpers.accelerator.memory import Memory, memory_of, spoil
-from helpers.accelerator.streams import Streams
+
+if TYPE_CHECKING:
+    from helpers.accelerator.device import Accelerator
 
 
 class Pool:
@@ -34,17 +36,6 @@ class Pool:
         """Write nonsense, as another graph may do."""
         for each in list(self.memories):
             spoil(each.held)
-
-
-class Device(Protocol):
-    """What graphs know of their device."""
-
-    streams: Streams
-    live: WeakValueDictionary[int, Memory]
-    capture: Capture | None
-
-    def host(self, value: Any) -> Any:
-        """Return the host's view of a tensor of the device; anything else as it is."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Capture:
         calls: the operations.
     """
 
-    device: Device
+    device: Accelerator
     pool: Pool
     calls: list[Callable[[], None]] = field(default_factory=list)
     _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -135,7 +126,7 @@ def _like(value: Tensor) -> Tensor:
 class Graph:
     """What `torch.cuda.CUDAGraph` is to CUDA."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._capture: Capture | None = None
 

@@ -7,18 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-
-class Waiting(Protocol):
-    """What streams and events know of their device."""
-
-    streams: Streams
-
-    def host_waits(self, reason: str) -> None:
-        """Count that the host waits."""
+if TYPE_CHECKING:
+    from helpers.accelerator.device import Accelerator
 
 
 @dataclass(eq=False)
@@ -76,7 +70,7 @@ class Stream:
         waited: how often the host has waited for all that was asked for.
     """
 
-    def __init__(self, device: Waiting) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self.waited = 0
         self._device = device
         self._late: list[Late] = []
@@ -113,7 +107,7 @@ class Stream:
 class Event:
     """A place in a stream."""
 
-    def __init__(self, device: Waiting) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._before: list[Late] = []
         self._stream: Stream | None = None

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import greedy_together, ragged_samples, ticking, wrapped
+from helpers.proving import assert_stock, greedy_together, ragged_samples, ticking, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
@@ -89,8 +89,7 @@ def test_greedy_text_is_the_stock_models(family: str, draft: str) -> None:
     model = built(family)
     before = Snapshot(model)
     spec, prompt = wrapped(model, Native(after=0), DRAFTS[draft]), tiny.prompt(PROMPT, vocabulary=64)
-    found = spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, prompt, NEW)
     assert spec.programs.proved
     assert not spec.programs.refusals
     before.assert_same(model)
@@ -262,8 +261,7 @@ def test_chosen_slots_are_attended_to(family: str, bits: Any) -> None:
 def test_copies_of_wide_heads_are_read_in_groups(size: int, bits: Any) -> None:
     model, ids = tiny.llama(head_dim=size).float(), tiny.prompt(40)
     spec = wrapped(model, Native(after=0), selfspec.drafts.CacheInBits(selfspec.drafts.EarlyExit(2), bits))
-    found = spec.generate(ids, max_new_tokens=NEW, do_sample=False).sequences
-    assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
+    assert_stock(spec, ids, NEW)
     assert any(kind.path.view.bits == bits for kind in spec.programs.proved)
     assert not spec.programs.refusals
 
