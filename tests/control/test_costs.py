@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import selfspec
+from selfspec.control.costs import Costs, forecast, speedup
 
 
 def test_a_round_costs_the_sum_of_its_parts() -> None:
@@ -85,3 +86,17 @@ def test_beyond_the_batches_that_were_measured_the_nearest_one_tells() -> None:
 def test_costs_of_no_batch_or_of_one_twice_are_refused(order: list[int]) -> None:
     with pytest.raises(selfspec.errors.DraftConfigError, match="once for each number of rows"):
         selfspec.BatchCosts(tuple(MEASURED.measured[index] for index in order))
+
+
+def test_speedup_is_the_formula() -> None:
+    alpha, gamma, costs = 0.7, 3, Costs(draft=0.3, verify=1.2, overhead=0.1)
+    expected = (1 - alpha**4) / ((1 - alpha) * (3 * 0.3 + 1.2 + 0.1))
+    assert speedup(alpha, gamma, costs) == pytest.approx(expected)
+    assert speedup(1.0, gamma, costs) == pytest.approx(4 / 2.2)
+
+
+def test_the_forecast_is_the_best_length() -> None:
+    costs = Costs(draft=0.25)
+    best = forecast(0.8, costs)
+    assert best.speedup == max(speedup(0.8, length, costs) for length in range(1, 9))
+    assert best.speedup == speedup(0.8, best.draft_length, costs)

@@ -102,20 +102,10 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
     assert "calibrate" in str(refused.value) or named == "is not understood"
 
 
-def test_costs_have_no_defaults(file: Path) -> None:
-    for name in (each.name for each in fields(Costs)):
-        content = json.loads(file.read_text())
-        del content["checksum"]
-        content["greedy"]["costs"]["measured"][1]["other"] = content["greedy"]["costs"]["measured"][1].pop(name)
-        damaged = file.with_name("damaged.json")
-        damaged.write_text(json.dumps(content))
-        with pytest.raises(ProfileError, match=r"greedy\.costs"):
-            Profile.load(damaged)
-
-
 @pytest.mark.parametrize(
     "costs",
     [
+        *({each.name: None} for each in fields(Costs)),
         {"draft": -0.1},
         {"widening": -1.0},
         {"each_row": -1.0},
@@ -125,10 +115,13 @@ def test_costs_have_no_defaults(file: Path) -> None:
         {"verify": 0},
         {"overhead": float("nan")},
     ],
+    ids=str,
 )
-def test_costs_that_cannot_be_are_refused(file: Path, costs: dict[str, float]) -> None:
+def test_costs_that_cannot_be_or_are_missing_are_refused(file: Path, costs: dict[str, float | None]) -> None:
     content = json.loads(file.read_text())
-    content["greedy"]["costs"]["measured"][1].update(costs)
+    del content["checksum"]
+    whole = content["greedy"]["costs"]["measured"][1] | costs
+    content["greedy"]["costs"]["measured"][1] = {name: value for name, value in whole.items() if value is not None}
     file.write_text(json.dumps(content))
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
         Profile.load(file)
@@ -137,9 +130,9 @@ def test_costs_that_cannot_be_are_refused(file: Path, costs: dict[str, float]) -
 @pytest.mark.parametrize("measured", [None, {}, [], [1], ["same", "same"]])
 def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) -> None:
     content = json.loads(file.read_text())
+    del content["checksum"]
     costs = content["greedy"]["costs"]
-    same = costs["measured"][0]
-    costs["measured"] = [same if each == "same" else each for each in measured] if measured else measured
+    costs["measured"] = [costs["measured"][0] if each == "same" else each for each in measured or []] or measured
     file.write_text(json.dumps(content))
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
         Profile.load(file)
@@ -223,7 +216,3 @@ def test_weights_that_begin_alike_are_distinguished(profiles: Path, llama: PreTr
     replace(profile_of(llama), setting=there).save(default_file(there))
     with pytest.raises(ProfileError, match="weights"):
         find_profile(here)
-
-
-def test_sampled_has_its_own(file: Path) -> None:
-    assert Profile.load(file).sampled == SAMPLED

@@ -15,15 +15,7 @@ from selfspec.runtime.runner import ModelRunner
 
 
 class Bench:
-    """A cache that holds the prefix, and passes over what comes next.
-
-    Args:
-        model: under test.
-        adapter: of it.
-        cache: an empty one.
-        tokens: prefix and block, `[batch, past + block]`.
-        past: length of the prefix.
-    """
+    """A cache that holds the prefix of `[batch, past + block]` tokens, and passes over what comes next."""
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter, cache: SharedCache, tokens: Tensor, past: int) -> None:
         self.tokens, self.cache = tokens, cache

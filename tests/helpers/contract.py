@@ -40,15 +40,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
 @dataclass(frozen=True)
 class Subject:
-    """A tiny model and the declaration that is put to the test.
-
-    Attributes:
-        model: in evaluation mode.
-        adapter: what is declared of it.
-        tolerance: how far logits may be apart that are equal but for rounding.
-        first: the smallest token id that text may hold.
-        vocabulary: one more than the largest.
-    """
+    """A tiny model and the declaration that is put to the test."""
 
     model: PreTrainedModel
     adapter: Adapter

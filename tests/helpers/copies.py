@@ -27,12 +27,7 @@ class _Copy:
 
 
 class StandInCopies(DeviceCopies):
-    """Copies late, and checks that what reads the memory was waited for.
-
-    Attributes:
-        copied: bytes so far.
-        locked: tensors of the host that are not given back.
-    """
+    """Copies late, and checks that what reads the memory was waited for."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -94,13 +89,7 @@ def stand_in_device(monkeypatch: pytest.MonkeyPatch, copies: DeviceCopies | None
 
 @dataclass
 class FakeCuda:
-    """What `CudaCopies` asks of torch, on a CPU.
-
-    Attributes:
-        calls: in order.
-        status: that locking memory gives.
-        registered: addresses that are locked.
-    """
+    """What `CudaCopies` asks of torch, on a CPU."""
 
     calls: list[str] = field(default_factory=list)
     status: int = 0

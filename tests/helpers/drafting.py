@@ -125,12 +125,7 @@ Altering = Callable[[Propose, Any, Budget], Draft]
 
 @dataclass(frozen=True, eq=False)
 class Altered(Drafter):
-    """Drafts as a function makes of another drafter's proposals.
-
-    Attributes:
-        drafter: the other one.
-        alter: the function.
-    """
+    """Drafts as a function makes of another drafter's proposals."""
 
     drafter: Drafter
     alter: Altering

@@ -65,15 +65,7 @@ class Committed:
 def committed(
     rule: Rule, p: Chain, q: Chain | None, drafts: Tensor | None = None, tree: Tree | None = None
 ) -> Committed:
-    """Sum over drafts and masks.
-
-    Args:
-        rule: what judges.
-        p: the target, with one conditional more than the draft is deep.
-        q: the draft's distribution; None for a deterministic draft.
-        drafts: the one draft of a deterministic drafter, `[1, nodes]`.
-        tree: of the draft; None: a chain.
-    """
+    """Sum over drafts and masks. Without q the only draft is `drafts`, `[1, nodes]`; without a tree it is a chain."""
     tree = tree or Tree.chain(len(p.tables) - 1)
     if q is None:
         assert drafts is not None
@@ -139,14 +131,7 @@ def committed_in_step(
 def committed_in_step_of(
     rule: Rule, row: tuple[Chain, Chain], beside: tuple[Chain, Chain], proposed: Callable[[Draft], Draft]
 ) -> Committed:
-    """What a row commits that is cut to what the row beside it would commit, of a draft of both of any making.
-
-    Args:
-        rule: what judges.
-        row: p and q of the row.
-        beside: p and q of the row beside it.
-        proposed: makes the draft of both rows of the chains that these draw.
-    """
+    """What a row commits that is cut to what the row beside it would commit, of a draft of both of any making."""
     (p, q), (p_beside, q_beside) = row, beside
     parts = []
     for (own, chance), (other, chance_beside) in itertools.product(*map(_chains_of, (q, q_beside))):

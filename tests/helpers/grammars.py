@@ -57,12 +57,7 @@ def tokenizer(characters: str, pairs: Sequence[str]) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What is to be generated.
-
-    Attributes:
-        regex: what the text must match, whatever says so.
-        schema: as a JSON schema; None: the regular expression is given to the libraries.
-    """
+    """What is to be generated."""
 
     regex: str
     schema: str | None = None

@@ -65,11 +65,7 @@ class Warp:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a wrapper drew, padded after the end, by prompt.
-
-    Attributes:
-        accepted, judged: draft tokens, of all calls together.
-    """
+    """What a wrapper drew, padded after the end, by prompt."""
 
     texts: dict[Text, list[Text]]
     accepted: int

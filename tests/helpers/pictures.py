@@ -22,11 +22,7 @@ PICTURED = (*_BY_GRID, "gemma3", "llava")
 
 @dataclass(frozen=True)
 class Pictured:
-    """A tiny random model in float32, and what a processor gives for a prompt with an image.
-
-    Attributes:
-        inputs: `input_ids`, `[1, tokens]`, and what comes beside them.
-    """
+    """A tiny random model in float32, and what a processor gives for a prompt with an image."""
 
     model: PreTrainedModel
     inputs: dict[str, Any]

@@ -165,13 +165,7 @@ def eagle1(folder: Path, model: PreTrainedModel, bias: bool = True) -> str:
 
 @dataclass(frozen=True)
 class MtpCheckpoint:
-    """A checkpoint with modules for multi-token prediction.
-
-    Attributes:
-        model: loaded from it.
-        blocks: of each module a model whose only layer and final norm are the module's.
-        weights: of each module its own parts, `embedding`, `hidden`, `projection` and, if it has one, `head`.
-    """
+    """A checkpoint with modules for multi-token prediction: of each a model of its one layer, and its other weights."""
 
     model: PreTrainedModel
     blocks: list[PreTrainedModel]
@@ -422,13 +416,7 @@ FAMILIES = (*WRITERS, "mtp", "mtp2")
 
 
 def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, str]:
-    """Make a tiny model in float64 and a head for it, and return the model and the name of the draft.
-
-    Args:
-        kind: one of `FAMILIES`.
-        folder: where the head is written, and the checkpoint of one that is part of it.
-        options: fields of the model's config.
-    """
+    """Make a tiny model in float64 and a head for it, and return the model and the name of the draft."""
     if kind.startswith("mtp"):
         return mtp(folder, "glm4_moe", modules=int(kind[3:] or 1), **options).model, "mtp"
     model = tiny.llama(num_hidden_layers=6, **options)

@@ -23,13 +23,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Drafted:
-    """What was drafted for a row.
-
-    Attributes:
-        text: before the draft.
-        draft: of all rows.
-        row: its place in tensors.
-    """
+    """What was drafted for a row."""
 
     text: list[int]
     draft: Draft
@@ -53,12 +47,7 @@ def recorded_drafts(patch: Any, proposer: type[Any]) -> list[Drafted]:
 
 
 def assert_drafts_are(found: Sequence[Drafted], logits: Callable[[list[int], list[int]], Tensor]) -> None:
-    """Every node has the token that its place gives it: the likeliest, or of siblings the next likeliest.
-
-    Args:
-        found: greedy drafts.
-        logits: of the head after a text and the draft tokens behind it, `[vocab]`.
-    """
+    """Every node has the token that its place gives it: the likeliest, or of siblings the next likeliest."""
     assert found
     for each in found:
         tree, tokens = each.draft.tree, each.draft.tokens[each.row].tolist()
@@ -172,14 +161,7 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], lis
 def mtp(
     model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequence[Weights], kind: str
 ) -> Callable[[list[int], list[int]], Tensor]:
-    """Modules for multi-token prediction in their order: what they give after a text and draft tokens, `[vocab]`.
-
-    Args:
-        model: the target.
-        blocks: of each module a model of one layer, whose layer and final norm are the module's.
-        weights: of each module its `embedding`, `hidden` and `projection`.
-        kind: the target's type.
-    """
+    """Modules for multi-token prediction in their order: what they give after a text and draft tokens, `[vocab]`."""
     text: Any = blocks[0].config.get_text_config()
     eps = getattr(text, "rms_norm_eps", 1e-6)
     # Norms of some families are kept as what they differ from 1 by.

@@ -26,15 +26,7 @@ PLAIN = "plain"
 
 
 class Stepped:
-    """An engine without its thread.
-
-    Args:
-        spec: the wrapped model.
-        max_rows, prefill_tokens: as of the engine.
-        tokens: committed tokens that the cache has room for in all, if one row had them; None: plenty.
-        margin: see `CacheBudget`.
-        kept: whether caches of rows that have ended are kept, as much as there is room for.
-    """
+    """An engine without its thread; its cache has room for `tokens` committed tokens, if one row had them all."""
 
     def __init__(
         self,
@@ -229,12 +221,7 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
 
 @dataclass
 class Mix:
-    """A run of many requests.
-
-    Attributes:
-        engine: that ran them.
-        seen: what the caller of each has seen.
-    """
+    """A run of many requests, and what the caller of each has seen."""
 
     engine: Stepped
     seen: list[Seen] = field(default_factory=list)

@@ -213,15 +213,7 @@ def shrunken(
     auto: type[Any] = AutoModelForCausalLM,
     **options: Any,
 ) -> PreTrainedModel:
-    """A tiny random model of a type, in evaluation mode. Equal arguments give equal weights.
-
-    Args:
-        model_type: as in a config.
-        dtype: of the weights.
-        seed: of the weights.
-        auto: chooses the class of the model: `AutoModelForMultimodalLM` one that also reads images or sound.
-        **options: any field of the config.
-    """
+    """A tiny random model of a type, in evaluation mode; options are fields of its config. Equal arguments, equal weights."""
     config = shrunken_config(model_type, **options)
     with torch.device("meta"), _without_timm():
         size = auto.from_config(config).num_parameters()

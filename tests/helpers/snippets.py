@@ -29,14 +29,7 @@ def run_types(
     run: Callable[[str], tuple[str, bool]],
     page: Callable[[list[str]], str],
 ) -> int:
-    """Run the types that the command line names; return whether one does not hold, as an exit status.
-
-    Args:
-        description: of the command.
-        types: all that there are.
-        run: returns what is said of a type, and whether it holds.
-        page: makes the page of what was said of all of them.
-    """
+    """Run the types that the command line names; return whether one does not hold, as an exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; none: all")
     parser.add_argument("--write", type=Path, help="file to write the page to, if all types hold")

@@ -103,11 +103,7 @@ def plain(seconds: Sequence[Sequence[float]]) -> Record:
 
 @dataclass
 class Counted:
-    """Tokens of all passes.
-
-    Attributes:
-        widths: tokens of each pass, all rows together.
-    """
+    """Tokens of all passes."""
 
     widths: list[int] = field(default_factory=list)
 

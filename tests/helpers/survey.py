@@ -35,13 +35,7 @@ ONE_ROW = "works except for batches: one prompt at a time"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
-
-    Attributes:
-        model_type: as in a config.
-        model: class of the causal LM.
-        verdict: "works", "works except ..." or "refused because ...".
-    """
+    """One line of the table."""
 
     model_type: str
     model: str

@@ -37,14 +37,7 @@ def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first:
 
 
 def check(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
-    """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels.
-
-    Args:
-        tree: of the drafts.
-        used: how many of the kernels it takes.
-        sampled: what `generate` is asked for.
-        dtype: of the model.
-    """
+    """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels."""
     model, ids = tiny.mistral(dtype=dtype), tiny.prompt(9, batch=3)
     greedy = stock(model, ids, 12)
     spec = selfspec.wrap(

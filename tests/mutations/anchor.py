@@ -23,12 +23,7 @@ class AnchorError(Exception):
 
 @dataclass(frozen=True)
 class Planted:
-    """A file with a bug in it.
-
-    Attributes:
-        file: where, from the root of the project.
-        text: the whole file, without comments.
-    """
+    """A file with a bug in it."""
 
     file: Path
     text: str
@@ -44,14 +39,7 @@ class _Match:
 
 
 class Sources:
-    """The code of a project by definition, whichever file it is in.
-
-    Args:
-        root: the root of the project.
-
-    Raises:
-        SyntaxError: a file is not Python.
-    """
+    """The code of a project by definition, whichever file it is in."""
 
     def __init__(self, root: Path) -> None:
         files = sorted(path for folder in _CODE for path in (root / folder).rglob("*.py"))

@@ -79,23 +79,7 @@ def try_all(
     tell: Callable[[Mutation, Outcome], None],
     libraries: Sequence[str] = LIBRARIES,
 ) -> dict[str, Outcome]:
-    """Plant each bug in a copy of the project and run its tests.
-
-    Args:
-        catalogue: the bugs.
-        root: the root of the project.
-        jobs: how many bugs are tried at once.
-        limit: the seconds that a run of tests may take.
-        tell: called with each outcome, as soon as it is there.
-        libraries: what is imported once for all runs.
-
-    Returns:
-        Outcomes by the names of the bugs.
-
-    Raises:
-        AnchorError: a bug cannot be planted.
-        SelectionError: tests of a bug are not there.
-    """
+    """Plant each bug in a copy of the project and run its tests; return outcomes by the names of the bugs."""
     sources, suite = Sources(root), Suite(root)
     trials = [(mutation, sources.planted(mutation), suite.arguments(mutation)) for mutation in catalogue]
     with tempfile.TemporaryDirectory() as folder, _Runs(limit, libraries) as runs, ThreadPoolExecutor(jobs) as pool:

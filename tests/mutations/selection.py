@@ -16,11 +16,7 @@ class SelectionError(Exception):
 
 
 class Suite:
-    """The tests of a project, by function and by file.
-
-    Args:
-        root: the root of the project.
-    """
+    """The tests of a project, by function and by file."""
 
     def __init__(self, root: Path) -> None:
         files = sorted((root / "tests").rglob("test_*.py"))

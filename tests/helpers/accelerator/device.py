@@ -60,18 +60,7 @@ class Counts:
 
 
 class Accelerator:
-    """One device.
-
-    Attributes:
-        counts: since it was last asked to forget them.
-        allocated: bytes that are in use.
-        peak: the most that were.
-        capacity: bytes that there are.
-        fails_at: number of the allocation, from 1 on and counted in `counts`, for which there is no memory; None: none.
-        streams: of each thread.
-        live: memory in use, by its address.
-        capturing: the capture of each thread.
-    """
+    """One device, on which allocation `fails_at`, counted from 1 in `counts`, finds no memory."""
 
     def __init__(self) -> None:
         self.counts = Counts()

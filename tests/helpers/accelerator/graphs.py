@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Memory that graphs share for what they compute.
-
-    Attributes:
-        memories: its pieces.
-    """
+    """Memory that graphs share for what they compute."""
 
     def __init__(self) -> None:
         self.memories: WeakSet[Memory] = WeakSet()
@@ -56,13 +52,7 @@ class _Place:
 
 @dataclass
 class Capture:
-    """What a graph is to repeat.
-
-    Attributes:
-        device: that it runs on.
-        pool: takes what is allocated.
-        calls: the operations.
-    """
+    """What a graph is to repeat."""
 
     device: Accelerator
     pool: Pool

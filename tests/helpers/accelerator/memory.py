@@ -54,15 +54,7 @@ SIZES_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Memory:
-    """One piece of the device's memory. It lives as long as torch's storage, which holds it.
-
-    Args:
-        held: where its bytes really lie.
-        freed: is told when the last tensor is gone.
-
-    Attributes:
-        pool: of the graphs that it was taken for; None: it is anybody's.
-    """
+    """One piece of the device's memory. It lives as long as torch's storage, which holds it."""
 
     def __init__(self, held: torch.UntypedStorage, freed: Callable[[int], None], pool: object) -> None:
         self.held, self.nbytes, self.pool = held, held.nbytes(), pool

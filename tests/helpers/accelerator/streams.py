@@ -64,11 +64,7 @@ def _run(copies: list[Late], host_waits: bool) -> None:
 
 
 class Stream:
-    """Work in order. What computes runs at once; copies may be late.
-
-    Attributes:
-        waited: how often the host has waited for all that was asked for.
-    """
+    """Work in order. What computes runs at once; copies may be late."""
 
     def __init__(self, device: Accelerator) -> None:
         self.waited = 0
@@ -133,11 +129,7 @@ class Event:
 
 
 class Streams(threading.local):
-    """The stream that each thread works on.
-
-    Attributes:
-        current: of this thread.
-    """
+    """The stream that each thread works on."""
 
     def __init__(self, default: Stream) -> None:
         self.default = self.current = default
