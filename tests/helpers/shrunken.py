@@ -213,7 +213,7 @@ def shrunken(
     auto: type[Any] = AutoModelForCausalLM,
     **options: Any,
 ) -> PreTrainedModel:
-    """A tiny random model of a type, in evaluation mode; options are fields of its config. Equal arguments, equal weights."""
+    """A tiny random model of a type, in evaluation mode; options are fields of its config."""
     config = shrunken_config(model_type, **options)
     with torch.device("meta"), _without_timm():
         size = auto.from_config(config).num_parameters()
