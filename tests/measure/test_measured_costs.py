@@ -66,6 +66,9 @@ def _measured(model: PreTrainedModel, clock: Clock, **options: Any) -> MeasuredC
 def test_what_was_planted_is_measured(planted: PreTrainedModel, clock: Clock) -> None:
     costs = _measured(planted, clock)
     step = 4 * LAYER + HEAD
+    # A single row is always in step.
+    assert costs.out_of_step is costs.to_dict()["out_of_step"] is None
+    assert costs.of("none").out_of_step == Costs(0.0).out_of_step
     assert costs.step_seconds.value == pytest.approx(step)
     assert {name: each.value for name, each in costs.draft.items()} == pytest.approx(
         {
@@ -88,16 +91,6 @@ def test_what_was_planted_is_measured(planted: PreTrainedModel, clock: Clock) ->
         )
 
 
-@pytest.mark.tools
-def test_the_line_through_planted_passes_is_theirs(planted: PreTrainedModel, clock: Clock) -> None:
-    costs = _measured(planted, clock).of("none")
-    assert costs.verify == pytest.approx(1.0)
-    assert costs.widening == pytest.approx(TOKEN)
-    exit_costs = _measured(planted, clock).of("exit:1")
-    assert exit_costs.draft == pytest.approx(1.5 / 4.5)
-    assert exit_costs.widening == pytest.approx(TOKEN * 3.5 / 4.5)
-
-
 @pytest.mark.parametrize("slower", [1.5, 0.8])
 def test_rows_at_different_places_are_timed_beside_rows_that_stand_alike(
     planted: PreTrainedModel, clock: Clock, slower: float
@@ -112,14 +105,6 @@ def test_rows_at_different_places_are_timed_beside_rows_that_stand_alike(
     assert costs.out_of_step.value == pytest.approx(slower)
     assert costs.of("exit:1").out_of_step == pytest.approx(max(slower, 1.0))
     assert costs.to_dict()["out_of_step"]["value"] == pytest.approx(slower)
-
-
-@pytest.mark.tools
-def test_a_single_row_is_always_in_step(planted: PreTrainedModel, clock: Clock) -> None:
-    costs = _measured(planted, clock)
-    assert costs.out_of_step is None
-    assert costs.to_dict()["out_of_step"] is None
-    assert costs.of("none").out_of_step == Costs(0.0).out_of_step
 
 
 @pytest.mark.tools
@@ -172,19 +157,17 @@ def test_context_is_cut_to_what_the_model_has(planted: PreTrainedModel, clock: C
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"widths": [0]}, {"repeats": 0}, {"lengths": []}, {"batch": 0}, {"warm_up": -1}, {"context": 0}, {"repeats": 500}],
+    ("options", "said"),
+    [
+        *((options, None) for options in ({"widths": [0]}, {"repeats": 0}, {"lengths": []}, {"batch": 0})),
+        *((options, None) for options in ({"warm_up": -1}, {"context": 0}, {"repeats": 500})),
+        ({"drafters": [EarlyExit(1), EarlyExit(1)]}, "one name"),
+    ],
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
+def test_what_cannot_be_measured_is_refused(options: dict[str, Any], said: str | None) -> None:
     model = tiny.llama()
-    with pytest.raises(DraftConfigError):
-        measure_costs(model, find_adapter(model), [EarlyExit(1)], **options)
-
-
-def test_a_name_that_comes_twice_is_refused() -> None:
-    model = tiny.llama()
-    with pytest.raises(DraftConfigError, match="one name"):
-        measure_costs(model, find_adapter(model), [EarlyExit(1), EarlyExit(1)])
+    with pytest.raises(DraftConfigError, match=said):
+        measure_costs(model, find_adapter(model), **{"drafters": [EarlyExit(1)], **options})
 
 
 @pytest.mark.parametrize(

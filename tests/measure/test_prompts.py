@@ -13,14 +13,7 @@ from helpers.stories import checkpoint_folder as stories_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
-from selfspec.measure.prompts import (
-    Text,
-    Workload,
-    built_in,
-    check_context,
-    parse_workloads,
-    read_prompts,
-)
+from selfspec.measure.prompts import Text, Workload, built_in, check_context, parse_workloads, read_prompts
 from selfspec.model.checkpoint import Checkpoint, load_checkpoint
 from selfspec.tools.lab.arms import prompt_writer
 

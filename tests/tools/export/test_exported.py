@@ -1,12 +1,16 @@
-"""An exported draft is the draft: `transformers` loads it, and accepts as much of it as selfspec does."""
+"""What is exported is the draft: `transformers` accepts as much of it, GGUF holds it, vLLM looks up as it does."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from assisted_rounds import assisted
@@ -20,13 +24,15 @@ from selfspec import drafts
 from selfspec.adapters import ADAPTERS
 from selfspec.draft import Drafter
 from selfspec.draft.early_exit import ExitAdapter, ExitHead
+from selfspec.draft.prompt_lookup import following, last_match
 from selfspec.errors import SelfSpecError
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export.exported import export_checkpoint, export_gguf
+from selfspec.tools.export.vllm import LookUps
 
 # Without a padding token: the assistant of transformers takes such tokens in a text for padding.
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": None}
@@ -219,3 +225,132 @@ def test_what_cannot_be_folded_is_refused(kind: str, rank: int, scale: float, sa
     with pytest.raises(selfspec.errors.SelfSpecError, match=said):
         export_checkpoint(model, None, _head(model, rank, scale), tmp_path / "draft")
     assert not any(tmp_path.iterdir())
+
+
+# llama.cpp loads none that merges nothing.
+TOKENIZER = tiny.tokenizer(("a", "b"))
+
+
+_read: Any = gguf.GGUFReader
+
+
+def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
+    model = tiny.llama(vocab_size=260, dtype=torch.float32)
+    report = export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
+    read = _read(tmp_path / "draft.gguf")
+    found = {tensor.name: tensor.data for tensor in read.tensors}
+    assert sum(name.startswith("blk.1.") for name in found) == 9
+    assert not any(name.startswith("blk.2.") for name in found)
+    assert np.array_equal(found["output.weight"], model.lm_head.weight.detach().numpy())
+    assert np.array_equal(found["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight.detach().numpy())
+    assert read.fields["llama.block_count"].contents() == 2
+    assert read.fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 260
+    assert report.size == (tmp_path / "draft.gguf").stat().st_size
+
+
+def test_a_tied_head_is_written_once_and_the_whole_model_too(tmp_path: Path) -> None:
+    model = tiny.qwen2(vocab_size=260, tie_word_embeddings=True, dtype=torch.float32)
+    report = export_gguf(model, TOKENIZER, None, tmp_path / "whole.gguf", precision="q8_0")
+    read = _read(tmp_path / "whole.gguf")
+    names = [tensor.name for tensor in read.tensors]
+    assert "output.weight" not in names
+    assert "blk.3.attn_q.bias" in names
+    assert report.share == 1
+    # Positions that a window would hide are left out.
+    assert read.fields["qwen2.context_length"].contents() == tiny.WINDOW
+
+
+def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
+    model = tiny.llama(vocab_size=260, rope_parameters=tiny.LLAMA3_ROPE)
+    export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(1), tmp_path / "draft.gguf")
+    found = {tensor.name: tensor.data for tensor in _read(tmp_path / "draft.gguf").tensors}
+    assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "said"),
+    [
+        (lambda: tiny.gpt2(vocab_size=260), TOKENIZER, "only llama, mistral, qwen2, qwen3"),
+        (lambda: tiny.qwen3(vocab_size=260, rope_parameters=YARN), TOKENIZER, "type 'yarn'"),
+        (lambda: tiny.llama(vocab_size=260), tiny.tokenizer(), "only those that merge pairs"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path: Path, model: Any, tokenizer: Any, said: str) -> None:
+    with pytest.raises(selfspec.errors.UnsupportedModelError, match=said):
+        export_gguf(model(), tokenizer, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "draft.gguf").write_text("mine")
+    with pytest.raises(selfspec.errors.StorageError, match="there already"):
+        export_gguf(tiny.llama(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
+    assert (tmp_path / "draft.gguf").read_text() == "mine"
+
+
+CONTEXT = 64
+
+
+def _config(length: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=length),
+        model_config=SimpleNamespace(max_model_len=CONTEXT),
+    )
+
+
+def _step(proposer: LookUps, texts: list[list[int]], gained: list[list[int]]) -> list[list[int]]:
+    # vLLM's arrays have rows to spare.
+    tokens = np.zeros((8, CONTEXT), dtype=np.int32)
+    lengths = np.zeros(8, dtype=np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+        lengths[row] = len(text)
+    return proposer.propose(gained, lengths, tokens, slot_mappings=None)
+
+
+def _afresh(text: list[int], length: int = 4) -> list[int]:
+    tokens = np.array(text, dtype=np.int32)
+    match = last_match(tokens, 2, 5)
+    return [] if match is None else following(tokens, match, length)
+
+
+def test_it_copies_what_followed() -> None:
+    proposer = LookUps(_config())
+    proposer.load_model(None)
+    assert _step(proposer, [[1, 2, 3, 4, 5, 1, 2]], [[2]]) == [[3, 4, 5, 1]]
+    assert _step(proposer, [[1, 2, 3, 4]], [[4]]) == [[]]
+
+
+def test_prompts_that_are_being_read_and_full_rows_get_no_draft() -> None:
+    proposer = LookUps(_config())
+    full = [1, 2] * (CONTEXT // 2)
+    assert _step(proposer, [[1, 2, 3, 1, 2], full, full[:-2]], [[], [2], [2]]) == [[], [], [1]]
+
+
+def test_rows_that_join_leave_and_move_draft_from_their_own_text() -> None:
+    rng, proposer = random.Random(0), LookUps(_config())
+    texts: list[list[int]] = []
+    for _ in range(60):
+        if len(texts) < 6 and rng.random() < 0.4:
+            texts.append([rng.randrange(4) for _ in range(rng.randrange(1, 10))])
+        if texts and rng.random() < 0.2:
+            texts.pop(rng.randrange(len(texts)))
+        rng.shuffle(texts)
+        gained = [[rng.randrange(4) for _ in range(rng.randrange(1, 3))] for _ in texts]
+        texts = [text + new for text, new in zip(texts, gained, strict=True) if len(text) < CONTEXT - 12]
+        drafts = _step(proposer, texts, [text[-1:] for text in texts])
+        assert drafts == [_afresh(text) for text in texts]
+
+
+def test_match_lengths_are_a_subclass_s() -> None:
+    class Long(LookUps):
+        shortest, longest = 4, 6
+
+    assert _step(Long(_config()), [[1, 2, 3, 4, 5, 1, 2]], [[2]]) == [[]]
+
+    class Wrong(LookUps):
+        shortest = 9
+
+    with pytest.raises(selfspec.errors.DraftConfigError, match="match lengths"):
+        Wrong(_config())

@@ -1,26 +1,36 @@
-"""A whole study: all that was to be found out is, once."""
+"""Studies, in files and in Python: what they may say, and that all that was to be found out is, once."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import selfspec
+from helpers import tiny
+from helpers.shrunken import shrunken
 from helpers.studies import counted, declared, stories_loader
+from selfspec.accept import TokenLevel
+from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.errors import StudyError
+from selfspec.measure import own_text
+from selfspec.measure import teacher_forced as passes
 from selfspec.measure.expected_time import TokenTimes
+from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of, work, work_on
+from selfspec.tools.lab.drafts import Given, content, draft_kind, named_drafts, skip_set
 from selfspec.tools.lab.estimates import count, estimate, estimate_asked
 from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.lab.study import StudiedModel, texts_asked, texts_of, write_texts
+from selfspec.tools.lab.study import StudiedModel, Study, read_study, texts_asked, texts_of, write_texts
 
-pytest.importorskip("pandas")
+pandas = pytest.importorskip("pandas")
 
 Load = Callable[[str], StudiedModel]
 
@@ -187,3 +197,228 @@ def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatc
     study = replace(study, texts=9)
     assert fitted(1e-6) == begun
     assert fitted(1e-6, minutes=2)["max_new_tokens"] == 64
+
+
+@dataclass(frozen=True)
+class Guess(Stateless):
+    """A drafter that no name says all of: the same tokens again and again."""
+
+    tokens: tuple[int, ...]
+    file: str = ""
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
+
+
+def test_a_file_declares_a_study(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('models = "demo"\ntemperatures = [0, 0.8]\ntexts = 4\n')
+    one = read_study(tmp_path / "a.toml")
+    assert one == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a")
+    assert Study.of(asdict(one)) == one
+    assert read_study(tmp_path / "a.toml", {"texts": 2}).texts == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models = [", "is not TOML"),
+        ("", "names no models"),
+        ('models = "demo"\ndraft = "exits"', "did you mean 'drafts'"),
+        ('models = "demo"\nzzz = 1', "known are models"),
+        ('models = "demo"\ntexts = "many"', "texts: Input should be a valid integer"),
+        ('models = "demo"\ntexts = 0', "texts: Input should be greater than or equal to 1"),
+        ('models = "demo"\ntemperatures = ["hot"]', "temperatures.0: Input should be a valid number"),
+        ('models = "demo"\ntemperatures = [-1]', "temperatures.0: Input should be greater"),
+        ('models = "demo"\ndraft_lengths = []', "draft_lengths: this is empty"),
+        ('models = "demo"\ndraft_lengths = [0]', "draft_lengths.0: Input should be greater"),
+        ('models = "demo"\ndraft_lengths = [1, 1]', "draft_lengths: this names something twice"),
+        ('models = "demo"\nseed = true', "seed: Input should be a valid integer"),
+        ('models = "demo"\ntemperatures = [nan]', "temperatures.0: Input should be"),
+        ('models = "demo"\ntemperatures = [true]', "temperatures.0: Input should be"),
+        ('models = "demo"\nseed = 9223372036854775808', "seed: Input should be less"),
+        ('models = "demo"\nreach = 0', "reach: Input should be greater"),
+        ('models = "demo"\npricing = "guess"', "pricing: Input should be 'measured' or 'weights'"),
+        ('models = "demo"\ndtype = "int3"', "dtype: Input should be 'auto'"),
+    ],
+)
+def test_what_is_malformed_is_said(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(StudyError, match=said):
+        read_study(tmp_path / "a.toml")
+
+
+def test_a_study_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="cannot be read"):
+        read_study(tmp_path / "none.toml")
+
+
+def _names(*names: str) -> list[str]:
+    model = tiny.llama()
+    return list(named_drafts(names, model, find_adapter(model), seed=0))
+
+
+def test_drafts_are_named_one_by_one() -> None:
+    assert _names("exits") == ["exit:1", "exit:2", "exit:3"]
+    assert _names("layers", "skip:layers=2") == [f"skip:layers={layer}" for layer in range(4)]
+    assert len(_names("sublayers")) == 8
+    drawn = _names("random:3x10")
+    assert len(set(drawn)) == 10
+    assert {len(skip_set(name)) for name in drawn} == {3}
+    assert drawn == _names("random:3x10")
+    # There are no more than 8 of one sublayer.
+    assert len(_names("random:1x50")) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exit:9", "out of range"),
+        ("exitz", "also knows exits"),
+        ("none", "what every draft is compared with"),
+        ("random:9x1", "out of range"),
+        ("random:many", "random:4x20"),
+        ("heads:nowhere", "cannot be read.*selfspec train exit"),
+        ("skip-file:nowhere", "cannot be read"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(name: str, said: str) -> None:
+    with pytest.raises(StudyError, match=said):
+        _names(name)
+
+
+def test_a_reduced_vocabulary_is_another_draft_once_its_file_changes(tmp_path: Path) -> None:
+    model, file = tiny.llama(), tmp_path / "words.json"
+    found = []
+    for tokens in ([1, 2], [1, 3]):
+        file.write_text(json.dumps({"tokens": tokens}))
+        found.append(named_drafts([f"exit:2+vocab:{file}"], model, find_adapter(model), seed=0))
+    assert found[0] != found[1]
+    assert found[0].keys() == found[1].keys()
+
+
+def test_a_name_that_is_no_skip_set() -> None:
+    with pytest.raises(StudyError, match="no skip set"):
+        skip_set("exit:2")
+
+
+def test_kinds_are_drafts_without_arguments() -> None:
+    kinds = {name: draft_kind(name) for name in ("exit:3", "lookup+int8", "int4+exit:2", "exit:2+vocab:a+b.json")}
+    assert list(kinds.values()) == ["exit", "lookup+int8", "int4+exit", "exit+vocab"]
+    assert draft_kind("bigrams:Bigram:2+exit:4") == "bigrams:Bigram+exit"
+
+
+def test_drafts_that_are_objects_are_known_by_their_names() -> None:
+    model, own = tiny.llama(), Guess((1, 2))
+    given = Given.of([own, "exit:1"])
+    found = named_drafts([repr(own), "exit:1"], model, find_adapter(model), 0, given)
+    assert given.drafter(repr(own)) is own
+    assert found.keys() == {repr(own), "exit:1"}
+    # Other fields are another draft.
+    assert content(own) == content(Guess((1, 2))) != content(Guess((1, 3)))
+
+
+def test_a_draft_whose_file_changes_is_another(tmp_path: Path) -> None:
+    file = tmp_path / "table"
+    file.write_text("a")
+    before = content(Guess((), str(file)))
+    file.write_text("ab")
+    assert content(Guess((), str(file))) != before
+
+
+_QUICK: dict[str, Any] = {
+    "drafts": ["exits", "sublayers"],
+    "max_new_tokens": 8,
+    "draft_lengths": [1, 2],
+    "temperatures": [0],
+    "confirm": 0,
+    "pricing": "weights",
+}
+
+
+def test_a_model_in_memory_gives_a_table() -> None:
+    model = tiny.llama()
+    table = selfspec.ablate(model, tiny.prompt(4, batch=2), **_QUICK)
+    assert isinstance(table, pandas.DataFrame)
+    assert len(table) == (3 + 8) * 2
+    assert table["alpha"].between(0, 1).all()
+    assert set(table["kind"]) == {"exit", "skip"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"texts": 3}, "follows from the model"),
+        ({"draft": "exits"}, "did you mean 'drafts'"),
+        ({"drafts": ["exit:7"]}, "out of range"),
+        ({"prompts": ["a text"]}, "tokenizer"),
+        ({"prompts": tiny.prompt(4)[0]}, "not \\[texts, tokens\\]"),
+    ],
+)
+def test_what_cannot_be_is_said(changes: dict[str, Any], said: str) -> None:
+    given = {"prompts": tiny.prompt(4), **_QUICK, **changes}
+    with pytest.raises(StudyError, match=said):
+        selfspec.ablate(tiny.llama(), given.pop("prompts"), **given)
+
+
+class Willing(TokenLevel):
+    """A rule that no name says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_drafters_and_rules_are_objects_too() -> None:
+    model, own, rule = tiny.llama(), Guess((1, 2)), Willing("mine")
+    quick = {**_QUICK, "drafts": [own, "exit:1"], "accept": rule, "confirm": 2}
+    table = selfspec.ablate(model, tiny.prompt(4, batch=2), **quick)
+    assert dict(zip(table["draft"], table["judged_by"], strict=True)) == {
+        "exit:1": "teacher forcing",
+        repr(own): "generation",
+    }
+    assert table["exact"].dropna().all()
+    found = selfspec.bench(model, [tiny.prompt(4)], [own, "exit:1"], accept=[rule], timed=False, temperatures=[0])
+    assert list(found["draft"]) == [repr(own), "exit:1"]
+    assert set(found["accept"]) == {repr(rule)}
+    assert (found["mean_accepted_length_value"] >= 1).all()
+
+
+@pytest.mark.tools
+def test_a_bench_in_memory_gives_a_table_and_a_report(tmp_path: Path) -> None:
+    model = tiny.llama()
+    quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "repeats": 2, "warm_up": 1}
+    table = selfspec.bench(model, tiny.prompt(4, batch=2), [Guess((1,)), "exit:2"], to=tmp_path, **quick)
+    assert list(table["name"]) == ["model.generate", "selfspec plain", f"selfspec {Guess((1,))}", "selfspec exit:2"]
+    assert (table["decoding_tokens_per_second_value"] > 0).all()
+    assert "doubts" in table.attrs
+    texts = pandas.read_parquet(tmp_path / "texts.parquet")
+    assert len(texts) == 4 * 2 * 2
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_ROUNDING", dict.fromkeys(passes._ROUNDING, -1.0))
+    table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)
+    assert table["error"].str.contains("measure it by generation").all()
+
+
+def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt is read to its end, however short the others are."""
+    read: list[list[int]] = []
+    continued = own_text.own_text
+
+    def noted(model: Any, prompts: Any, *rest: Any) -> Any:
+        read.append(prompts[0].tolist())
+        return continued(model, prompts, *rest)
+
+    texts, tokenizer = ["ab", "abcdef"], tiny.tokenizer()
+    monkeypatch.setattr(own_text, "own_text", noted)
+    model = tiny.llama(vocab_size=260)
+    selfspec.ablate(model, texts, tokenizer=tokenizer, **{**_QUICK, "drafts": "exit:1"})
+    assert read == [tokenizer(text).input_ids for text in texts]
+
+
+def test_models_whose_layers_keep_states_are_judged_by_generation() -> None:
+    prompts = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    table = selfspec.ablate(shrunken("lfm2"), prompts, **{**_QUICK, "drafts": "exits"})
+    assert set(table["judged_by"]) == {"generation"}
+    assert table["alpha"].between(0, 1).all()

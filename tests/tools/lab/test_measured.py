@@ -1,23 +1,33 @@
-"""What is made of raw times: figures worked out by hand, tables and plots."""
+"""What is made of raw times: parts of a round, figures worked out by hand, tables, and plots of a page at most."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
 
 from helpers.studies import CELL, SETTINGS, cell_of, plain, record
 from selfspec.decode.output import Stats
+from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.estimate import Estimate
-from selfspec.tools.lab.bench_report import draw, overview, page
+from selfspec.tools.lab import bench_report, report
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
+from selfspec.tools.lab.bench_report import draw, mark_of_arm, overview, page
 from selfspec.tools.lab.measured import MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
-from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory
+from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory, costs_of, measure_memory
 from selfspec.tools.lab.record import Record, ShapeCount
+from selfspec.tools.lab.report import GREY, mark_of
 from selfspec.tools.lab.turns import TextAgreement
 
+WEIGHED = Cell("w", 0.0, 2, 8, 16)
 STOCK = record("generate", [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
 PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
 
@@ -221,3 +231,179 @@ def test_what_was_not_timed_has_counts_alone() -> None:
     text = page([measured]).markdown
     assert "tokens/s" not in text.partition("## Overview")[2]
     assert "| selfspec exit:4 | 2.00" in text
+
+
+DEEP = Stats(
+    8, 8, 8, judged_per_depth=[100, 60, 30], accepted_per_depth=[60, 30, 10], seconds={"draft": 0.5, "verify": 1.0}
+)
+DRAFTS = ["exit:2", "exit:4", "lookup", "lookup+exit:4", "int8", "auto"]
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn, coarsely: the speeds come first."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, file: Path, **how: Any) -> None:
+        if file.suffix == ".png":
+            figures.append(figure)
+        save(figure, file, **how)
+
+    monkeypatch.setattr(report, "_DPI", 40)
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def cells(workloads: int, drafts: Sequence[str], judged: int = 100) -> list[MeasuredCell]:
+    """Greedy and sampled cells of several workloads."""
+    found = []
+    for number in range(workloads):
+        for temperature in (0.0, 0.8):
+            times = [[1.0, 1.2], [1.1, 1.0]]
+            phases = {"draft": 0.5, "verify": 1.0}
+            counts = Stats(8, 8, 8, judged_per_depth=[judged], accepted_per_depth=[judged // 2], seconds=phases)
+            arms = [record("generate", times), plain(times)]
+            arms += [record("draft", times, draft, counts=counts) for draft in drafts]
+            found.append(cell_of(*arms, cell=replace(CELL, workload=f"w{number}", temperature=temperature)))
+    return found
+
+
+@pytest.mark.parametrize(("workloads", "drafts"), [(1, DRAFTS), (2, DRAFTS[:1]), (24, DRAFTS)])
+def test_every_picture_is_at_most_a_page(
+    workloads: int, drafts: list[str], saved: list[Figure], tmp_path: Path
+) -> None:
+    assert [file.name for file in draw(cells(workloads, drafts), tmp_path)] == ["speed.png", "acceptance.png"]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"{name}.{kind}" for name in ("speed", "acceptance") for kind in ("png", "svg")
+    }
+    for figure in saved:
+        width, height = figure.get_size_inches()
+        assert width <= 7.5
+        assert height <= 9.5
+        assert len({(axes.get_xlim(), axes.get_ylim()) for axes in figure.axes if axes.get_title()}) == 1
+
+
+def test_a_panel_without_enough_tokens_says_so(saved: list[Figure], tmp_path: Path) -> None:
+    draw(cells(1, DRAFTS, judged=bench_report._ENOUGH - 1), tmp_path)
+    texts = [text.get_text() for axes in saved[1].axes for text in axes.texts]
+    assert texts == ["too few tokens"] * 2
+
+
+def test_nothing_lies_outside_the_picture(saved: list[Figure], tmp_path: Path) -> None:
+    slow = cells(1, ["exit:2", "lookup"])
+    # Sampled cells, which are drawn last, are four times as fast beside model.generate.
+    fast = [
+        replace(each, arms=(record("generate", [[4.0, 4.8], [4.4, 4.0]]), *each.arms[1:]))
+        if each.cell.temperature
+        else each
+        for each in slow
+    ]
+    draw(fast, tmp_path)
+    for figure in saved:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+            for line in axes.get_lines():
+                across, up = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+                if line.get_linestyle() == "None":
+                    assert (across >= left).all()
+                    assert (across <= right).all()
+                    assert (up >= min(low, high)).all()
+                    assert (up <= max(low, high)).all()
+        (note,) = [text for text in figure.texts if text.get_text()]
+        box = note.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+
+
+def test_every_depth_that_is_drawn_has_a_tick(saved: list[Figure], tmp_path: Path) -> None:
+    deep = [
+        replace(each, arms=tuple(replace(arm, counts=DEEP if arm.arm.draft else arm.counts) for arm in each.arms))
+        for each in cells(1, ["exit:2", "exit:4"])
+    ]
+    draw(deep, tmp_path)
+    for axes in saved[1].axes:
+        (left, right), ticks = axes.get_xlim(), axes.get_xticks().tolist()
+        assert [tick for tick in ticks if left <= tick <= right] == [1, 2, 3]
+
+
+def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
+    assert [file.name for file in draw(cells(1, []), tmp_path)] == ["speed.png"]
+
+
+def test_arms_that_are_not_selfspecs_are_grey() -> None:
+    arms = [measured.arm for measured in cells(1, ["exit:2"])[0].arms]
+    assert [mark_of_arm(arm).colour for arm in arms] == [GREY, "#000000", "#0072B2"]
+
+
+def test_acceptance_has_the_colours_of_its_drafts(saved: list[Figure], tmp_path: Path) -> None:
+    draw(cells(1, ["exit:2", "exit:3", "int8"]), tmp_path)
+    drawn = {line.get_color() for line in saved[1].axes[0].get_lines()}
+    assert {mark_of("exit:2").colour, mark_of("int8").colour} <= drawn
+
+
+@pytest.mark.tools
+def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
+    drafts = ("exit:2", "lookup", "lookup+exit:2")
+    specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts)]
+    specs.append(ArmSpec("draft", "exit:2", nodes=8))
+    prompts = [Prompts.of_one_length(torch.arange(12).view(2, 6))]
+    stock, plain, leaving, looking_up, both, tree = costs_of(
+        llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs], prompts
+    )
+    assert stock is plain is tree is None
+    assert leaving is not None
+    assert looking_up is not None
+    assert leaving == both
+    assert leaving.draft is not None
+    assert leaving.draft.value > 0
+    assert looking_up.draft is None
+    assert looking_up.of_round(3, 3) is None
+    for costs, steps in ((leaving, 3), (looking_up, 0)):
+        cost = costs.of_round(steps, 3)
+        assert cost is not None
+        assert 0 < cost.low <= cost.value <= cost.high
+    assert looking_up.from_tokens.keys() == {1, 2, 3, 4, 6, 8}
+    assert leaving.verify.keys() == {2, 3, 4, 6, 8}
+
+
+def test_costs_lie_on_lines_between_those_timed() -> None:
+    resumed = {width: known(value) for width, value in {2: 1.0, 4: 1.2, 8: 2.0}.items()}
+    costs = PassCosts(known(0.1), Estimate(0.2, 0.1, 0.4), resumed, {1: known(1.0), 4: known(1.6)})
+
+    def value(steps: int, drafted: int) -> float:
+        found = costs.of_round(steps, drafted)
+        assert found is not None
+        return found.value
+
+    assert value(0, 0) == 1.0
+    assert value(2, 2) == pytest.approx(0.4 + 1.1)
+    assert value(5, 5) == pytest.approx(1.0 + 1.6)
+    assert value(0, 2) == pytest.approx(1.4)
+    # Beyond them all is as at the nearest.
+    assert value(0, 9) == 1.6
+    found = costs.of_round(2, 2)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((0.2 + 1.1, 0.8 + 1.1))
+
+
+@pytest.mark.tools
+def test_a_process_of_its_own_weighs_an_arm() -> None:
+    prompts = Prompts.of_one_length(torch.arange(10, 26).view(2, 8))
+    arm = ArmSpec("draft", "exit:4")
+    found = measure_memory(arm, WEIGHED, prompts, str(checkpoint_folder()), torch.float32)
+    if found is None:
+        pytest.skip("this system does not tell")
+    # 9.9M weights in float32, and not much more than what a library or two takes.
+    assert 0.8 * 39e6 < found.weights < 39e6 + 60e6
+    assert found.peak >= found.weights
+    assert found.growth < 60e6
+    assert found.counted_by == "system"
+
+
+@pytest.mark.tools
+def test_a_process_that_fails_says_so() -> None:
+    prompts = Prompts.of_one_length(torch.tensor([[1, 2]]))
+    with pytest.raises(RuntimeError, match=r"memory of selfspec plain could not be measured: .*nowhere"):
+        measure_memory(ArmSpec("plain"), WEIGHED, prompts, "./nowhere", torch.float32)

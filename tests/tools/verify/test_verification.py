@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import selfspec
 from helpers import tiny
-from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
 from helpers.studies import counted
@@ -105,13 +104,6 @@ def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], d
     report = verified(stories, prompts, QUICK, [draft])
     assert report.exactness is Exactness.EXACT
     assert report.drafts[1].stats.accepted
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt2", "gemma2"])
-@pytest.mark.tools
-def test_drafts_in_fewer_bits_of_other_architectures(model_type: str) -> None:
-    report = verified(shrunken(model_type, torch.float32), [tiny.prompt(5)], FITS, [selfspec.drafts.LowPrecision()])
-    assert report.exactness is Exactness.EXACT
 
 
 @pytest.mark.tools

@@ -1,0 +1,169 @@
+"""Other engines load what was exported or trained for them, and give its text: llama.cpp, vLLM and speculators."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.engines import ROOT, ask_llama_cpp, ask_vllm, engine_python
+from helpers.stories import checkpoint_folder
+from selfspec.draft import Drafter
+from selfspec.draft.early_exit import ExitAdapter, ExitHead
+from selfspec.measure.embedded import DEMO, model_place
+from selfspec.model.checkpoint import load_checkpoint
+from selfspec.model.early_head import DraftHead
+from selfspec.model.identity import fingerprint
+from selfspec.tools.export.exported import export_checkpoint, export_gguf
+from selfspec.tools.train.corpus import Blocks, Split
+from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
+from selfspec.tools.train.recipe import HeadRecipe
+
+pytestmark = pytest.mark.engines
+VOCABULARY = 257
+TEXTS = ("Once upon a time there were 3 dogs.\n  And", "def main(argument):\n    return 1234", "kůň 你好")
+
+
+# llama.cpp loads none that merges nothing.
+TOKENIZER = tiny.tokenizer(("a", "b"))
+
+
+def _texts(folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    found = [model.generate(each, attention_mask=torch.ones_like(each), **options) for each in ids]
+    return [out[0, len(prompt) :].tolist() for out, prompt in zip(found, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("place", [str(checkpoint_folder()), model_place(DEMO)], ids=["pieces", "bytes"])
+def test_text_and_tokens_of_a_trained_model_are_equal(place: str, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(place, "float32", "cpu")
+    model, tokenizer, drafter = checkpoint.model, checkpoint.tokenizer, selfspec.drafts.EarlyExit(3)
+    export_checkpoint(model, tokenizer, drafter, tmp_path / "draft")
+    export_gguf(model, tokenizer, drafter, tmp_path / "draft.gguf")
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    jobs = [{"ids": ids, "tokens": 40, "temperature": 0, "seed": 0} for ids in prompts]
+    answers = ask_llama_cpp(tmp_path / "draft.gguf", [*jobs, *({"encode": text} for text in TEXTS)])
+    assert [answer["text"] for answer in answers[:3]] == _texts(tmp_path / "draft", prompts, 40)
+    assert [answer["ids"] for answer in answers[3:]] == prompts
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "rope_parameters": tiny.LLAMA3_ROPE}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+)
+def test_every_architecture_gives_equal_text(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny.BUILDERS[kind](vocab_size=VOCABULARY, dtype=torch.float32, **options)
+    for number, drafter in enumerate((selfspec.drafts.EarlyExit(2), selfspec.drafts.LayerSkip(layers=[1, 2]))):
+        _check_equal(model, drafter, tmp_path / str(number))
+
+
+def test_a_folded_head_gives_equal_text(tmp_path: Path) -> None:
+    model = tiny.llama(vocab_size=VOCABULARY, dtype=torch.float32, rms_norm_eps=1e-6)
+    adapter = ExitAdapter(32, 24)
+    torch.nn.init.normal_(adapter.down.weight)
+    drafter = ExitHead(2, DraftHead(adapter.requires_grad_(False)), fingerprint(model))
+    _check_equal(model, drafter, tmp_path)
+
+
+def _check_equal(model: PreTrainedModel, drafter: Drafter, folder: Path) -> None:
+    export_checkpoint(model, TOKENIZER, drafter, folder / "draft")
+    export_gguf(model, TOKENIZER, drafter, folder / "draft.gguf")
+    prompts = [tiny.prompt(7, seed=seed, vocabulary=VOCABULARY)[0].tolist() for seed in range(3)]
+    jobs = [{"ids": ids, "tokens": 24, "temperature": 0, "seed": 0} for ids in prompts]
+    answers = ask_llama_cpp(folder / "draft.gguf", jobs)
+    assert [answer["text"] for answer in answers] == _texts(folder / "draft", prompts, 24)
+
+
+PROMPTS = (
+    "import os\nimport sys\n\ndef main():\n    ",
+    "class Reader:\n    def __init__(self, path):\n        self.path =",
+)
+TOKENS = 48
+
+
+def test_exported_drafts_and_look_ups_keep_its_text_and_are_accepted(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(model_place(DEMO), "float32", "cpu")
+    drafter, length = selfspec.drafts.EarlyExit(4), 4
+    export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
+    ids = [checkpoint.encode(prompt) for prompt in PROMPTS]
+    job: dict[str, Any] = {
+        "model": model_place(DEMO),
+        "speculative_config": None,
+        "prompts": [prompt[0].tolist() for prompt in ids],
+        "tokens": TOKENS,
+    }
+    plain = ask_vllm(job, tmp_path)
+    draft_model = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": length}
+    with_draft = ask_vllm({**job, "speculative_config": draft_model}, tmp_path)
+    look_ups = {
+        "method": "custom_class",
+        "model": "selfspec.tools.export.vllm.LookUps",
+        "num_speculative_tokens": length,
+    }
+    with_look_ups = ask_vllm({**job, "speculative_config": look_ups}, tmp_path)
+    assert with_draft["texts"] == with_look_ups["texts"] == plain["texts"]
+
+    spec = selfspec.wrap(checkpoint.model, drafter, draft_length=length)
+    outs = [spec.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None) for prompt in ids]
+    assert [out.sequences[0, prompt.shape[1] :].tolist() for out, prompt in zip(outs, ids, strict=True)] == plain[
+        "texts"
+    ]
+    # vLLM takes a text's first token without a draft, so its rounds begin a token later.
+    ours = sum(out.stats.accepted for out in outs) / sum(out.stats.rounds for out in outs)
+    assert with_draft["accepted"] / with_draft["rounds"] == pytest.approx(ours, rel=0.1)
+    assert with_look_ups["accepted"] > with_look_ups["rounds"]
+
+
+@pytest.mark.parametrize("vocabulary", [20, None])
+def test_speculators_loads_all_of_a_trained_head_and_drafts_the_same(tmp_path: Path, vocabulary: int | None) -> None:
+    python = engine_python("SELFSPEC_SPECULATORS_PYTHON")
+    # The library reads the target's files.
+    tiny.llama(num_hidden_layers=8, rms_norm_eps=1e-5).float().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    text = Blocks.of(tiny.prompt(24))
+    lesson = Eagle3Lesson(model, HeadRecipe(kind="eagle3", depth=3, vocabulary=vocabulary), Split(text, text), 0)
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in lesson.model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=drawn) * 0.1)
+        seen, _ = lesson._read(text)
+        expected = lesson.model(seen, 3)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    lesson.save(folder, torch.float32, {})
+    given = {
+        "hidden_states": torch.cat(list(seen.features), -1),
+        "input_ids": text.ids[:, 1:].contiguous(),
+        "embedding": model.get_input_embeddings().weight.detach().contiguous(),
+    }
+    save_file(given, tmp_path / "given.safetensors")
+    worker = ROOT / "tests" / "helpers" / "speculators_worker.py"
+    command = [python, "-P", str(worker), str(folder), str(tmp_path / "given.safetensors"), str(tmp_path / "answer")]
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    said = json.loads(found.stdout.splitlines()[-1])
+    # What it lacks it takes from the target.
+    taken = ["embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"]
+    assert (said["differ"], said["lacking"]) == ([], taken)
+    logits = load_file(tmp_path / "answer")
+    for step, each in enumerate(expected):
+        torch.testing.assert_close(logits[f"step_{step}"][0, : len(each)], each, rtol=1e-4, atol=1e-4)
