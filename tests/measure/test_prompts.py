@@ -159,12 +159,6 @@ def test_as_chats_the_model_answers_what_nobody_answered(chatty: Checkpoint) -> 
     assert "assistant: It ran.\nuser: What then?" in chatty.tokenizer.decode(third[0])
 
 
-def test_a_chat_needs_a_template(chatty: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chatty.tokenizer, "chat_template", None)
-    with pytest.raises(PromptError, match="no chat template to write prompts by; leave out --chat"):
-        prompt_writer(chatty, True, 6)
-
-
 def test_as_text_a_later_turn_stands_behind_those_before_it(chatty: Checkpoint) -> None:
     (found,) = Workload("w", (Text("b", messages=({"role": "user", "content": "a"},)),)).whole_prompts(
         prompt_writer(chatty, False, 6)

@@ -78,18 +78,15 @@ def test_a_model_loaded_with_trust_drafts_for_itself(trusted: Any, monkeypatch: 
     assert len(out.scores or ()) == 12
 
 
-def test_a_call_may_name_the_folder(folder: str, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_may_name_the_folder(
+    folder: str, plain: PreTrainedModel, trusted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafted = rounds(monkeypatch)
     wanted = plain.generate(tiny.prompt(5), **OPTIONS)
     assert not drafted
     named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
     assert torch.equal(plain.generate(tiny.prompt(5), **named), wanted)
     assert drafted
-
-
-def test_a_trusted_model_takes_the_folder_as_well(folder: str, trusted: Any) -> None:
-    named: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **OPTIONS}
-    wanted = tiny.llama().generate(tiny.prompt(5), **OPTIONS)
     assert torch.equal(trusted.generate(tiny.prompt(5), **named), wanted)
 
 

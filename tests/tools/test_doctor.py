@@ -9,16 +9,7 @@ from importlib import metadata
 import pytest
 
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor import (
-    KernelState,
-    MachineReport,
-    Packages,
-    Products,
-    findings,
-    read_machine,
-    read_packages,
-    time_products,
-)
+from selfspec.tools.doctor import KernelState, MachineReport, Packages, Products, findings, read_machine, read_packages
 
 KERNELS = KernelState(loaded=True, compiler="c++", ninja=True)
 MACHINE = MachineReport(
@@ -78,13 +69,5 @@ def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch
     assert not found.untested
 
 
-def test_what_is_read_here_is_plausible() -> None:
-    machine = read_machine(SpareCores(2, None))
-    assert machine.threads >= 1
-    assert machine.processor
-    found = read_packages()
-    if found.versions:
-        assert found.versions["torch"]
-    timed = time_products()["torch"]
-    assert timed.gigabytes_a_second > 0.01
-    assert timed.four_rows > 0
+def test_the_processor_is_named() -> None:
+    assert read_machine(SpareCores(2, None)).processor

@@ -247,11 +247,6 @@ def test_what_is_malformed_is_said(tmp_path: Path, text: str, said: str) -> None
         read_study(tmp_path / "a.toml")
 
 
-def test_a_study_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match="cannot be read"):
-        read_study(tmp_path / "none.toml")
-
-
 def _names(*names: str) -> list[str]:
     model = tiny.llama()
     return list(named_drafts(names, model, find_adapter(model), seed=0))
@@ -348,7 +343,6 @@ def test_a_model_in_memory_gives_a_table() -> None:
     ("changes", "said"),
     [
         ({"texts": 3}, "follows from the model"),
-        ({"draft": "exits"}, "did you mean 'drafts'"),
         ({"drafts": ["exit:7"]}, "out of range"),
         ({"prompts": ["a text"]}, "tokenizer"),
         ({"prompts": tiny.prompt(4)[0]}, "not \\[texts, tokens\\]"),

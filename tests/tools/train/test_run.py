@@ -155,12 +155,6 @@ def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     assert out.stats.accepted > 0
 
 
-def test_a_base_without_a_module_is_refused_before_any_pass(training: Training, tmp_path: Path) -> None:
-    with pytest.raises(HeadError, match="no module"):
-        training(HeadRecipe(kind="mtp", own_texts=40, beginning=4), tmp_path / "module")
-    assert not (tmp_path / "module").exists()
-
-
 def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
     report = training(_RECIPE, to, course=replace(_COURSE, steps=30, learning_rate=5e-4))
@@ -221,6 +215,8 @@ def test_wrong_settings_and_texts_are_refused_before_anything_is_written(trainin
         training(LayerSkipRecipe(exits=(9,)), to)
     with pytest.raises(TrainingError, match="exit 5"):
         training(ExitHeadRecipe(exits=(5,)), to)
+    with pytest.raises(HeadError, match="no module"):
+        training(HeadRecipe(kind="mtp", own_texts=40, beginning=4), to)
     with pytest.raises(CorpusError):
         training(None, to, file=tmp_path / "none.txt")
     assert not to.exists()

@@ -96,16 +96,6 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert report.settings.lossless
 
 
-@pytest.mark.parametrize(
-    "draft", [selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4, layers=[3, 4])], ids=draft_name
-)
-@pytest.mark.tools
-def test_drafts_in_fewer_bits(stories: PreTrainedModel, prompts: list[Tensor], draft: Drafter) -> None:
-    report = verified(stories, prompts, QUICK, [draft])
-    assert report.exactness is Exactness.EXACT
-    assert report.drafts[1].stats.accepted
-
-
 @pytest.mark.tools
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:

@@ -49,17 +49,14 @@ def text(model: PreTrainedModel) -> Blocks:
     return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
 
 
-def learnt(lesson: HeadLesson, text: Blocks, steps: int) -> list[float]:
-    """Let a head learn the same text again and again; return the loss of each step."""
+def learn(lesson: HeadLesson, text: Blocks, steps: int) -> None:
+    """Let a head learn the same text again and again."""
     optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
-    losses = []
     for step in range(steps):
         loss = lesson.loss(lesson.model, text, step, steps)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def assert_steps_are(
@@ -96,7 +93,7 @@ def assert_learns_and_drafts(
     """Let a head learn a text of its base's, so that figures rise, and draft it; return the drafts it made."""
     model, before = lesson._base, lesson.measure()
     base = fingerprint(model)
-    learnt(lesson, text, steps)
+    learn(lesson, text, steps)
     after = lesson.measure()
     for name in figures:
         assert after[name] > before[name] + 0.1, name
@@ -104,8 +101,8 @@ def assert_learns_and_drafts(
     folder.mkdir(exist_ok=True)
     lesson.save(folder, torch.float64, after)
     found = reference_heads.recorded_drafts(monkeypatch, proposer)
-    options: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out = selfspec.wrap(model, f"{draft}:{folder}", draft_length=draft_length).generate(text.ids[:1, :3], **options)
+    spec = selfspec.wrap(model, f"{draft}:{folder}", draft_length=draft_length)
+    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
     assert torch.equal(out.sequences, text.ids[:1])
     assert out.stats.accepted > 0
     return found
@@ -113,7 +110,7 @@ def assert_learns_and_drafts(
 
 def trained(lesson: HeadLesson, text: Blocks, steps: int) -> HeadLesson:
     lesson.model.double()
-    learnt(lesson, text, steps)
+    learn(lesson, text, steps)
     return lesson
 
 
