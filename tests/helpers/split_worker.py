@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-# torchrun puts this file's folder on the path, and not the one above.
+# The folder above is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import selfspec

@@ -20,6 +20,8 @@ from helpers.stories import checkpoint_folder
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.serve.app import Replicas
 
+# A program's own folder is not on its path: helpers/tokenizers.py would be taken for the library of that name.
+_ALONE = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 _WORKER = ROOT / "tests" / "helpers" / "replica_worker.py"
 
 
@@ -27,7 +29,7 @@ _WORKER = ROOT / "tests" / "helpers" / "replica_worker.py"
 def test_a_killed_replica_loses_no_request_that_is_repeated(tmp_path: Path) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs the extra ray")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **_ALONE, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(_WORKER), str(checkpoint_folder()), str(tmp_path / "answer.json")]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
@@ -76,7 +78,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += [split_worker.__file__, str(folder / "job.json"), str(folder / "answer.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **_ALONE}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "answer.json").read_text())
