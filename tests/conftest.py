@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from transformers.utils import logging
 
 from helpers import own_kernels, tiny
 from helpers.process_state import changed, process_state
-from helpers.running import Ending, Invoke
+from helpers.running import Ending, Invoke, Said
 from selfspec.cli.app import main
 from selfspec.kernels import native
 
@@ -175,3 +176,14 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     logging.enable_progress_bar()
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def said(invoke: Invoke) -> Said:
+    def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
+        ending = invoke(*words, "--output", "json", stdin=stdin)
+        assert ending.status == 0, ending.stderr
+        found: dict[str, Any] = json.loads(ending.stdout)
+        return found
+
+    return run

@@ -100,40 +100,6 @@ def test_an_interrupt_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--draft", "exit:9"), "out of range"),
-        (("--draft", "none"), "name drafts alone"),
-        (("--draft", "auto"), "auto"),
-        (("--temperature", "0"), "above 0"),
-        (("--prompt-file", "missing.txt"), "missing.txt cannot be read"),
-        (("--to", "."), "is a folder"),
-        (("--device", "nowhere"), "nowhere"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_weights_are_read(
-    invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], named: str
-) -> None:
-    def unread(*_given: Any) -> None:
-        raise AssertionError("the weights were read")
-
-    monkeypatch.setattr("selfspec.model.checkpoint.load_checkpoint", unread)
-    ending = invoke("calibrate", folder, *words)
-    # As wherever results cannot be written: 1.
-    assert ending.status == (1 if words[0] == "--to" else 2), ending.stderr
-    assert named in ending.stderr
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"other": "x"}', '{"prompt": ""}'])
-def test_prompts_that_are_none_are_refused(invoke: Invoke, folder: str, tmp_path: Path, line: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(line + "\n")
-    ending = invoke("calibrate", folder, "--prompt-file", str(file))
-    assert ending.status == 2
-    assert "line 1" in ending.stderr
-
-
 def test_auto_needs_no_profile_but_one_that_is_named_has_to_be_there(
     invoke: Invoke, folder: str, profiles: Path
 ) -> None:

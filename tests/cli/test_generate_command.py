@@ -195,52 +195,6 @@ def split_by_stroke(text: Text) -> Sequence[str]:
     return ["".join(c for i, c in enumerate(text.plain) if (i not in struck) is kept) for kept in parts]
 
 
-BAD_INPUT: list[tuple[list[str], str, str]] = [
-    (["--draft", "exit"], "DraftConfigError", "write exit:E, such as exit:4"),
-    (["--draft", "exit:5"], "DraftConfigError", "this model has 5 layers, choose 1..4"),
-    (["--draft", "skip:attn=7"], "DraftConfigError", "layers 0..4"),
-    (["--draft", "skip:layers=0-4"], "DraftConfigError", "skip fewer layers"),
-    (["--draft", "exit:2", "--draft-length", "0"], "BadParameter", "--draft-length"),
-    (["--prompt-file", "other.txt"], "PromptError", "--prompt or --prompt-file"),
-    (["--max-new-tokens", "600"], "PromptError", "context of 512"),
-    (["--max-new-tokens", "0"], "BadParameter", "--max-new-tokens"),
-    (["--temperature", "-1"], "BadParameter", "--temperature"),
-    (["--temperature", "nan"], "BadParameter", "--temperature"),
-    (["--temperature", "inf"], "UnsupportedOptionError", "temperature=inf is not valid"),
-    (["--temperature", "1", "--top-p", "1.1"], "BadParameter", "--top-p"),
-    (["--temperature", "1", "--top-k", "0"], "BadParameter", "--top-k"),
-    (["--temperature", "1", "--min-p", "2"], "BadParameter", "--min-p"),
-    (["--temperature", "1", "--seed", "-1"], "UnsupportedOptionError", "--seed"),
-    (["--top-p", "0.9"], "UnsupportedOptionError", "add --temperature 1"),
-    (["--device", "nowhere"], "UnsupportedOptionError", "choose cpu"),
-    (["--dtype", "int8"], "BadParameter", "'float32'"),
-    (["--no-such-option"], "NoSuchOption", "--no-such-option"),
-]
-
-
-@pytest.mark.parametrize(("more", "error", "remedy"), BAD_INPUT, ids=lambda value: " ".join(value)[:40])
-def test_bad_input_is_one_line_or_one_object(
-    invoke: Invoke, folder: str, more: list[str], error: str, remedy: str
-) -> None:
-    ending = invoke(*words(folder, *more))
-    assert (ending.status, ending.stdout) == (2, "")
-    assert ending.stderr.startswith("error: ")
-    assert ending.stderr.count("\n") == 1
-    assert remedy in ending.stderr
-    as_json = invoke(*words(folder, *more, "--output=json"))
-    assert as_json.status == 2
-    found = result(as_json.stdout)
-    assert found.keys() == {"schema_version", "error"}
-    assert found["error"]["type"] == error
-    assert remedy in found["error"]["message"]
-
-
-def test_show_drafts_needs_a_terminal(invoke: Invoke, folder: str) -> None:
-    ending = invoke(*words(folder, "--draft", "exit:2", "--show-drafts"))
-    assert (ending.status, ending.stdout) == (2, "")
-    assert "FORCE_COLOR" in ending.stderr
-
-
 @pytest.mark.parametrize(
     ("stdin", "fault"), [(b"", "is empty"), (b"\n", "is empty"), (b"caf\xe9", "is not UTF-8")], ids=repr
 )
@@ -248,14 +202,6 @@ def test_unusable_stdin(invoke: Invoke, folder: str, stdin: bytes, fault: str) -
     ending = invoke("generate", folder, stdin=stdin)
     assert (ending.status, ending.stdout) == (2, "")
     assert f"error: standard input {fault}" in ending.stderr
-
-
-def test_a_damaged_checkpoint(invoke: Invoke, copied: Path) -> None:
-    weights = copied / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    ending = invoke(*words(str(copied)))
-    assert (ending.status, ending.stdout) == (2, "")
-    assert "truncated or corrupt" in ending.stderr
 
 
 def test_an_interrupt_keeps_what_was_printed(

@@ -47,6 +47,13 @@ COMMANDS = {
         "chat {stories}": "has no chat template",
         "chat {stories} --template {tmp}/none.jinja": "cannot be read",
         "calibrate {stories} --chat": "no chat template",
+        "calibrate {stories} --draft exit:9": "out of range",
+        "calibrate {stories} --draft none": "name drafts alone",
+        "calibrate {stories} --draft auto": "auto",
+        "calibrate {stories} --temperature 0": "above 0",
+        "calibrate {stories} --prompt-file {tmp}/none.txt": "none.txt cannot be read",
+        "calibrate {stories} --prompt-file {tmp}/broken.jsonl": "line 1",
+        "calibrate {stories} --device nowhere": "nowhere",
         "verify {stories} --prompt-file {tmp}/none": "cannot be read",
         "verify {stories} --prompt-file {tmp}/blank.txt": "holds no prompt",
         "verify {stories} --prompt-file {tmp}/binary": "is not UTF-8 text",
@@ -96,6 +103,19 @@ COMMANDS = {
         "--draft exit:4 --nodes 5000": "at most 1024",
         "--draft exit:4 --draft-length 4 --nodes 3": "at least its length, 4",
         "--top-k 5": "--top-k has no effect",
+        "--top-p 0.9": "add --temperature 1",
+        "--temperature -1": "--temperature",
+        "--temperature nan": "--temperature",
+        "--temperature inf": "temperature=inf is not valid",
+        "--temperature 1 --top-p 1.1": "--top-p",
+        "--temperature 1 --top-k 0": "--top-k",
+        "--temperature 1 --min-p 2": "--min-p",
+        "--temperature 1 --seed -1": "--seed",
+        "--dtype int8": "'float32'",
+        "--draft exit:4 --show-drafts": "FORCE_COLOR",
+        "--draft exit:2 --draft-length 0": "--draft-length",
+        "--draft skip:layers=0-11": "skip fewer layers",
+        "--max-new-tokens 2100": "context of 2048",
         "--max-new-tokens ten": "--max-new-tokens",
         "--device cuda:99": "choose cpu",
         "--threads 0": "--threads",
@@ -189,10 +209,15 @@ TYPED = {f"{begun} {rest}".strip(): answer for begun, each in COMMANDS.items() f
 
 
 @pytest.mark.parametrize(("typed", "answer"), TYPED.items(), ids=TYPED)
-def test_on_the_command_line(invoke: Invoke, folder: str, tmp_path: Path, typed: str, answer: str) -> None:
+def test_on_the_command_line(
+    invoke: Invoke, folder: str, tmp_path: Path, typed: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if typed.startswith("calibrate") and "--chat" not in typed:
+        monkeypatch.setattr("selfspec.model.checkpoint.load_checkpoint", lambda *_: pytest.fail("weights were read"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "broken.jsonl").write_text('{"other": "x"}\n')
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a dog. " * 20)
     ending = invoke(*(word.format(tmp=tmp_path, text=text, stories=folder) for word in shlex.split(typed)))
@@ -208,12 +233,23 @@ def test_on_the_command_line(invoke: Invoke, folder: str, tmp_path: Path, typed:
 
 @pytest.mark.parametrize(
     ("typed", "kind"),
-    [("inspect {tmp}/none", "CheckpointError"), ("verify {stories} --prompt-file {tmp}/none", "PromptError")],
+    [
+        ("inspect {tmp}/none", "CheckpointError"),
+        ("verify {stories} --prompt-file {tmp}/none", "PromptError"),
+        ("generate {stories} --prompt x --draft skip:attn=7", "DraftConfigError"),
+        ("generate {stories} --prompt x --prompt-file other.txt", "PromptError"),
+        ("generate {stories} --prompt x --top-p 0.9", "UnsupportedOptionError"),
+        ("generate {stories} --prompt x --dtype int8", "BadParameter"),
+        ("generate {stories} --prompt x --no-such-option", "NoSuchOption"),
+    ],
 )
 def test_json_names_the_kind(invoke: Invoke, folder: str, tmp_path: Path, typed: str, kind: str) -> None:
     ending = invoke(*typed.format(tmp=tmp_path, stories=folder).split(), "--output", "json")
     assert ending.status == 2
-    assert json.loads(ending.stdout.splitlines()[-1])["error"]["type"] == kind
+    found = json.loads(ending.stdout)
+    assert found.keys() == {"schema_version", "error"}
+    assert found["error"]["type"] == kind
+    assert ending.stderr.splitlines()[-1].startswith("error: ")
 
 
 PROMPT = torch.tensor([[1, 2, 3]])

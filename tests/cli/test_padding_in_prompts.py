@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.http_server import running
-from helpers.running import Invoke
+from helpers.running import Said
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import written
 
@@ -37,18 +36,12 @@ def padded(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    """Both texts as a workload, and as a file of prompts."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return str(file)
-
-
-def said(invoke: Invoke, *words: str, stdin: bytes = b"") -> dict[str, Any]:
-    ending = invoke(*words, "--output", "json", stdin=stdin)
-    assert ending.status == 0, ending.stderr
-    found: dict[str, Any] = json.loads(ending.stdout)
-    return found
+def place(tmp_path: Path) -> Path:
+    """A folder with both texts: as prompts, as documents, and as one text."""
+    for name in ("prompt", "text"):
+        (tmp_path / f"{name}s.jsonl").write_text("".join(json.dumps({name: text}) + "\n" for text in TEXTS))
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS) * 40)
+    return tmp_path
 
 
 def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
@@ -60,22 +53,21 @@ def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
     return found
 
 
-def assert_generates_stock_text(invoke: Invoke, model: str, draft: str, text: str = TEXTS[0]) -> None:
-    words = ("generate", model, "--prompt", text, "--draft", draft, "--max-new-tokens", str(NEW))
-    found = said(invoke, *words)
+def assert_generates_stock_text(said: Said, model: str, draft: str, text: str = TEXTS[0]) -> None:
+    found = said("generate", model, "--prompt", text, "--draft", draft, "--max-new-tokens", str(NEW))
     assert found["token_ids"] == stock(model, found["prompt_token_ids"])
 
 
 @pytest.mark.parametrize("draft", ["none", "lookup+exit:3", "union:suffix+recycle+int8"])
-def test_generate(invoke: Invoke, padded: str, draft: str) -> None:
+def test_generate(said: Said, padded: str, draft: str) -> None:
     for text in TEXTS:
-        assert_generates_stock_text(invoke, padded, draft, text)
+        assert_generates_stock_text(said, padded, draft, text)
 
 
-def test_chat(invoke: Invoke, padded: str, tmp_path: Path) -> None:
+def test_chat(said: Said, padded: str, tmp_path: Path) -> None:
     template = written(tmp_path, "{% for message in messages %}{{ message.content }}</s>{% endfor %}")
     words = ("chat", padded, "--template", template, "--draft", "exit:3", "--max-new-tokens", str(NEW))
-    found = said(invoke, *words, stdin="\n".join(TEXTS).encode())
+    found = said(*words, stdin="\n".join(TEXTS).encode())
     tokenizer = AutoTokenizer.from_pretrained(padded)
     for turn in range(len(TEXTS)):
         before = "".join(f"{each['content']}</s>" for each in found["messages"][: 2 * turn + 1])
@@ -92,77 +84,59 @@ def test_serve(padded: str) -> None:
             assert answer.split() == server.tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
 
 
-def test_verify(invoke: Invoke, padded: str, prompts: str) -> None:
-    words = f"verify {padded} --draft exit:3 --prompt-file {prompts} --max-new-tokens 8 --samples 100".split()
-    assert said(invoke, *words)["verdict"] == "EXACT"
+STUDY = "--texts 2 --prompt-tokens 12 --max-new-tokens 8 --pricing weights --device cpu --temperature 0 --confirm 1"
+BENCH = "--prompts 2 --context 12 --max-new-tokens 16 --repeats 1 --warm-up 1 --measure quality --temperature 0"
+TRAINING = "--exits 3 --steps 2 --batch 2 --length 16 --held-out-blocks 2 --device cpu"
 
 
-def test_bench(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    quick = ("--prompts", "2", "--context", "12", "--max-new-tokens", "16", "--repeats", "1", "--warm-up", "1")
-    words = f"bench {padded} --workload x={prompts} --arm draft --arm lookup --draft lookup+exit:3".split()
-    found = said(invoke, *words, *quick, "--measure", "quality", "--temperature", "0", "--to", str(tmp_path))
-    arms = found["cells"][0]["arms"]
-    assert all(arm["absence"] is None for arm in arms)
+def typed(words: str, padded: str, place: Path) -> list[str]:
+    return words.format(padded=padded, place=place, to=place / "made").split()
 
 
-STUDY = ("--texts", "2", "--prompt-tokens", "12", "--max-new-tokens", "8", "--pricing", "weights", "--device", "cpu")
+def test_verify(said: Said, padded: str, place: Path) -> None:
+    words = "verify {padded} --draft exit:3 --prompt-file {place}/prompts.jsonl --max-new-tokens 8 --samples 100"
+    assert said(*typed(words, padded, place))["verdict"] == "EXACT"
+
+
+def test_bench(said: Said, padded: str, place: Path) -> None:
+    words = (
+        "bench {padded} --workload x={place}/prompts.jsonl --arm draft --arm lookup --draft lookup+exit:3 --to {to} "
+    )
+    (cell, *_) = said(*typed(words + BENCH, padded, place))["cells"]
+    assert all(arm["absence"] is None for arm in cell["arms"])
 
 
 @pytest.mark.tools
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_ablate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path, temperature: str) -> None:
-    to = str(tmp_path / "study")
-    words = f"ablate --model {padded} --draft exit:3 --confirm 1 --temperature {temperature} --to {to}".split()
-    found = said(invoke, *words, "--workload", f"x={prompts}", *STUDY)
+def test_ablate(said: Said, padded: str, place: Path) -> None:
+    words = "ablate --model {padded} --draft exit:3 --to {to} --workload x={place}/prompts.jsonl "
+    found = said(*typed(words + STUDY, padded, place))
     assert found["failed"] == []
-    confirmed = [row for row in found["best"] if row.get("measured_speedup")]
+    confirmed = [row["exact"] for row in found["best"] if row.get("measured_speedup")]
     assert confirmed
-    assert all(row["exact"] is (True if temperature == "0" else None) for row in confirmed)
+    assert all(exact is True for exact in confirmed)
 
 
-def test_search(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    words = ("search", padded, "--to", str(tmp_path / "found.json"), "--evaluations", "4", "--workload", f"x={prompts}")
-    assert said(invoke, *words, *STUDY)["evaluations"] == 4
-
-
-@pytest.mark.tools
-def test_calibrate(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    quick = ("--draft", "exit:3", "--max-new-tokens", "8", "--repeats", "1", "--longest-draft", "1", "--threads", "1")
-    found = said(invoke, "calibrate", padded, *quick, "--prompt-file", prompts, "--to", str(tmp_path / "profile.json"))
-    assert found["report"]["settings"]["prompts"] == 2
-
-
-def test_quantize(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    file = str(tmp_path / "int4.safetensors")
-    said(invoke, "quantize", padded, "--bits", "4", "--texts", "2", "--prompt-file", prompts, "--to", file)
-    assert_generates_stock_text(invoke, padded, f"int4:{file}")
-
-
-@pytest.mark.tools
-@pytest.mark.parametrize("kind", ["exit", "layerskip"])
-def test_train(invoke: Invoke, padded: str, tmp_path: Path, kind: str) -> None:
-    text, to = tmp_path / "text.txt", str(tmp_path / "trained")
-    text.write_text(" ".join(TEXTS) * 40)
-    words = ("train", kind, padded, "--text", str(text), "--to", to, "--exits", "3", "--steps", "2", "--batch", "2")
-    short = ("--length", "16", "--held-out-blocks", "2", "--device", "cpu")
-    said(invoke, *words, *short, *(("--check-seconds", "0") if kind == "layerskip" else ()))
-    model, draft = (to, "exit:3") if kind == "layerskip" else (padded, f"head:{to}@3")
-    assert_generates_stock_text(invoke, model, draft)
-
-
-def test_export(invoke: Invoke, padded: str, tmp_path: Path) -> None:
-    """It proves itself on random tokens, of which none pads."""
-    to = str(tmp_path / "draft")
-    said(invoke, "export", padded, "--draft", "exit:3", "--to", to)
-    assert_generates_stock_text(invoke, padded, f"assistant:{to}")
-
-
-def test_index(invoke: Invoke, padded: str, prompts: str, tmp_path: Path) -> None:
-    corpus, documents = str(tmp_path / "corpus"), tmp_path / "documents.jsonl"
-    documents.write_text(Path(prompts).read_text().replace('"prompt"', '"text"'))
-    said(invoke, "index", padded, "--text", str(documents), "--to", corpus)
-    assert_generates_stock_text(invoke, padded, f"suffix:{corpus}")
-
-
-def test_inspect(invoke: Invoke, padded: str) -> None:
-    assert said(invoke, "inspect", padded)
+@pytest.mark.parametrize(
+    ("words", "model", "draft"),
+    [
+        ("quantize {padded} --bits 4 --texts 2 --prompt-file {place}/prompts.jsonl --to {to}", "{padded}", "int4:{to}"),
+        # It proves itself on random tokens, of which none pads.
+        ("export {padded} --draft exit:3 --to {to}", "{padded}", "assistant:{to}"),
+        ("index {padded} --text {place}/texts.jsonl --to {to}", "{padded}", "suffix:{to}"),
+        pytest.param(
+            f"train exit {{padded}} --text {{place}}/text.txt --to {{to}} {TRAINING}",
+            "{padded}",
+            "head:{to}@3",
+            marks=pytest.mark.tools,
+        ),
+        pytest.param(
+            f"train layerskip {{padded}} --text {{place}}/text.txt --to {{to}} {TRAINING} --check-seconds 0",
+            "{to}",
+            "exit:3",
+            marks=pytest.mark.tools,
+        ),
+    ],
+)
+def test_what_is_made_drafts(said: Said, padded: str, place: Path, words: str, model: str, draft: str) -> None:
+    said(*typed(words, padded, place))
+    assert_generates_stock_text(said, *typed(f"{model} {draft}", padded, place))

@@ -58,11 +58,6 @@ def _bench(invoke: Invoke, model: str, folder: Path) -> Any:
 _STUDY = ("--texts", "2", "--max-new-tokens", "12", "--prompt-tokens", "12", "--pricing", "weights")
 
 
-def _ablate(invoke: Invoke, model: str, folder: Path) -> Any:
-    words = ("--model", model, "--draft", _DRAFT, "--temperature", "0", "--confirm", "0", *_STUDY)
-    return [row["alpha"] for row in _said(invoke, "ablate", *words, "--to", str(folder))["best"]]
-
-
 def _search(invoke: Invoke, model: str, folder: Path) -> Any:
     words = ("--temperature", "0", "--evaluations", "3", "--sublayers", "2", "--to", str(folder / "found.json"))
     found = _said(invoke, "search", model, *words, "--keep", str(folder), *_STUDY)
@@ -84,13 +79,6 @@ def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
     return profile.report["greedy"]["acceptance"]["exit:4"]
 
 
-def _bench_in_memory(_: Invoke, model: str, folder: Path) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16}
-    found = selfspec.bench(loaded, _PROMPTS, [_DRAFT], draft_length=2, timed=False, to=folder, **quick)
-    return found["mean_accepted_length_value"].tolist()
-
-
 def _ablate_in_memory(_: Invoke, model: str, folder: Path) -> Any:
     quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "confirm": 0, "pricing": "weights"}
     found = selfspec.ablate(AutoModelForCausalLM.from_pretrained(model), _PROMPTS, drafts=_DRAFT, to=folder, **quick)
@@ -98,12 +86,7 @@ def _ablate_in_memory(_: Invoke, model: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        *(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _ablate, _search, _calibrate)),
-        _bench_in_memory,
-        _ablate_in_memory,
-    ],
+    "way", [*(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _search, _calibrate)), _ablate_in_memory]
 )
 def test_each_gets_its_own_figures(
     way: Way, two: list[str], invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

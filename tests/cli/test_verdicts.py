@@ -1,13 +1,16 @@
-"""Verdicts: what loses is not called the best, and what is predicted is not called measured."""
+"""What commands say of their work: verdicts claim only what was measured; without a terminal lines tell progress."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from selfspec.cli import terminal
 from selfspec.cli.search import verdict as verdict_of_search
+from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.study_report import TextFindings
 from selfspec.tools.train.run import CheckedExit, doubts, verdict
@@ -105,3 +108,40 @@ def test_a_study_says_which_speeds_cannot_be() -> None:
     assert "one text" in one
     assert "1.50 times plain decoding with 1.19 times its tokens a pass cannot be" in wrong
     assert TextFindings("texts", [{**row, "measured_mean_accepted_length": 2.0}], [["a"], ["b"]], {}).doubts == []
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_EVERY", 0.05)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_step_that_takes_long_is_said_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("measuring") as progress:
+        bar = StepBar(progress)
+        bar.begin(4)
+        bar.step("cell 1 of 2")
+        bar.step("cell 2 of 2: [all]")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 7
+    assert lines[-1].startswith("measuring: 1 of 4, cell 2 of 2: [all]; ")
+    assert "left" in lines[-1]
+
+
+@pytest.mark.usefixtures("often")
+def test_a_count_is_said_and_nothing_after_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting_bar("rounding") as count:
+        count(3, 12)
+        time.sleep(0.12)
+    said = capsys.readouterr().err
+    assert "rounding: 3 of 12" in said
+    time.sleep(0.12)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("often")
+def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("measuring") as progress:
+        StepBar(progress).begin(1)
+    assert capsys.readouterr().err == ""

@@ -123,19 +123,7 @@ def test_schemas_describe_commands() -> None:
         assert "Attributes" not in schema["description"]
         assert "schema_version" in schema["required"]
         assert not schema["additionalProperties"]
-
-
-def test_fields_are_described_by_docstrings_and_nested_results_are_declared_too() -> None:
     schema = schema_of("inspect")
     assert schema["properties"]["exits"]["description"].startswith("for each exit")
     assert schema["$defs"]["Weights"]["required"] == ["parameters", "bytes"]
     assert "plan" not in schema["required"]
-
-
-def test_arms_of_a_cell_have_figures_with_intervals(invoke: Invoke, place: Path) -> None:
-    words = COMMANDS["bench"].replace("PROMPTS", str(place / "PROMPTS.jsonl"))
-    (cell, *_) = json.loads(invoke(*words.split(), "--output", "json").stdout)["cells"]
-    for arm in cell["arms"]:
-        assert arm["absence"] is None
-        for figure in ("decoding_tokens_per_second", "whole_call_tokens_per_second", "first_token_seconds"):
-            assert set(arm[figure]) == {"value", "low", "high", "confidence"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -24,6 +24,12 @@ class Invoke(Protocol):
     """Runs `selfspec WORDS` with `stdin` piped in."""
 
     def __call__(self, *words: str, stdin: bytes = b"") -> Ending: ...
+
+
+class Said(Protocol):
+    """Runs a command that succeeds, and returns what it says as JSON."""
+
+    def __call__(self, *words: str, stdin: bytes = b"") -> dict[str, Any]: ...
 
 
 def tight_budget(monkeypatch: pytest.MonkeyPatch) -> None:

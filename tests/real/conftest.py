@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.engines import Real
-from helpers.running import Invoke
 
 VARIABLE = "SELFSPEC_REAL_CHECKPOINTS"
 
@@ -41,16 +38,3 @@ def checkpoint() -> Callable[[str], Path]:
 def real(checkpoint: Callable[[str], Path]) -> Callable[[str], Real]:
     """Returns a checkpoint by name, loaded once; skips where it is not there."""
     return cache(lambda name: Real(checkpoint(name)))
-
-
-@pytest.fixture
-def said(invoke: Invoke) -> Callable[..., dict[str, Any]]:
-    """Run a command that succeeds; return what it says as JSON."""
-
-    def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
-        ending = invoke(*words, "--output", "json", stdin=stdin)
-        assert ending.status == 0, ending.stderr
-        found: dict[str, Any] = json.loads(ending.stdout)
-        return found
-
-    return run

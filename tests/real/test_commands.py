@@ -16,11 +16,11 @@ import torch
 
 from helpers.engines import Real
 from helpers.http_server import asked
+from helpers.running import Said
 from real.checkpoints import read_prompts
 
 pytestmark = pytest.mark.real
 
-Said = Callable[..., dict[str, Any]]
 NEW = 16
 ON_CPU = ("--device", "cpu", "--threads", "1")
 STUDY = ("--texts", "1", "--prompt-tokens", "48", "--max-new-tokens", "8", "--pricing", "weights", *ON_CPU)
