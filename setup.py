@@ -1,12 +1,86 @@
-"""Says which packages there are: those under selfspec/, and adapters/, which is imported as selfspec.adapters.
+"""Says which packages there are, and builds the CPU kernels: those under selfspec/, and adapters/ as selfspec.adapters.
 
 Everything else is in pyproject.toml. `selfspec/adapters` is a link to `adapters/` for type checkers and for runs
 without an install; it is left out of the search, because a source distribution does not carry it.
+
+The kernels are one library for each kind of processor, without torch or Python in them: the same sources with other
+flags. Without a C++ compiler (`CXX`, c++, g++ or clang++) selfspec is installed without them, and `selfspec doctor`
+says so.
 """
 
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+KERNELS = Path("selfspec/kernels")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s")
+STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else ()
+VARIANTS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "v3": ["-march=x86-64-v3"],
+        "v4": ["-march=x86-64-v4"],
+        "vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+    },
+    "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},
+    "arm64": {"dotprod": []},
+}
+
+
+class Build(build_py):
+    """Copies the modules, and builds the kernels beside them."""
+
+    def run(self) -> None:
+        super().run()
+        variants = {} if sys.platform == "win32" else VARIANTS.get(platform.machine(), {})
+        named = (os.environ.get("CXX"), "c++", "g++", "clang++")
+        compiler = next((found for name in named if name and (found := shutil.which(name))), None)
+        if compiler is None or not variants:
+            self.warn("selfspec is built without CPU kernels: there is no C++ compiler (g++ or clang++)")
+            return
+        folder = KERNELS if self.editable_mode else Path(self.build_lib, KERNELS)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            built = pool.map(lambda variant: build(compiler, folder, variant[0], variant[1]), variants.items())
+        for failure in filter(None, built):
+            self.warn(f"selfspec is built without some CPU kernels: {failure}")
+
+
+class Wheel(bdist_wheel):
+    """Names a wheel by its platform alone: the kernels serve every version of Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        built = any(Path(self.bdist_dir, KERNELS).glob("*.so"))
+        return "py3", "none", super().get_tag()[2] if built else "any"
+
+
+def build(compiler: str, folder: Path, name: str, flags: list[str]) -> str | None:
+    """Build one library; return what failed. Moved into place at the end, so that none is left half written."""
+    sources = sorted(each for each in KERNELS.iterdir() if each.suffix in (".cpp", ".h"))
+    digest = hashlib.sha256(b"\n".join(each.read_bytes() for each in sources)).hexdigest()[:16]
+    program = [str(each) for each in sources if each.suffix == ".cpp"]
+    half = folder / f".{name}.so"
+    command = [compiler, *FLAGS, *STATIC, *flags, f'-DSELFSPEC_SOURCES="{digest}"', *program, "-o", str(half)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return f"{name}: {done.stderr.strip()[-1000:]}"
+    half.replace(folder / f"{name}.so")
+    return None
+
 
 setup(
     packages=[*find_packages(include=["selfspec", "selfspec.*"], exclude=["selfspec.adapters"]), "selfspec.adapters"],
     package_dir={"selfspec.adapters": "adapters"},
+    cmdclass={"build_py": Build, "bdist_wheel": Wheel},
 )

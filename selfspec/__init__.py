@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
     from selfspec.decode.output import GenerateOutput
-    from selfspec.kernels.native import build_kernels
     from selfspec.measure import embedded as demo
     from selfspec.serve.engine import Engine
     from selfspec.tools.calibrate.calibration import calibrate
@@ -35,7 +34,6 @@ __all__ = [
     "__version__",
     "ablate",
     "bench",
-    "build_kernels",
     "calibrate",
     "demo",
     "drafts",
@@ -55,7 +53,6 @@ _HOMES = {
     "control": ["ConfidenceStop", "CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],
     "decode.output": ["GenerateOutput"],
-    "kernels.native": ["build_kernels"],
     "serve.engine": ["Engine"],
     "api": ["SelfSpeculative", "load", "wrap"],
 }

@@ -11,6 +11,7 @@ import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from helpers import own_kernels, tiny
+from helpers import tiny
 from helpers.process_state import changed, process_state
 from helpers.running import Ending, Invoke, Said
 from selfspec.cli.app import main
@@ -39,7 +40,7 @@ MANY_CASES = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kernels", action="store_true", help="build selfspec's CPU kernels, and run every test on them")
+    parser.addoption("--kernels", action="store_true", help="run every test on selfspec's CPU kernels")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -109,25 +110,30 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_kernels_of_this_machine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests give the same on every machine: kernels that its user built run only where tests ask for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.config.getoption("--kernels"):
-            native.build_kernels()
-        else:
-            patch.setattr(native, "load_kernels", lambda: False)
+def _no_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests give the same on every machine: the CPU kernels run only where tests ask for them."""
+    with kernels(None if request.config.getoption("--kernels") else "none"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.node.get_closest_marker("kernels"):
-            patch.setattr(native, "load_kernels", own_kernels.load_kernels)
-            # Once for a machine; a test may show that they cannot be built.
-            if not native.load_kernels():
-                own_kernels.build_kernels()
+    marked = request.node.get_closest_marker("kernels")
+    if not marked:
         yield
+        return
+    with kernels(None):
+        yield
+
+
+@contextmanager
+def kernels(variant: str | None) -> Iterator[None]:
+    """Run the kernels of a variant; None: the best that runs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.CHOICE, variant) if variant else patch.delenv(native.CHOICE, raising=False)
+        native.library.cache_clear()
+        yield
+    native.library.cache_clear()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.cache.shared_layer import SharedLayer
 from selfspec.device import to_device
+from selfspec.kernels import native
 
 
 @dataclass(frozen=True)
@@ -303,8 +304,10 @@ def _round_slots(
     exact: Sequence[Tensor], parts: Sequence[Tensor], begins: Sequence[int], ends: Sequence[int], bits: int
 ) -> None:
     """Round each row's slots from `begins` up to, but not including, `ends`."""
-    if exact[0].device.type == "cpu" and exact[0].dtype in _DTYPES and hasattr(torch.ops.selfspec, "round_slots"):
-        torch.ops.selfspec.round_slots(list(exact), list(parts), list(begins), list(ends), bits)
+    if exact[0].device.type == "cpu" and exact[0].dtype in _DTYPES and native.available():
+        some = torch.tensor(begins), torch.tensor(ends)
+        for slots, levels, factors in zip(exact, parts[::2], parts[1::2], strict=True):
+            native.round_slots(slots, levels, factors, *some)
         return
     alike = len(set(begins)) == len(set(ends)) == 1
     spans = (

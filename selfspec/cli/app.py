@@ -15,7 +15,7 @@ from selfspec.cli.bench import bench
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
-from selfspec.cli.doctor import doctor, kernels
+from selfspec.cli.doctor import doctor
 from selfspec.cli.drafts import drafts, index, quantize
 from selfspec.cli.export import export
 from selfspec.cli.generate import EPILOG, generate
@@ -37,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, list[Callable[..., Any]]] = {
-    "Decode": [generate, chat, serve, demo, inspect, kernels, doctor],
+    "Decode": [generate, chat, serve, demo, inspect, doctor],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [drafts, quantize, index, search, ablate],
     "Hand over": [export],

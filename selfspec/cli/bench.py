@@ -114,7 +114,7 @@ class Arms:
         Literal["eager", "native", "graphs", "batch-invariant"] | None,
         typer.Option(
             metavar="RUNTIME",
-            help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of `selfspec kernels` "
+            help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of the CPU kernels "
             "where there are some; `graphs`, on a CUDA device only; `batch-invariant`, by kernels that give tokens the "
             "same bits whatever is read with it. Default: `graphs` on a CUDA device, else `native`.",
         ),

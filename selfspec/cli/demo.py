@@ -133,7 +133,6 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     longest = max(prompt.shape[1] for prompt in prompts)
     if longest + (runs.max_new_tokens or 0) > model.config.max_position_embeddings:
         raise PromptError(f"--max-new-tokens {runs.max_new_tokens} exceeds the model's context of 2048; give fewer")
-    native.load_kernels()
     drafts = list(dict.fromkeys((*_DRAFTS, draft)))
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", each) for each in drafts)]
     arms = [make_arm(spec, model) for spec in specs]
@@ -177,7 +176,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         ],
         seconds=time.perf_counter() - started,
         cores=spare,
-        cpu_kernels=native.are_loaded(),
+        cpu_kernels=native.available(),
     )
     if output == "text":
         screen.say(result.headline, style="bold")
@@ -313,6 +312,8 @@ def _details(headed: Standing, temperature: float) -> str:
 
 def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
     """Say what the table means."""
+    from selfspec.kernels import native
+
     turns = result.turns
     measured = f"Medians of {turns} turns and their interval" if turns > 1 else "One turn: too few for intervals"
     notes = [f"{measured}; {result.seconds:.0f} seconds in all."]
@@ -325,5 +326,5 @@ def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
     else:
         notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
     if on_cpu and not result.cpu_kernels:
-        notes.append("`selfspec kernels` (C++ compiler): plain decoding of 129M is 2.7-3.2x faster.")
+        notes.append(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.")
     return notes

@@ -1,12 +1,11 @@
-"""`selfspec doctor` and `selfspec kernels`: what selfspec runs on here, what is slow and why, what makes it fast."""
+"""`selfspec doctor`: what selfspec runs on here, what is slow and why, what makes it fast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from selfspec.measure.spare_cores import CoreWatch
@@ -50,8 +49,7 @@ class Diagnosis:
         yield f"cores         {machine.cores.cores}{free}{load}; torch computes with {machine.threads} threads"
         yield f"GPUs          {', '.join(machine.gpus) or 'none that torch sees'}"
         kernels = machine.kernels
-        tools = f"compiler: {kernels.compiler or 'none'}, ninja: {'yes' if kernels.ninja else 'no'}"
-        yield f"CPU kernels   {'built and used' if kernels.loaded else 'not built'} ({tools})"
+        yield f"CPU kernels   {kernels.variant or 'none'}{'' if kernels.absence is None else f': {kernels.absence}'}"
         for name, each in self.products.items():
             speed = f"{each.gigabytes_a_second:.0f} GB/s at one token"
             yield f"products      {name}: {speed}; four tokens take {each.four_rows:.1f} times one"
@@ -74,29 +72,3 @@ def doctor() -> Diagnosis:
         products = time_products()
     found = findings(machine, packages, products)
     return Diagnosis(machine, packages, products, found, commit())
-
-
-@dataclass(frozen=True)
-class Built:
-    """`selfspec kernels`.
-
-    Attributes:
-        kernels: the library that was built.
-    """
-
-    kernels: str
-
-    def __str__(self) -> str:
-        return f"The CPU kernels are built, and used from now on: {self.kernels}"
-
-
-def kernels(verbose: Annotated[bool, typer.Option(help="Show what the compiler prints.")] = False) -> Built:
-    """Build the CPU kernels with this machine's C++ compiler, once: 15 to 60 seconds.
-
-    They read weights at the speed of memory, for up to 64 tokens at once. Later processes load them by themselves.
-    Nothing needs them: without them torch's own products run.
-    """
-    from selfspec.kernels.native import build_kernels
-
-    with Console(stderr=True).status("Building the CPU kernels"):
-        return Built(str(build_kernels(verbose)))

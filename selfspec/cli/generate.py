@@ -399,5 +399,5 @@ def _print_stats(stats: Stats) -> None:
     facts["seconds"] = ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items())
     held = {"KV cache": stats.cache_bytes, "substitutes": stats.substitute_bytes, "drafter": stats.draft_bytes}
     facts |= {name: f"{size:,} bytes" for name, size in held.items() if size or name == "KV cache"}
-    facts["CPU kernels"] = "used" if native.are_loaded() else "not built: selfspec kernels"
+    facts["CPU kernels"] = native.absence() or "used"
     console(stderr=True).print(facts_table(facts))

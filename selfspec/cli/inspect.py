@@ -113,13 +113,13 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
 
 def _gains(found: CheckpointSummary) -> str:
     from selfspec.draft.registry import PLAIN
-    from selfspec.tools.prospects import KERNELS
+    from selfspec.kernels import native
 
     here = found.here
     if here.profile is None:
         if here.greedy.draft == PLAIN:
             return "nothing: no gain is sure by the weights that drafts read; selfspec calibrate measures"
-        built = " once the kernels are built" if KERNELS in here.commands else ""
+        built = "" if native.available() else f" with the CPU kernels, which do not run here ({native.absence()})"
         times = f"about {here.greedy.speedup:.1f} times plain decoding{built}"
         measures = (
             "; calibrate measures" if any(each.startswith("selfspec calibrate ") for each in here.commands) else ""

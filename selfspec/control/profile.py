@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +28,6 @@ from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_json
 from selfspec.files.writing import write_sealed
 from selfspec.kernels import native
-from selfspec.kernels.native import cache_folder
 from selfspec.model.identity import check_in_memory, fingerprint
 from selfspec.version import __version__
 
@@ -94,7 +94,7 @@ class Setting:
             device=device_name(device),
             dtype=str(model.dtype).removeprefix("torch."),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
-            kernels=device.type == "cpu" and native.load_kernels(),
+            kernels=device.type == "cpu" and native.available(),
             selfspec=__version__,
             torch=str(torch.__version__),
             transformers=transformers.__version__,
@@ -273,3 +273,14 @@ def find_profile(setting: Setting) -> Profile | None:
         f"draft='auto' needs a calibration profile for here, and {file.parent} has none of these weights that fits: "
         f"{'; '.join(near)}. Write one: {remedy(setting)}"
     )
+
+
+def cache_folder() -> Path:
+    """Return the folder in the user's cache where profiles are kept."""
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "selfspec" / "selfspec" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "selfspec"
+    named = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(named) if named else Path.home() / ".cache") / "selfspec"

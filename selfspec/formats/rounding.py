@@ -106,7 +106,7 @@ class Kernels(Enum):
 
 def kernels_of(device: torch.device) -> Kernels:
     """Return the fastest kernels for weights on a device."""
-    if device.type == "cpu" and native.load_kernels():
+    if device.type == "cpu" and native.available():
         return Kernels.NATIVE
     return Kernels.TRITON if runs_triton(device) else Kernels.ATEN
 

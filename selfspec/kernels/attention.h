@@ -293,3 +293,42 @@ void attend(const std::vector<Query>& queries, const Kept& keys, const Kept& val
     for (int64_t place = 0; place < values.size; ++place) queries[i].y[place] *= 1 / sums[i];
   }
 }
+
+// Attention of each token by itself. `seen` are the slots that its queries see, of one head of keys and values, whose
+// scores and sums run over them in their order as if there were no others: so wherever they lie, the bits are the same.
+template <typename Slots>
+class Alone {
+ public:
+  using Stored = typename Slots::Stored;
+
+  Alone(int64_t slots, int64_t group) : scores_(group * (slots + kLanes<float>)), queries_(group) {}
+
+  // Queries and results of the heads of a group follow each other at a distance of `next` tokens.
+  void run(const float* queries, int64_t next, Head<Slots> keys, Head<Slots> values, const std::vector<int64_t>& seen,
+           float scale, float* y) {
+    const int64_t end = seen.size(), group = queries_.size();
+    keys = together(keys, seen, keys_);
+    values = together(values, seen, values_);
+    for (int64_t head = 0; head < group; ++head) {
+      queries_[head] = {queries + head * next * keys.size, {0, 0, 0, end, end, nullptr, nullptr, 0, nullptr},
+                        scores_.data() + head * (scores_.size() / group), y + head * values.size};
+    }
+    for (int64_t head = 0; head < group; head += kQueriesTogether) {
+      const auto last = std::min<int64_t>(head + kQueriesTogether, group);
+      attend(std::vector<Query>(queries_.begin() + head, queries_.begin() + last), keys, values, scale, 0, nullptr);
+    }
+  }
+
+ private:
+  // The slots that are seen, next to each other.
+  static Head<Slots> together(Head<Slots> head, const std::vector<int64_t>& seen, std::vector<Stored>& room) {
+    if (seen.back() - seen.front() + 1 == int64_t(seen.size())) return {head.at + seen.front() * head.size, head.size};
+    room.clear();
+    for (int64_t slot : seen) room.insert(room.end(), head.at + slot * head.size, head.at + (slot + 1) * head.size);
+    return {room.data(), head.size};
+  }
+
+  std::vector<float> scores_;
+  std::vector<Query> queries_;
+  std::vector<Stored> keys_, values_;
+};

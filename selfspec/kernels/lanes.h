@@ -2,12 +2,9 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -59,20 +56,6 @@ template <typename Number, int lanes>
 struct Lanes {
   typedef Number Vector __attribute__((vector_size(lanes * sizeof(Number))));
 };
-
-// Rows of states, [..., in].
-inline int64_t rows_of(const at::Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
-
-inline at::Tensor scaled(const at::Tensor& x, const std::optional<at::Tensor>& factors) {
-  return factors ? x.mul(*factors) : x;
-}
-
-// The sizes of `x` with `last` numbers in each row.
-inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t last) {
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = last;
-  return sizes;
-}
 
 template <typename Number, int lanes>
 inline typename Lanes<Number, lanes>::Vector read(const void* from) {

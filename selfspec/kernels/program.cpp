@@ -5,15 +5,9 @@
 // constants behind them, and how many bytes behind that address; place -1: there is none.
 // selfspec/runtime/native/instructions.py writes what this file reads.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <omp.h>
-#include <torch/library.h>
-
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <optional>
 #include <vector>
 
 #include "attention.h"
@@ -21,14 +15,17 @@
 #include "eight_bits.h"
 #include "four_bits.h"
 #include "functions.h"
+#include "maps.h"
 #include "products.h"
 #include "states.h"
 #include "team.h"
 
 namespace {
 
-enum class Kind : int64_t { kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed };
-enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns };
+enum class Kind : int64_t {
+  kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kRoundSlots, kChoose
+};
+enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble };
 
 // What the table has before the addresses of the tensors of a call.
 enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kTop, kTopWords, kFirstTensor };
@@ -38,7 +35,7 @@ constexpr int kDims = 4;
 
 struct Words {
   const int64_t* at;
-  const std::vector<int64_t>& table;
+  const int64_t* table;
 
   int64_t number() { return *at++; }
   double real() {
@@ -79,7 +76,8 @@ struct Worker : Member {
   Room inputs, room;
 };
 
-// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, y.
+// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, y: in float32,
+// or all in float64, without factors.
 void run_product(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [rows, in, out] = words.numbers<3>();
@@ -98,7 +96,11 @@ void run_product(Words& words, Worker& worker) {
     x = scaled;
   }
   const auto run = [&](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
-  if (dtype == Dtype::kFloat) {
+  const auto in_doubles = [](const void* numbers) { return static_cast<const double*>(numbers); };
+  if (dtype == Dtype::kDouble) {
+    run(Product<Plain<double>>{in_doubles(x), in_doubles(weight), reinterpret_cast<double*>(y), nullptr,
+                               in_doubles(bias), in_doubles(residual), in, out});
+  } else if (dtype == Dtype::kFloat) {
     run(Product<Plain<float>>{x, static_cast<const float*>(weight), y, nullptr, bias, residual, in, out});
   } else if (dtype == Dtype::kFloatColumns) {
     ColumnsProduct{x, static_cast<const float*>(weight), y, bias, residual, in, out}.run(rows, share.begin, share.end);
@@ -212,7 +214,7 @@ void attend_slots(Words& words, Worker& worker) {
   const auto *levels_of_values = words.operand<const uint8_t>();
   const auto *factors_of_values = words.operand<const float>();
   const auto* seen = words.operand<const bool>();
-  const auto& table = words.table;
+  const int64_t* table = words.table;
   const int64_t capacity = table[source ? kPlaces : kCapacity], nodes = table[kNodes];
   const auto* slots = reinterpret_cast<const int64_t*>(table[kSlots]);
   const auto* starts = reinterpret_cast<const int64_t*>(table[kStart]);
@@ -289,61 +291,6 @@ void run_attend(Words& words, Worker& worker) {
   attend_slots<BFloat16Slots>(words, worker);
 }
 
-enum class Function : int64_t {
-  kCopy, kNegative, kCosine, kSine, kTanh, kSigmoid, kSilu, kGelu, kGeluByTanh, kRelu, kExponential, kRootOfInverse,
-  kPower, kSum, kDifference, kMultiply, kQuotient, kSiluTimes, kGeluTimes, kGeluByTanhTimes
-};
-
-template <typename Of>
-inline void each(const float* x, const float* z, float* y, int64_t count, const Of& function) {
-  for (int64_t i = 0; i < count; ++i) y[i] = function(x[i], z ? z[i] : 0.f);
-}
-
-template <typename Of>
-inline void lanes_of(const float* x, float* y, int64_t count, const Of& function) {
-  constexpr int lanes = kLanes<float>;
-  // There is room behind the last.
-  for (int64_t i = 0; i < count; i += lanes) {
-    const FloatLanes found = function(read<float, lanes>(x + i));
-    std::memcpy(y + i, &found, sizeof found);
-  }
-}
-
-inline FloatLanes gelu_by_tanh(FloatLanes x) {
-  return 0.5f * x * (1.f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
-}
-
-inline float gelu(float x) { return 0.5f * x * (1.f + std::erf(x * 0.70710678f)); }
-
-// `count` numbers, at most a chunk, of chunks that hold as many; y may be one of the others.
-void apply(Function function, const float* x, const float* z, float* y, int64_t count) {
-  const auto times = [&] { each(y, z, y, count, [](float a, float b) { return a * b; }); };
-  switch (function) {
-    case Function::kCopy: return each(x, z, y, count, [](float a, float) { return a; });
-    case Function::kNegative: return each(x, z, y, count, [](float a, float) { return -a; });
-    case Function::kCosine: return each(x, z, y, count, [](float a, float) { return std::cos(a); });
-    case Function::kSine: return each(x, z, y, count, [](float a, float) { return std::sin(a); });
-    case Function::kTanh: return lanes_of(x, y, count, tanh_of);
-    case Function::kSigmoid: return lanes_of(x, y, count, sigmoid_of);
-    case Function::kSilu: return lanes_of(x, y, count, [](FloatLanes a) { return a * sigmoid_of(a); });
-    case Function::kGelu: return each(x, z, y, count, [](float a, float) { return gelu(a); });
-    case Function::kGeluByTanh: return lanes_of(x, y, count, gelu_by_tanh);
-    case Function::kRelu: return each(x, z, y, count, [](float a, float) { return a < 0 ? 0 : a; });
-    case Function::kExponential: return lanes_of(x, y, count, exp_of);
-    case Function::kRootOfInverse: return each(x, z, y, count, [](float a, float) { return 1 / std::sqrt(a); });
-    case Function::kPower:
-      return each(x, z, y, count, [](float a, float b) { return b == 2 ? a * a : b == 3 ? a * a * a : std::pow(a, b); });
-    case Function::kSum: return each(x, z, y, count, [](float a, float b) { return a + b; });
-    case Function::kDifference: return each(x, z, y, count, [](float a, float b) { return a - b; });
-    case Function::kMultiply: return each(x, z, y, count, [](float a, float b) { return a * b; });
-    case Function::kQuotient: return each(x, z, y, count, [](float a, float b) { return a / b; });
-    case Function::kSiluTimes:
-      return lanes_of(x, y, count, [](FloatLanes a) { return a * sigmoid_of(a); }), times();
-    case Function::kGeluTimes: return each(x, z, y, count, [](float a, float b) { return gelu(a) * b; });
-    case Function::kGeluByTanhTimes: return lanes_of(x, y, count, gelu_by_tanh), times();
-  }
-}
-
 struct Source {
   Dtype dtype;
   const char* at;
@@ -415,7 +362,124 @@ void run_embed(Words& words, Worker& worker) {
   }
 }
 
-void run(const int64_t* first, const std::vector<int64_t>& table, Barrier& barrier, Worker& worker) {
+template <typename Slots>
+void attend_alone(Words& words, Worker& worker) {
+  using Stored = typename Slots::Stored;
+  const auto [batch, heads, shared, tokens, slots, size, size_of_values] = words.numbers<7>();
+  const bool causal = words.number();
+  const float scale = words.real();
+  const float* queries = words.operand<const float>();
+  const Stored* keys = words.operand<const Stored>();
+  const auto of_keys = words.numbers<2>();
+  const Stored* values = words.operand<const Stored>();
+  const auto of_values = words.numbers<2>();
+  const bool* mask = words.operand<const bool>();
+  float* y = words.operand<float>();
+  const int64_t group = heads / shared;
+  Alone<Slots> alone(slots, group);
+  std::vector<int64_t> seen;
+  const Range share = worker.share(batch * shared * tokens);
+  for (int64_t place = share.begin; place < share.end; ++place) {
+    const int64_t token = place % tokens, head = place / tokens % shared, row = place / tokens / shared;
+    const bool* shown = mask ? mask + (row * tokens + token) * slots : nullptr;
+    seen.clear();
+    for (int64_t slot = 0; slot < (causal ? token + 1 : slots); ++slot) {
+      if (!shown || shown[slot]) seen.push_back(slot);
+    }
+    float* to = y + ((row * tokens + token) * heads + head * group) * size_of_values;
+    if (seen.empty()) {
+      std::fill_n(to, group * size_of_values, 0.f);
+      continue;
+    }
+    alone.run(queries + ((row * heads + head * group) * tokens + token) * size, tokens,
+              {keys + row * of_keys[0] + head * of_keys[1], size},
+              {values + row * of_values[0] + head * of_values[1], size_of_values}, seen, scale, to);
+  }
+}
+
+// kAttendAlone: dtype of keys and values, sizes (batch, heads, heads of keys, tokens, slots, of keys, of values), whether
+// a token sees the slots up to its own alone, scale; queries; keys, values, and each's strides of rows and heads; which
+// slots a token sees, `[batch, tokens, slots]`; y, `[batch, tokens, heads, size of values]`.
+void run_attend_alone(Words& words, Worker& worker) {
+  if (words.kind<Dtype>() == Dtype::kFloat) return attend_alone<FloatSlots>(words, worker);
+  attend_alone<BFloat16Slots>(words, worker);
+}
+
+template <int Bits, typename Slots>
+void round_slots(Words& words, Worker& worker) {
+  const auto [batch, heads, size, capacity] = words.numbers<4>();
+  const auto* exact = words.operand<const typename Slots::Stored>();
+  const auto strides = words.numbers<3>();
+  auto* levels = words.operand<uint8_t>();
+  auto* factors = words.operand<float>();
+  const auto *begins = words.operand<const int64_t>(), *ends = words.operand<const int64_t>();
+  const int64_t bytes = size * Bits / 8, of_slot = 2 * size / slot_group(size);
+  const Range share = worker.share(batch * heads);
+  for (int64_t head = share.begin; head < share.end; ++head) {
+    const int64_t row = head / heads;
+    const auto* from = exact + row * strides[0] + head % heads * strides[1];
+    for (int64_t slot = begins[row]; slot < ends[row]; ++slot) {
+      round_slot<Bits, Slots>(from + slot * strides[2], size, levels + (head * capacity + slot) * bytes,
+                              factors + head * of_slot * capacity + slot, capacity);
+    }
+  }
+}
+
+// kRoundSlots: bits, dtype, sizes (batch, heads, size, capacity of the copy); keys or values and three strides; levels,
+// factors; of each row the first slot to round and the one behind the last.
+void run_round_slots(Words& words, Worker& worker) {
+  const int64_t bits = words.number();
+  const bool wide = words.kind<Dtype>() == Dtype::kFloat;
+  if (bits == 8) {
+    wide ? round_slots<8, FloatSlots>(words, worker) : round_slots<8, BFloat16Slots>(words, worker);
+  } else {
+    wide ? round_slots<4, FloatSlots>(words, worker) : round_slots<4, BFloat16Slots>(words, worker);
+  }
+}
+
+// kChoose: rows, tokens that logits are of, vocabulary, temperature, top-k, top-p, logits; the ids of these tokens and
+// room for the logits of all, where -inf lies already, or neither; how many tokens are never chosen, and these; numbers
+// in [0, 1), second numbers, how far those of the next row are; q and how far its next row is; the chosen token of each
+// row, its confidence; and twice how many positions or slots there are, and these, which go one further.
+void run_choose(Words& words, Worker& worker) {
+  const auto [rows, given, vocabulary] = words.numbers<3>();
+  const double temperature = words.real();
+  const int64_t top_k = words.number();
+  const double top_p = words.real();
+  float* logits = words.operand<float>();
+  const int64_t* ids = words.operand<const int64_t>();
+  float* spread = words.operand<float>();
+  const int64_t never = words.number();
+  const int64_t* suppressed = words.operand<const int64_t>();
+  const auto *uniform = words.operand<const double>(), *second = words.operand<const double>();
+  const int64_t next = words.number();
+  float* q = words.operand<float>();
+  const int64_t next_of_q = words.number();
+  int64_t* tokens = words.operand<int64_t>();
+  double* confidences = words.operand<double>();
+  Drawing drawing;
+  const Range share = worker.share(rows);
+  for (int64_t row = share.begin; row < share.end; ++row) {
+    float* scores = logits + row * given;
+    if (spread) {
+      for (int64_t i = 0; i < given; ++i) spread[row * vocabulary + ids[i]] = scores[i];
+      scores = spread + row * vocabulary;
+    }
+    for (int64_t i = 0; i < never; ++i) scores[suppressed[i]] = -std::numeric_limits<float>::infinity();
+    const Chosen chosen = drawing.run(scores, vocabulary, {temperature, top_k, top_p}, uniform[row * next],
+                                      second ? second + row * next : nullptr, q ? q + row * next_of_q : nullptr);
+    tokens[row] = chosen.token;
+    confidences[row] = chosen.confidence;
+  }
+  for (int list = 0; list < 2; ++list) {
+    const int64_t count = words.number();
+    int64_t* places = words.operand<int64_t>();
+    const Range some = worker.share(count);
+    for (int64_t i = some.begin; i < some.end; ++i) ++places[i];
+  }
+}
+
+void run(const int64_t* first, const int64_t* table, Barrier& barrier, Worker& worker) {
   Words words = {first, table};
   while (true) {
     switch (words.kind<Kind>()) {
@@ -428,158 +492,55 @@ void run(const int64_t* first, const std::vector<int64_t>& table, Barrier& barri
       case Kind::kAttend: run_attend(words, worker); break;
       case Kind::kMap: run_map(words, worker); break;
       case Kind::kEmbed: run_embed(words, worker); break;
+      case Kind::kAttendAlone: run_attend_alone(words, worker); break;
+      case Kind::kRoundSlots: run_round_slots(words, worker); break;
+      case Kind::kChoose: run_choose(words, worker); break;
     }
-  }
-}
-
-// What a call gives, as addresses; it keeps copies of tensors that do not lie in a row.
-struct Call {
-  std::vector<int64_t> table;
-  std::vector<at::Tensor> copies;
-
-  // `places` of tensors, or -1: the first and the last buffer, slots, start, depths, sees, keys of an encoder's places,
-  // which slots are seen.
-  Call(const at::Tensor& memory, at::TensorList tensors, at::IntArrayRef places) : table(kFirstTensor) {
-    for (const auto& each : tensors) {
-      const auto& held = each.is_contiguous() ? each : copies.emplace_back(each.contiguous());
-      table.push_back(reinterpret_cast<int64_t>(held.const_data_ptr()));
-    }
-    const auto address = [&](int64_t place) { return place < 0 ? 0 : table[kFirstTensor + place]; };
-    table[kMemory] = (reinterpret_cast<int64_t>(memory.const_data_ptr()) + 63) & ~int64_t(63);
-    table[kCapacity] = tensors[places[0]].size(2);
-    table[kSlots] = address(places[2]);
-    table[kStart] = address(places[3]);
-    table[kDepths] = address(places[4]);
-    table[kSees] = address(places[5]);
-    table[kNodes] = places[4] < 0 ? 0 : tensors[places[4]].size(0);
-    table[kPlaces] = places[6] < 0 ? 0 : tensors[places[6]].size(2);
-    table[kTop] = address(places[7]);
-    table[kTopWords] = places[7] < 0 ? 0 : tensors[places[7]].size(1);
-  }
-};
-
-// Whether all buffers can be written where they are, and have as many slots.
-bool fits(at::TensorList tensors, at::IntArrayRef places) {
-  const int64_t capacity = tensors[places[0]].size(2);
-  for (int64_t place = places[0]; place <= places[1]; ++place) {
-    if (!tensors[place].is_contiguous() || tensors[place].size(2) != capacity) return false;
-  }
-  return true;
-}
-
-// `program` as above, over the tensors of this call; by at most so many threads. Returns whether it ran: see `fits`.
-bool run_program(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors, at::IntArrayRef places,
-                 int64_t threads) {
-  if (!fits(tensors, places)) return false;
-  Call call(memory, tensors, places);
-  const auto* words = program.const_data_ptr<int64_t>();
-  call.table.insert(call.table.end(), words + 1, words + 1 + words[0]);
-  const int64_t* first = words + 1 + words[0];
-  const int wanted = at::in_parallel_region() ? 1 : static_cast<int>(threads);
-  std::optional<Barrier> barrier;
-#pragma omp parallel num_threads(wanted) if (wanted > 1)
-  {
-    // There may be fewer threads than asked for. Nobody goes on before they are counted.
-#pragma omp single
-    barrier.emplace(omp_get_num_threads());
-    Worker worker{{omp_get_thread_num(), omp_get_num_threads()}, {}, {}};
-    run(first, call.table, *barrier, worker);
-  }
-  return true;
-}
-
-// A pass over the last token of each row, and the choice of the next one, which takes its place: tokens, slots and
-// positions are the first tensors, logits the last. `q`, `[rows, steps, vocab]`, keeps what this step drew from. Returns
-// each row's confidence in its token. `uniform` is `[1 or 2, rows, steps]`; tokens that are suppressed are never chosen.
-std::vector<double> draft_step(const at::Tensor& program, const at::Tensor& memory, at::TensorList tensors,
-                               at::IntArrayRef places, int64_t threads, double temperature, int64_t top_k,
-                               double top_p, const at::Tensor& suppressed, const at::Tensor& uniform,
-                               const std::optional<at::Tensor>& q, int64_t step, const std::optional<at::Tensor>& kept,
-                               const std::optional<at::Tensor>& spread) {
-  TORCH_CHECK(run_program(program, memory, tensors, places, threads), "the buffers of a chain do not fit its program");
-  const at::Tensor& given = tensors[tensors.size() - 1];
-  // Of tokens that a reduced vocabulary leaves out, -inf lies there already.
-  const at::Tensor logits = spread ? *spread : given;
-  const int64_t rows = logits.size(0), vocabulary = logits.size(-1);
-  auto* tokens = tensors[0].mutable_data_ptr<int64_t>();
-  const auto* numbers = uniform.const_data_ptr<double>();
-  const int64_t steps = uniform.size(2);
-  std::vector<double> confidences(rows);
-  Drawing drawing;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (spread) {
-      const auto* ids = kept->const_data_ptr<int64_t>();
-      const auto* from = given.const_data_ptr<float>() + row * kept->numel();
-      auto* to = spread->mutable_data_ptr<float>() + row * vocabulary;
-      for (int64_t i = 0; i < kept->numel(); ++i) to[ids[i]] = from[i];
-    }
-    float* scores = logits.mutable_data_ptr<float>() + row * vocabulary;
-    const auto* never = suppressed.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < suppressed.numel(); ++i) scores[never[i]] = -std::numeric_limits<float>::infinity();
-    float* of_row = q ? q->mutable_data_ptr<float>() + (row * q->size(1) + step) * vocabulary : nullptr;
-    const double* number = numbers + row * steps + step;
-    const Chosen chosen =
-        drawing.run(scores, vocabulary, {temperature, top_k, top_p}, *number,
-                    uniform.size(0) > 1 ? number + rows * steps : nullptr, of_row);
-    tokens[row] = chosen.token;
-    confidences[row] = chosen.confidence;
-  }
-  for (int place = 1; place <= 2; ++place) {
-    auto* next = tensors[place].mutable_data_ptr<int64_t>();
-    for (int64_t i = 0; i < tensors[place].numel(); ++i) ++next[i];
-  }
-  return confidences;
-}
-
-// Rounds slots of all layers, those of each row from `begins` on and before `ends`. `exact` are keys and values, and
-// `copies` levels and factors of each.
-void round_slots(at::TensorList exact, at::TensorList copies, at::IntArrayRef begins, at::IntArrayRef ends,
-                 int64_t bits) {
-  const auto work = [&](auto of_bits, auto slots, int64_t number, int64_t head) {
-    constexpr int each = decltype(of_bits)::value;
-    using Slots = decltype(slots);
-    const at::Tensor& from = exact[number];
-    const int64_t heads = from.size(1), capacity = copies[2 * number].size(2), size = from.size(3);
-    const int64_t row = head / heads, bytes = size * each / 8;
-    const auto* states = static_cast<const typename Slots::Stored*>(from.const_data_ptr()) + row * from.stride(0) +
-                         head % heads * from.stride(1);
-    auto* levels = copies[2 * number].mutable_data_ptr<uint8_t>() + head * capacity * bytes;
-    auto* factors = copies[2 * number + 1].mutable_data_ptr<float>() + head * copies[2 * number + 1].size(2) * capacity;
-    for (int64_t slot = begins[row]; slot < ends[row]; ++slot) {
-      round_slot<each, Slots>(states + slot * from.stride(2), size, levels + slot * bytes, factors + slot, capacity);
-    }
-  };
-  int64_t most = 0;
-  for (size_t row = 0; row < ends.size(); ++row) most = std::max(most, ends[row] - begins[row]);
-  for (size_t number = 0; number < exact.size(); ++number) {
-    const at::Tensor& from = exact[number];
-    TORCH_CHECK(from.stride(3) == 1 && copies[2 * number].is_contiguous() && copies[2 * number + 1].is_contiguous(),
-                "round_slots: numbers of a slot lie side by side");
-    const bool wide = from.scalar_type() == at::kFloat;
-    const auto heads = [&](auto of_bits, auto slots) {
-      at::parallel_for(0, from.size(0) * from.size(1), std::max<int64_t>(1, 1024 / std::max<int64_t>(1, most)),
-                       [&](int64_t begin, int64_t end) {
-                         for (int64_t head = begin; head < end; ++head) work(of_bits, slots, number, head);
-                       });
-    };
-    const auto of = [&](auto of_bits) { wide ? heads(of_bits, FloatSlots{}) : heads(of_bits, BFloat16Slots{}); };
-    bits == 8 ? of(std::integral_constant<int, 8>{}) : of(std::integral_constant<int, 4>{});
   }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(selfspec, m) {
-  m.def(
-      "draft_step(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads, float temperature, "
-      "int top_k, float top_p, Tensor suppressed, Tensor uniform, Tensor? q, int step, Tensor? kept, Tensor? spread) -> float[]");
-  m.def("run_program(Tensor program, Tensor memory, Tensor[] tensors, int[] places, int threads) -> bool");
-  m.def("round_slots(Tensor[] exact, Tensor(a!)[] copies, int[] begins, int[] ends, int bits) -> ()");
-  m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, float cap) -> Tensor");
+#if defined(_WIN32)
+#define INTERFACE extern "C" __declspec(dllexport)
+#else
+#define INTERFACE extern "C" __attribute__((visibility("default")))
+#endif
+
+// Runs a program over `count` addresses of a call, by at most so many threads.
+INTERFACE void selfspec_run(const int64_t* program, const int64_t* addresses, int64_t count, int64_t threads) {
+  std::vector<int64_t> table(addresses, addresses + count);
+  table.insert(table.end(), program + 1, program + 1 + program[0]);
+  const int64_t* first = program + 1 + program[0];
+  run_together(static_cast<int>(threads), [&](Member member, Barrier& barrier) {
+    Worker worker{member, {}, {}};
+    run(first, table.data(), barrier, worker);
+  });
 }
 
-TORCH_LIBRARY_IMPL(selfspec, CPU, m) {
-  m.impl("run_program", run_program);
-  m.impl("round_slots", round_slots);
-  m.impl("draft_step", draft_step);
+// Names the sources that this was built from.
+INTERFACE const char* selfspec_sources() { return SELFSPEC_SOURCES; }
+
+// Whether this processor knows all instructions that this was built of.
+INTERFACE int selfspec_runs_here() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool runs = true;
+#if defined(__AVX2__)
+  runs = runs && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+#endif
+#if defined(__AVX512F__)
+  runs = runs && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+#endif
+#if defined(__AVX512VNNI__)
+  runs = runs && __builtin_cpu_supports("avx512vnni");
+#endif
+#if defined(__AVX512BF16__)
+  runs = runs && __builtin_cpu_supports("avx512bf16");
+#endif
+  return runs;
+#else
+  return 1;
+#endif
 }

@@ -32,7 +32,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         "processor": device_name(torch.device("cpu")),
         "device": device.type if on_host(device) else device_name(device),
         "threads": torch.get_num_threads(),
-        "cpu_kernels": native.load_kernels(),
+        "cpu_kernels": native.available(),
     }
 
 

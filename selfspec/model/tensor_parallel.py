@@ -52,7 +52,7 @@ class Ranks:
                 platform.machine(),
                 torch.backends.cpu.get_cpu_capability(),
                 torch.get_num_threads() > 1,
-                native.load_kernels(),
+                native.available(),
                 os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
             ),
         )

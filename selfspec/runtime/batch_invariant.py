@@ -54,14 +54,14 @@ class BatchInvariant(Eager):
 
     A token's logits are the same alone, in a draft and in a batch, so drafts leave the text of plain decoding unchanged
     in bfloat16, too. It runs models on a CPU in float32 or bfloat16, made of linear layers, mixtures of experts, norms
-    and attention over keys, and needs selfspec's kernels (`selfspec kernels`). The last bits differ from those of
+    and attention over keys, and needs selfspec's CPU kernels. The last bits differ from those of
     `model.generate`.
     """
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if not native.load_kernels():
+        if not native.available():
             raise UnsupportedOptionError(
-                "BatchInvariant needs selfspec's CPU kernels; build them (selfspec kernels), or leave the runtime out"
+                f"BatchInvariant needs selfspec's CPU kernels ({native.absence()}); or leave the runtime out"
             )
         for reason in _reasons(model, adapter):
             raise UnsupportedModelError(f"BatchInvariant cannot run {type(model).__name__}: {reason}")
@@ -179,7 +179,7 @@ def _attend(
     asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = attention_mask is None and query.shape[2] > 1 and asked
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.selfspec.attend_alone(query, key, value, attention_mask, causal, scale), None
+    return native.attend_alone(query, key, value, attention_mask, causal, scale), None
 
 
 AttentionInterface.register(_NAME, _attend)

@@ -1,9 +1,9 @@
 """Views of a model that compute few tokens fast: linear layers, attention with grouped queries, norms and rotations.
 
-**Linear layers** run by the extension of `selfspec.kernels.native` if it was built, else with the weight on the left.
+**Linear layers** run by the kernels of `selfspec.kernels.native` where they run, else with the weight on the left.
 torch computes x W^T for one row at the speed of memory, but two to eight rows take 1.4 to 3 times as long without
 AVX-512, which makes speculation useless; with AVX-512 this begins at more rows, and sixteen take up to twice as long as
-(W x^T)^T, where the same kernels read the weight once for all rows. The extension is faster than both, and than torch's
+(W x^T)^T, where the same kernels read the weight once for all rows. The kernels are faster than both, and than torch's
 product of hundreds of rows. Processor, rows and width decide, by benchmarks/few_rows.py. Weights are not copied.
 
 **Attention** reads key heads of grouped queries in place. Where there is a mask, `transformers` repeats keys and values
@@ -47,7 +47,7 @@ def for_few_rows(module: nn.Module) -> nn.Module:
     # Choose by processor, not by timing: the product decides the last bits, and a seed must give the same tokens.
     on_the_left = partial(_on_the_left, _pays_with_avx512 if _has_avx512() else _pays_without_avx512)
     products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
-    if native.load_kernels():
+    if native.available():
         products |= {dtype: partial(_native, products.get(dtype, _stock)) for dtype in native.DTYPES}
     return view_of(module, partial(_in_few_rows, products))
 
@@ -63,7 +63,7 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
 
 
 def most_native_rows(dtype: torch.dtype, width: int) -> int:
-    """Return the most rows for which the extension's product is fastest, by dtype and inputs of the weight."""
+    """Return the most rows for which the kernels' product is fastest, by dtype and inputs of the weight."""
     # For more rows in bfloat16 torch uses instructions of the processor; CPUs without AVX-512 were not measured.
     if dtype == torch.bfloat16 or not _has_avx512():
         return 16
@@ -256,7 +256,7 @@ def _step(weight: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
     if runs_triton(weight.device):
         return _by_triton
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return _norm_natively if fits and native.load_kernels() else None
+    return _norm_natively if fits and native.available() else None
 
 
 def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -45,10 +43,10 @@ class Products:
 
 
 def time_products() -> dict[str, Products]:
-    """Time them on the CPU, in some tenths of a second: `torch`, and `kernels` where these are loaded."""
+    """Time them on the CPU, in some tenths of a second: `torch`, and `kernels` where these run."""
     weight = torch.zeros(_OUTPUTS, _INPUTS)
     ways: dict[str, Callable[[Tensor], Tensor]] = {"torch": lambda states: linear(states, weight)}
-    if native.are_loaded():
+    if native.available():
         ways["kernels"] = lambda states: native.few_rows(states, weight, None)
     return {name: _timed(way, weight) for name, way in ways.items()}
 
@@ -68,22 +66,17 @@ def _seconds(way: Callable[[Tensor], Tensor], states: Tensor) -> float:
     return statistics.median(taken)
 
 
-_COMPILERS = ("c++", "g++", "clang++")
-
-
 @dataclass(frozen=True)
 class KernelState:
     """The CPU kernels.
 
     Attributes:
-        loaded: whether they were built here for this torch, and are used.
-        compiler: a C++ compiler on the path, if there is one.
-        ninja: whether ninja is there, which builds them.
+        variant: the kind of processor that those which run here were built for; None: none run.
+        absence: why none run, and what to do; None if they do.
     """
 
-    loaded: bool
-    compiler: str | None
-    ninja: bool
+    variant: str | None
+    absence: str | None
 
 
 @dataclass(frozen=True)
@@ -118,9 +111,10 @@ class MachineReport:
 
 
 def read_machine(cores: SpareCores) -> MachineReport:
-    """Read what computes here, and load the kernels if they are built; `cores` were watched as the process started."""
+    """Read what computes here, and load the kernels; `cores` were watched as the process started."""
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None else torch.accelerator.device_count()
+    library = native.library()
     gpus = [] if found is None else [device_name(torch.device(found.type, number)) for number in range(count)]
     return MachineReport(
         system=f"{platform.system()} {platform.machine()}",
@@ -133,14 +127,8 @@ def read_machine(cores: SpareCores) -> MachineReport:
         gpus=gpus,
         accelerator=None if found is None else found.type,
         gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
-        kernels=KernelState(
-            native.load_kernels(), next(filter(None, map(shutil.which, _COMPILERS)), None), _has_ninja()
-        ),
+        kernels=KernelState(None if library is None else library.variant, native.absence()),
     )
-
-
-def _has_ninja() -> bool:
-    return find_spec("ninja") is not None or shutil.which("ninja") is not None
 
 
 _NAME = "selfspec"
@@ -214,19 +202,14 @@ def findings(machine: MachineReport, packages: Packages, products: Mapping[str, 
 
 
 def _kernels(machine: MachineReport, products: Mapping[str, Products]) -> Iterator[str]:
-    found, torchs = machine.kernels, products["torch"]
-    if found.loaded:
+    absence, torchs = machine.kernels.absence, products["torch"]
+    if absence is None:
         return
     where = "on the CPU, " if machine.gpus else ""
     said = f"{where}torch reads weights at {torchs.gigabytes_a_second:.0f} GB/s for one token"
     if torchs.four_rows > _DEAR:
         said += f", and four tokens cost {torchs.four_rows:.1f} times one, which eats what drafts gain"
-    if found.compiler is None:
-        yield f"{said}. selfspec's CPU kernels do better, but need a C++ compiler: install g++ or clang"
-    elif not found.ninja:
-        yield f"{said}. selfspec's CPU kernels do better: pip install 'selfspec[kernels]', then selfspec kernels"
-    else:
-        yield f"{said}. selfspec's CPU kernels do better: build them once with selfspec kernels"
+    yield f"{said}. selfspec's CPU kernels do better, but do not run here: {absence}"
 
 
 def _threads(machine: MachineReport) -> Iterator[str]:

@@ -15,7 +15,6 @@ from selfspec.control.profile import Profile, Setting, find_profile, folder
 from selfspec.draft.heads.mtp import HeldModules
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import ProfileError
-from selfspec.kernels import native
 from selfspec.model.checkpoint import find_device, load_checkpoint
 from selfspec.model.registry import find_adapter, has_encoder
 from selfspec.model.summary import ModelSummary, widening
@@ -24,9 +23,6 @@ from selfspec.placement.weight_source import source_for
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
 _OF_MEMORY = 0.85
 _CONTEXT = 4096
-
-KERNELS = "selfspec kernels"
-"""Command that comes first where the CPU kernels are not built; estimates of gains assume that they are."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         sampled=sampled,
         profile=None if profile is None else profile.source,
         doubt=doubt,
-        commands=tuple(_commands(quote(name), device.type == "cpu", encodes, budget, profile is not None)),
+        commands=tuple(_commands(quote(name), encodes, budget, profile is not None)),
     )
 
 
@@ -125,9 +121,7 @@ def _profile(place: str, class_name: str) -> Profile | None:
     return find_profile(Setting.of(load_checkpoint(place).model)) if class_name in classes else None
 
 
-def _commands(name: str, on_cpu: bool, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:
-    if on_cpu and not native.load_kernels():
-        yield KERNELS
+def _commands(name: str, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:
     if encodes:
         yield 'selfspec.wrap(model, draft="int8").generate(**inputs)  # in Python'
         return

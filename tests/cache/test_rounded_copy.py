@@ -146,12 +146,12 @@ def test_keys_and_values_that_are_kept_otherwise_are_refused(llama: PreTrainedMo
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("size", [6, 64, 192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_extension_rounds_alike(bits: CacheBits, size: int, dtype: torch.dtype) -> None:
-    assert native.load_kernels()
+def test_the_kernels_round_alike(bits: CacheBits, size: int, dtype: torch.dtype) -> None:
+    assert native.available()
     exact = states(3, 2, 9, size).to(dtype)
     expected, factors = rounded(exact, bits)
     found = [torch.zeros_like(expected), torch.zeros(factors.shape)]
-    torch.ops.selfspec.round_slots([exact], found, [0, 4, 2], [9, 9, 2], bits)
+    native.round_slots(exact, *found, torch.tensor([0, 4, 2]), torch.tensor([9, 9, 2]))
     for row, begin in enumerate((0, 4)):
         assert torch.equal(found[0][row, :, begin:], expected[row, :, begin:])
         assert torch.equal(found[1][row, ..., begin:], factors[row, ..., begin:])

@@ -31,7 +31,6 @@ COMMANDS = {
     "chat": "chat MODEL --template TEMPLATE --max-new-tokens 4",
     "demo": "demo --seconds 0 --max-new-tokens 4",
     "inspect": "inspect MODEL",
-    "kernels": "kernels",
     "doctor": "doctor",
     "drafts": "drafts",
     "export": "export MODEL --draft exit:2 --to exported",
@@ -82,10 +81,7 @@ def test_every_command_that_prints_json_is_declared_and_tried() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_command_prints_is_what_is_declared(
-    command: str, invoke: Invoke, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("selfspec.kernels.native.build_kernels", lambda verbose=False: place / "kernels.so")
+def test_what_a_command_prints_is_what_is_declared(command: str, invoke: Invoke, place: Path) -> None:
     words = COMMANDS[command].replace("PROMPTS", str(place / "PROMPTS.jsonl"))
     words = words.replace("TEMPLATE", written(place) if "TEMPLATE" in words else "")
     ending = invoke(*words.split(), "--output", "json", stdin=b"Tell me of Lily.\n")

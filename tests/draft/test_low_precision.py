@@ -384,7 +384,7 @@ def test_a_mixture_is_priced_by_what_runs_in_fewer_bits() -> None:
 
 
 def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load_kernels", lambda: False)
+    monkeypatch.setattr(native, "available", lambda: False)
     odd = nn.Linear(7, 5)
     assert Substitutes().within(odd, "odd", FOUR) is odd
     # With 172 inputs ATen's kernel for 8 bits ends the process, with 24 it is wrong.

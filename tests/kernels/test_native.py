@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import own_kernels, tiny
+from helpers import tiny
 from helpers.reference import restored
-from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
 from selfspec.formats.packed import PackedLinear
@@ -199,34 +196,3 @@ def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypa
 def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "few_rows", lambda *_: pytest.fail("not built"))
     for_few_rows(llama)(tiny.prompt(5))
-
-
-@pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(native, "load_kernels", own_kernels.load_kernels)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return tmp_path
-
-
-def test_a_build_that_fails_says_what_to_do_and_leaves_nothing(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.utils import cpp_extension
-
-    def fail(*args: object, build_directory: str, **kwargs: object) -> None:
-        (Path(build_directory) / "half.o").write_text("")
-        raise RuntimeError("Ninja is required to load C++ extensions") from subprocess.SubprocessError()
-
-    monkeypatch.setattr(cpp_extension, "load", fail)
-    with pytest.raises(UnsupportedOptionError, match=r"pip install ninja\): Ninja is required"):
-        native.build_kernels()
-    assert [path for path in own_folder.rglob("*") if path.is_file()] == []
-
-
-def test_a_broken_file_is_named(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "are_loaded", lambda: False)
-    file = native._library()
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"no library")
-    with pytest.raises(UnsupportedOptionError, match=f"delete {file}"):
-        native.load_kernels()

@@ -63,7 +63,7 @@ def test_substitutes_take_what_they_are_said_to(tied: bool) -> None:
         stats = spec.generate(tiny.prompt(5), max_new_tokens=8).stats
         assert stats.substitute_bytes == spec.substitutes.nbytes
         # The CPU kernels hold scales of 8 bits in float32, two bytes more for each output.
-        more = 2 / 66 if native.are_loaded() and fewer.bits == 8 else 0.0
+        more = 2 / 66 if native.available() and fewer.bits == 8 else 0.0
         assert fewer.bytes <= stats.substitute_bytes <= fewer.bytes * (1 + more)
         assert fewer.share == fewer.bytes / describe(model).total.bytes <= most
 

@@ -19,6 +19,7 @@ from helpers.joints import padded
 from helpers.shrunken import shrunken
 from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
+from selfspec.kernels import native
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import BatchInvariant
@@ -148,7 +149,7 @@ def test_a_model_that_was_changed_is_refused_by_the_next_call() -> None:
 
 
 def test_without_kernels_it_says_how_they_are_built(llama: PreTrainedModel) -> None:
-    with pytest.raises(UnsupportedOptionError, match="selfspec kernels"):
+    with pytest.raises(UnsupportedOptionError, match="BatchInvariant needs"):
         selfspec.wrap(llama, runtime=BatchInvariant())
 
 
@@ -168,7 +169,7 @@ def test_attention_is_torchs(sizes: tuple[int, ...], dtype: torch.dtype) -> None
     queries, keys = torch.randn(2, heads, 5, width).to(dtype), torch.randn(2, shared, 11, width).to(dtype)
     values, mask = torch.randn(2, shared, 11, of_values).to(dtype), torch.rand(2, 1, 5, 11) < 0.7
     mask[..., 0] = True
-    attend = torch.ops.selfspec.attend_alone
+    attend = native.attend_alone
     for sees in (mask, None):
         found = attend(queries, keys, values, sees, False, 0.3)
         exact = scaled_dot_product_attention(

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
 from selfspec.cache.view import Window
+from selfspec.kernels.native import Kind, Words, bits, words
 
 DIMS = 4
 """Dimensions of what a map runs over."""
-
-
-class Kind(IntEnum):
-    """Kinds of operations, in the order of `program.cpp`."""
-
-    END = 0
-    WAIT = 1
-    PRODUCT = 2
-    NORM = 3
-    ROTATE = 4
-    WRITE = 5
-    ATTEND = 6
-    MAP = 7
-    EMBED = 8
 
 
 class Function(IntEnum):
@@ -60,12 +45,6 @@ MOST_NODES = 64
 
 MEMORY, FIRST_TENSOR = 0, 10
 """Places of a call's memory and of its first tensor in the table of addresses."""
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
-"""Numbers of dtypes in `program.cpp`; formats of weights number their own."""
-
-FLOAT_COLUMNS = 5
-"""The number there of a float32 weight that lies as `[in, out]`."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +107,13 @@ class Operation:
                 yield word.storage
 
 
-def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arguments: int) -> Tensor:
+def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arguments: int) -> Words:
     """Return the words of a program, in which None lets threads wait for each other.
 
     `offsets` are those of temporary storages in the memory of a call, in bytes, by id; a call has `arguments` tensors.
     """
     constants: dict[int, int] = {}
-    words: list[int] = []
+    found: list[int] = []
     first = FIRST_TENSOR + arguments
 
     def address(place: Place) -> tuple[int, int]:
@@ -149,17 +128,12 @@ def encoded(operations: Sequence[Operation | None], offsets: dict[int, int], arg
 
     for operation in operations:
         if operation is None:
-            words.append(Kind.WAIT)
+            found.append(Kind.WAIT)
             continue
-        words.append(operation.kind)
+        found.append(operation.kind)
         for word in operation.words:
             if isinstance(word, Place):
-                words += address(word)
+                found += address(word)
             else:
-                words.append(_bits(word) if isinstance(word, float) else int(word))
-    return torch.tensor([len(constants), *constants, *words, Kind.END], dtype=torch.int64)
-
-
-def _bits(number: float) -> int:
-    bits: int = struct.unpack("q", struct.pack("d", number))[0]
-    return bits
+                found.append(bits(word) if isinstance(word, float) else int(word))
+    return words([len(constants), *constants, *found, Kind.END])

@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from selfspec.formats.format import formats
-from selfspec.kernels import native
+from selfspec.kernels.native import FLOAT_COLUMNS, MOST_ROWS, NUMBERS, Kind
 from selfspec.runtime.native import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
-    DTYPES,
-    FLOAT_COLUMNS,
     MOST_NODES,
     NOWHERE,
     Function,
-    Kind,
     Operation,
     Place,
     Sight,
@@ -211,7 +208,7 @@ class _Lowering:
 
     def _constant(self, tensor: Tensor) -> Value:
         if id(tensor) not in self._held:
-            if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+            if tensor.layout is not torch.strided or tensor.dtype not in NUMBERS:
                 raise RecordingError(f"programs do not know weights in {tensor.layout} and {tensor.dtype}")
             self._held[id(tensor)] = Value(Storage(constant=tensor), _layout(tensor))
         return self._held[id(tensor)]
@@ -286,7 +283,7 @@ class _Lowering:
                 if id(source.storage) in self._caches:
                     raise RecordingError("a pass reads its cache otherwise than by attention")
                 layout = source.layout.expand(sizes)
-                words += [DTYPES[layout.dtype], source.place, *[0] * missing, *layout.stride(), 0.0]
+                words += [NUMBERS[layout.dtype], source.place, *[0] * missing, *layout.stride(), 0.0]
             else:
                 words += [0, NOWHERE, *[0] * DIMS, float(source)]
         strides = result.layout.stride() if sizes else ()
@@ -389,7 +386,7 @@ class _Lowering:
         *shape, inputs = states.layout.shape
         result = self._new([*shape, outputs.number])
         rows = math.prod(shape)
-        if rows > native.MOST_ROWS:
+        if rows > MOST_ROWS:
             raise RecordingError("a program multiplies few rows")
         words: list[Word] = [outputs.dtype, rows, inputs, outputs.number, states.place, weight.place]
         held = [_place(None if each is None else self._contiguous(each)) for each in (scales, bias, factors)]
@@ -445,7 +442,7 @@ class _Lowering:
     def _written(self, buffer: Value, states: Value) -> Value:
         if id(buffer.storage) not in self._caches or states.layout.dtype != torch.float32:
             raise RecordingError("programs write the cache alone")
-        words: list[Word] = [DTYPES[buffer.layout.dtype], *states.layout.shape, self._uniform, buffer.place]
+        words: list[Word] = [NUMBERS[buffer.layout.dtype], *states.layout.shape, self._uniform, buffer.place]
         return self._emit(Kind.WRITE, [*words, states.place, *states.layout.stride()], buffer)
 
     def _through_copy(self, node: Any) -> Value:
@@ -482,7 +479,7 @@ class _Lowering:
         batch, heads, tokens, size = queries.layout.shape
         shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
         result = self._new([batch, tokens, heads, size_of_values])
-        words: list[Word] = [DTYPES[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values, *how]
+        words: list[Word] = [NUMBERS[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values, *how]
         words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place, *last]
         return self._emit(Kind.ATTEND, words, result)
 
@@ -503,7 +500,7 @@ class _Lowering:
         rows, size = table.layout.shape
         result = self._new([*ids.layout.shape, size])
         first = Place(table.storage, table.place.offset + shift * size * table.layout.element_size())
-        words: list[Word] = [DTYPES[table.layout.dtype], rows - shift, size, ids.layout.numel(), first, ids.place]
+        words: list[Word] = [NUMBERS[table.layout.dtype], rows - shift, size, ids.layout.numel(), first, ids.place]
         return self._emit(Kind.EMBED, [*words, result.place], result)
 
 
@@ -523,7 +520,7 @@ def _rows_of(weight: Value, dim: int = 0) -> _Outputs:
     """Return the outputs of a weight whose rows lie side by side."""
     if dim == 0 and not weight.layout.is_contiguous():
         raise RecordingError("programs read weights row by row")
-    return _Outputs(weight.layout.shape[dim], DTYPES[weight.layout.dtype])
+    return _Outputs(weight.layout.shape[dim], NUMBERS[weight.layout.dtype])
 
 
 def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:

@@ -1,4 +1,4 @@
-"""Passes as native programs: one call of selfspec's extension runs a pass, without Python or joins of threads."""
+"""Passes as native programs: one call of selfspec's kernels runs a pass, without Python or joins of threads."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Native(Runtime):
-    """Runs passes as programs of selfspec's extension, each in one call, with its own kernels and no joins of threads.
+    """Runs passes as programs of selfspec's kernels, each in one call, with no joins of threads.
 
     Programs run passes over up to 64 tokens on a CPU in float32, and over 16 in bfloat16 or without AVX-512, where the
-    extension was built (`selfspec kernels`) and they know all that the model computes. The stock modules run all
+    kernels run and know all that the model computes. The stock modules run all
     others.
 
     A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's are
@@ -78,9 +78,9 @@ class Native(Runtime):
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
         known = slots.device.type == "cpu" and slots.dtype in _DTYPES
-        # All products of a program are the extension's, whatever their inputs.
+        # All products of a program are the kernels', whatever their inputs.
         most = min(_MOST_TOKENS, most_native_rows(slots.dtype, 1 << 30))
-        return known and rows <= most and native.load_kernels()
+        return known and rows <= most and native.available()
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
         assert isinstance(program, _Program)
@@ -108,11 +108,17 @@ class _Program:
         cross = nowhere[:1] if example.source is None else _places(flat, example.source.cross[:1])
         top = nowhere[:1] if slots.attended.top is None else _places(flat, [slots.attended.top])
         first = len(flat) - len(slots.buffers)
-        self._places = [first, len(flat) - 1, *_places(flat, [slots.slot_mapping]), *block, *cross, *top]
+        self._buffers = slice(first, len(flat))
+        self._slots, self._block, self._cross, self._top = (
+            _places(flat, [slots.slot_mapping])[0],
+            block,
+            cross[0],
+            top[0],
+        )
         operations = with_waits(pass_.operations)
         offsets, self._bytes = planned(operations)
         self._shapes = pass_.shapes
-        self._words = encoded(operations, offsets, len(flat) + len(pass_.shapes))
+        self._program = encoded(operations, offsets, len(flat) + len(pass_.shapes))
         self._weights = _constants(pass_)
         read = sum(weight.nbytes for weight in self._weights)
         self._bytes_between_waits = read / (1 + operations.count(None))
@@ -120,35 +126,70 @@ class _Program:
         self._memories: list[Tensor] = []
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        results = [torch.empty(shape, dtype=torch.float32) for shape in self._shapes]
-        with self._memory() as memory:
-            ran = torch.ops.selfspec.run_program(self._words, memory, [*tensors, *results], self._places, self._threads)
-        if not ran:
+        if not self._fits(tensors[self._buffers]):
             raise OtherSizesError
+        results = [torch.empty(shape, dtype=torch.float32) for shape in self._shapes]
+        given = [each if each.is_contiguous() else each.contiguous() for each in (*tensors, *results)]
+        with self._memory() as memory:
+            self._run(self._addresses(memory, given))
         return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
 
     def chain(self, first: PassTensors, draws: Draws) -> Chain | None:
         """See `Runtime.chain`."""
-        (shape,), buffers = self._shapes, first.slots.buffers
-        if any(not each.is_contiguous() or each.shape[2] != buffers[0].shape[2] for each in buffers):
+        if not self._fits(first.slots.buffers):
             return None
+        (shape,) = self._shapes
         probs = torch.empty(shape[0], draws.steps, draws.vocabulary) if draws.choice.temperature else None
         return Chain(probs, self._steps(first.flat(), draws, probs))
 
     def _steps(self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None) -> Iterator[ChainStep]:
-        logits, choice = torch.empty(self._shapes[0]), draws.choice
-        suppressed = torch.tensor(
-            [each for each in choice.suppressed if 0 <= each < draws.vocabulary], dtype=torch.long
-        )
-        how = choice.temperature, choice.top_k, choice.top_p, suppressed, draws.uniform.contiguous(), probs
-        spread = None if self._kept is None else torch.full((len(logits), draws.vocabulary), -torch.inf)
-        given = [*tensors, logits]
-        for step in range(draws.steps):
-            with self._memory() as memory:
-                confidences = torch.ops.selfspec.draft_step(
-                    self._words, memory, given, self._places, self._threads, *how, step, self._kept, spread
+        tokens, *moved = tensors[:3]
+        (rows, *_), choice = self._shapes[0], draws.choice
+        logits, confidences = torch.empty(self._shapes[0]), torch.empty(rows, dtype=torch.double)
+        known = [each for each in choice.suppressed if 0 <= each < draws.vocabulary]
+        suppressed, uniform = torch.tensor(known, dtype=torch.long), draws.uniform.contiguous()
+        # Logits of ids that a reduced vocabulary leaves out stay as they are here.
+        spread = None if self._kept is None else torch.full((rows, draws.vocabulary), -torch.inf)
+        with self._memory() as memory:
+            addresses = self._addresses(memory, [*tensors, logits])
+            for step in range(draws.steps):
+                self._run(addresses)
+                numbers = uniform[:, :, step:].unbind()
+                q = (None, 0) if probs is None else (probs[:, step], probs.stride(0))
+                native.run_one(
+                    native.Kind.CHOOSE,
+                    (
+                        *(rows, logits.numel() // rows, draws.vocabulary),
+                        *(float(choice.temperature), choice.top_k, float(choice.top_p)),
+                        *(logits, self._kept, spread, len(known), suppressed),
+                        *(numbers[0], numbers[1] if len(numbers) > 1 else None, draws.steps, *q, tokens, confidences),
+                        *(each for places in moved for each in (places.numel(), places)),
+                    ),
+                    threads=1,
                 )
-            yield ChainStep(tensors[0].clone(), confidences)
+                yield ChainStep(tokens.clone(), confidences.tolist())
+
+    def _fits(self, buffers: Sequence[Tensor]) -> bool:
+        """Return whether all buffers can be written where they lie, and have as many slots."""
+        capacity = buffers[0].shape[2]
+        return all(each.is_contiguous() and each.shape[2] == capacity for each in buffers)
+
+    def _addresses(self, memory: Tensor, tensors: Sequence[Tensor]) -> native.Words:
+        """Return what a program reads of a call, in the order of `Given` in `program.cpp`; tensors are contiguous."""
+        addresses = [each.data_ptr() for each in tensors]
+        start, depths, sees = (0 if place < 0 else addresses[place] for place in self._block)
+        nodes = 0 if self._block[1] < 0 else len(tensors[self._block[1]])
+        places = 0 if self._cross < 0 else tensors[self._cross].shape[2]
+        top, words = (0, 0) if self._top < 0 else (addresses[self._top], tensors[self._top].shape[1])
+        capacity = tensors[self._buffers.start].shape[2]
+        aligned = -(-memory.data_ptr() // _LINE) * _LINE
+        given = (aligned, capacity, addresses[self._slots], start, depths, sees, nodes, places, top, words)
+        return native.words((*given, *addresses))
+
+    def _run(self, addresses: native.Words) -> None:
+        library = native.library()
+        assert library is not None
+        library.run(self._program, addresses, self._threads)
 
     @property
     def _threads(self) -> int:

@@ -107,7 +107,7 @@ def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str,
     # A router is not rounded, and counted as if it were. Kernels keep the scale of an output in float32, of which plans
     # count half: 2 bytes beside the 34 of so narrow an output, or the 10 of one of a LoRA.
     narrow = 0.08 if kind == "uno" else 0.06
-    off = narrow if bits == "int8+" and native.are_loaded() else 0.01 if bits else 0.005
+    off = narrow if bits == "int8+" and native.available() else 0.01 if bits else 0.005
     assert taken == pytest.approx(planned.draft - embeddings + slots - own.row, rel=off)
 
 
