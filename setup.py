@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -56,13 +56,16 @@ class Build(build_py):
 class Wheel(bdist_wheel):
     """Names a wheel by its platform alone: the kernels serve every version of Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         built = any(Path(self.bdist_dir, KERNELS).glob("*.so"))
         return "py3", "none", super().get_tag()[2] if built else "any"
+
+
+class Package(Distribution):
+    """Holds machine code."""
+
+    def has_ext_modules(self) -> bool:
+        return True
 
 
 def build(compiler: str, folder: Path, name: str, flags: list[str]) -> str | None:
@@ -82,5 +85,6 @@ def build(compiler: str, folder: Path, name: str, flags: list[str]) -> str | Non
 setup(
     packages=[*find_packages(include=["selfspec", "selfspec.*"], exclude=["selfspec.adapters"]), "selfspec.adapters"],
     package_dir={"selfspec.adapters": "adapters"},
+    distclass=Package,
     cmdclass={"build_py": Build, "bdist_wheel": Wheel},
 )

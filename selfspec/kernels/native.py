@@ -238,8 +238,8 @@ def attend_alone(
 ) -> Tensor:
     """Attend to the slots that each token sees, by itself, as if there were no others.
 
-    Queries are `[batch, heads, tokens, size]`, keys and values `[batch, heads of keys, slots, ...]`, and the mask, which
-    is true where a token sees a slot, `[batch or 1, 1, tokens, slots]`. Without a mask it sees all, or those up to its own.
+    Queries are `[batch, heads, tokens, size]`, keys and values `[batch, heads of keys, slots, ...]`. The mask is true
+    where a token sees a slot, `[batch or 1, 1, tokens, slots]`; without one it sees all, or those up to its own.
     Returns `[batch, tokens, heads, size of values]`.
     """
     batch, heads, tokens, size = queries.shape
