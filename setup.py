@@ -74,7 +74,8 @@ def build(compiler: str, folder: Path, name: str, flags: list[str]) -> str | Non
     digest = hashlib.sha256(b"\n".join(each.read_bytes() for each in sources)).hexdigest()[:16]
     program = [str(each) for each in sources if each.suffix == ".cpp"]
     half = folder / f".{name}.so"
-    command = [compiler, *FLAGS, *STATIC, *flags, f'-DSELFSPEC_SOURCES="{digest}"', *program, "-o", str(half)]
+    added = os.environ.get("CXXFLAGS", "").split()
+    command = [compiler, *FLAGS, *STATIC, *flags, *added, f'-DSELFSPEC_SOURCES="{digest}"', *program, "-o", str(half)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return f"{name}: {done.stderr.strip()[-1000:]}"

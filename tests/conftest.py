@@ -11,7 +11,6 @@ import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from helpers import tiny
+from helpers.own_kernels import kernels
 from helpers.process_state import changed, process_state
 from helpers.running import Ending, Invoke, Said
 from selfspec.cli.app import main
-from selfspec.kernels import native
 
 # The models are too small to share among threads, which on busy cores wait for each other.
 torch.set_num_threads(1)
@@ -124,16 +123,6 @@ def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with kernels(None):
         yield
-
-
-@contextmanager
-def kernels(variant: str | None) -> Iterator[None]:
-    """Run the kernels of a variant; None: the best that runs here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(native.CHOICE, variant) if variant else patch.delenv(native.CHOICE, raising=False)
-        native.library.cache_clear()
-        yield
-    native.library.cache_clear()
 
 
 @pytest.fixture

@@ -114,15 +114,22 @@ def library() -> Library | None:
     wanted = os.environ.get(CHOICE, "").strip()
     if wanted == "none":
         return None
-    built = [file for variant in VARIANTS if (file := _FOLDER / f"{variant}.so").exists()]
-    libraries = [found for file in built if (found := Library(file)).runs_here]
-    chosen = next((each for each in libraries if wanted in ("", each.variant)), None)
-    if wanted and chosen is None:
-        known = ", ".join([each.variant for each in libraries] + ["none"])
+    found = variants()
+    if wanted and wanted not in found:
+        known = ", ".join([*found, "none"])
         raise UnsupportedOptionError(f"{CHOICE}={wanted}: no such kernels run here; choose one of {known}")
-    if chosen is not None:
-        chosen.check_sources()
+    if not found:
+        return None
+    chosen = found[wanted or next(iter(found))]
+    chosen.check_sources()
     return chosen
+
+
+@cache
+def variants() -> dict[str, Library]:
+    """Return the libraries that run here, by name, the best first."""
+    files = [file for variant in VARIANTS if (file := _FOLDER / f"{variant}.so").exists()]
+    return {held.variant: held for held in map(Library, files) if held.runs_here}
 
 
 def available() -> bool:

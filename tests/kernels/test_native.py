@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -21,11 +20,26 @@ from selfspec.runtime.few_rows import for_few_rows
 ROWS = (*range(1, 18), 27, 41, 64, 203)
 
 
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(autouse=True, params=native.variants())
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each test runs on the kernels for every kind of processor that this one can stand for."""
+    with kernels(request.param):
+        yield request.param
+
+
+def test_what_runs_is_what_was_asked_for(variant: str) -> None:
+    library = native.library()
+    assert library is not None
+    assert library.variant == variant
+
+
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", native.DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 15), (40, 16), (33, 100), (5, 260)])
@@ -54,7 +68,6 @@ def dense(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda states: native.few_rows(states[:, :1003].to(states_in).contiguous(), weight, None, scales)
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_bits_depend_on_neither_rows_nor_threads(name: str) -> None:
     # Enough work for two threads.
@@ -78,7 +91,6 @@ def of_eight_bits(rows: int, inputs: int, group: int) -> torch.Tensor:
     return states * steps
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("kind", "group", "outputs", "inputs"),
     # Some processors round the inputs of weights in 8 bits in groups of 64.
@@ -102,13 +114,11 @@ def test_products_are_what_their_levels_stand_for(
         assert (linear(others) - exact).norm() < 0.01 * (sizes / outputs**0.5)
 
 
-@pytest.mark.kernels
 def test_four_bits_take_a_sixth_of_float32() -> None:
     rounded = Int4().pack(drawn(330, 704).float())
     assert Int4Linear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 330 * 704
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_stay_in_their_row(value: float) -> None:
     states, weight = torch.ones(3, 160), drawn(5, 160).float()
@@ -121,13 +131,11 @@ def test_values_that_are_not_finite_stay_in_their_row(value: float) -> None:
         assert product(states).isfinite().all(1).tolist() == [True, False, True]
 
 
-@pytest.mark.kernels
 def test_tiny_values_in_four_bits_are_zeros_and_no_nans() -> None:
     linear = Int4Linear(Int4().pack(drawn(5, 64).float()), None, torch.float32)
     assert linear(torch.full((1, 64), 1e-44)).abs().max() < 1e-37
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("rows", [1, 4])
 @torch.no_grad()
 def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
@@ -142,7 +150,6 @@ def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
 BYTES = torch.ones(2, 20, dtype=torch.uint8)
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("product", "states", "weight", "message"),
     [
@@ -164,7 +171,6 @@ def test_what_it_cannot_multiply_is_refused(
         product(states, weight, *([None] if product is native.few_rows else []))
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize(
     "draft",
     [None, selfspec.drafts.EarlyExit(2), selfspec.drafts.LowPrecision(), selfspec.drafts.LowPrecision(4)],
@@ -191,8 +197,3 @@ def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypa
     assert torch.float32 in asked
     assert (torch.int8 in asked) == (draft == selfspec.drafts.LowPrecision())
     assert (torch.uint8 in asked) == (draft == selfspec.drafts.LowPrecision(4))
-
-
-def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "few_rows", lambda *_: pytest.fail("not built"))
-    for_few_rows(llama)(tiny.prompt(5))
