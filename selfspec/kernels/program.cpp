@@ -5,6 +5,11 @@
 // constants behind them, and how many bytes behind that address; place -1: there is none.
 // selfspec/runtime/native/instructions.py writes what this file reads.
 
+#if defined(__linux__) && defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -95,7 +100,7 @@ void run_product(Words& words, Worker& worker) {
     }
     x = scaled;
   }
-  const auto run = [&](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
+  const auto run = [&, rows = rows](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
   const auto in_doubles = [](const void* numbers) { return static_cast<const double*>(numbers); };
   if (dtype == Dtype::kDouble) {
     run(Product<Plain<double>>{in_doubles(x), in_doubles(weight), reinterpret_cast<double*>(y), nullptr,
@@ -540,6 +545,8 @@ INTERFACE int selfspec_runs_here() {
   runs = runs && __builtin_cpu_supports("avx512bf16");
 #endif
   return runs;
+#elif defined(__linux__) && defined(__ARM_FEATURE_DOTPROD)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #else
   return 1;
 #endif
