@@ -36,9 +36,6 @@ _STEPS = {
     "what a checkpoint of one's own can do": "selfspec MODEL",
     "its text": 'selfspec generate MODEL --prompt "def walk("',
     "its text with a draft": 'selfspec generate MODEL --prompt "def walk(" --draft lookup+int8',
-    "what the kernels need": f"{_INSTALL} '.[kernels]'",
-    "CPU kernels, once for a machine": "selfspec kernels",
-    "text with a draft, by the kernels": 'selfspec generate MODEL --prompt "def walk(" --draft lookup+int8',
     "what the server needs": f"{_INSTALL} '.[serve]'",
     "a server that answers": _SERVER,
     "what studies need": f"{_INSTALL} '.[bench]'",
@@ -69,7 +66,7 @@ def main() -> None:
 def _fresh(clone: Path, caches: Path) -> dict[str, str]:
     """Return the environment of a fresh shell with the clone's environment activated."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "OMP"))}
-    fresh = {"XDG_CACHE_HOME": caches, "TORCH_EXTENSIONS_DIR": caches / "extensions", "HF_HOME": caches / "hub"}
+    fresh = {"XDG_CACHE_HOME": caches, "HF_HOME": caches / "hub"}
     return (
         kept
         | {name: str(place) for name, place in fresh.items()}
