@@ -46,7 +46,8 @@ class Build(build_py):
         if compiler is None or not variants:
             self.warn("selfspec is built without CPU kernels: there is no C++ compiler (g++ or clang++)")
             return
-        folder = KERNELS if self.editable_mode else Path(self.build_lib, KERNELS)
+        folder = (KERNELS if self.editable_mode else Path(self.build_lib, KERNELS)) / "built"
+        folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             built = pool.map(lambda variant: build(compiler, folder, variant[0], variant[1]), variants.items())
         for failure in filter(None, built):
@@ -57,7 +58,7 @@ class Wheel(bdist_wheel):
     """Names a wheel by its platform alone: the kernels serve every version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        built = any(Path(self.bdist_dir, KERNELS).glob("*.so"))
+        built = any(Path(self.bdist_dir, KERNELS, "built").glob("*.so"))
         return "py3", "none", super().get_tag()[2] if built else "any"
 
 

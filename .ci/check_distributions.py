@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 _NOT_SHIPPED = {"__pycache__"}
 # What the package is built with, beside what lies in the tree: the CPU kernels, by the processor that they are for.
-_BUILT = {f"selfspec/kernels/{variant}.so" for variant in ("v3", "v4", "vnni", "neon", "dotprod")}
+_BUILT = {f"selfspec/kernels/built/{variant}.so" for variant in ("v3", "v4", "vnni", "neon", "dotprod")}
 _MOST_BYTES = 3_000_000
 
 

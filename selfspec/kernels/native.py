@@ -37,7 +37,8 @@ VARIANTS = ("vnni", "v4", "v3", "dotprod", "neon")
 CHOICE = "SELFSPEC_KERNELS"
 """The environment variable that names the variant to run, or `none`."""
 
-_FOLDER = Path(__file__).parent
+_SOURCES = Path(__file__).parent
+_FOLDER = _SOURCES / "built"
 _OF_WEIGHTS = (*DTYPES, torch.int8)
 # Multiplications below which waking another thread takes longer than the work.
 _WORTH_A_THREAD = 1 << 16
@@ -400,5 +401,5 @@ for _name, _of, _kernel, _shape in (
 @cache
 def _sources() -> str:
     """Return what names the sources of the library, as `setup.py` computes it."""
-    files = sorted(each for each in _FOLDER.iterdir() if each.suffix in (".cpp", ".h"))
+    files = sorted(each for each in _SOURCES.iterdir() if each.suffix in (".cpp", ".h"))
     return hashlib.sha256(b"\n".join(each.read_bytes() for each in files)).hexdigest()[:16]

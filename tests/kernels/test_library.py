@@ -15,6 +15,8 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.runtime.few_rows import for_few_rows
 
+_BUILT = native._FOLDER
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -53,8 +55,7 @@ def test_a_broken_file_is_refused(folder: Path) -> None:
 
 @pytest.mark.kernels
 def test_a_library_of_other_sources_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Path(native.__file__).parent / "v3.so"
-    shutil.copy(library, folder / "v3.so")
+    shutil.copy(_BUILT / "v3.so", folder / "v3.so")
     monkeypatch.setattr(native, "_sources", lambda: "others")
     with pytest.raises(UnsupportedOptionError, match=r"v3.* are older than their sources: install selfspec again"):
         native.available()
