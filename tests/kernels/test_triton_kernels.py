@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_attention, triton_judge, triton_products, triton_slots, triton_steps
+from helpers import tiny, triton_attention, triton_checks, triton_products
 from selfspec import kernels
 from selfspec.formats import int4, int8, rounding
 from selfspec.formats.format import formats
@@ -49,7 +49,7 @@ def _autocast() -> AbstractContextManager[Any]:
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "checks",
-    ["triton_products", "triton_attention", "triton_slots", "triton_judge", "triton_steps", "triton_decoding"],
+    ["triton_products", "triton_attention", "triton_checks", "triton_decoding"],
 )
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
@@ -71,23 +71,23 @@ def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda:
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_slots.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", triton_checks.DTYPES, ids=str)
 def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
-    triton_slots.check(dtype, cuda)
+    triton_checks.check_slots(dtype, cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
 @pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
 def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
     if dtype != torch.float64:
-        triton_steps.check_norms(dtype, cuda)
-    triton_steps.check_rotary(dtype, cuda)
+        triton_checks.check_norms(dtype, cuda)
+    triton_checks.check_rotary(dtype, cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("sizes", triton_judge.SIZES, ids=str)
+@pytest.mark.parametrize("sizes", triton_checks.SIZES, ids=str)
 def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
-    triton_judge.check(*sizes, cuda)
+    triton_checks.check_verdicts(*sizes, cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
