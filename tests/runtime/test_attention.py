@@ -12,21 +12,26 @@ from helpers import tiny
 from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.model_state import ModelState
 
-CUDA = torch.device("cuda")
+CUDA, KERNELS = torch.device("cuda"), torch.backends.cuda
 
 
 def enabled() -> bool:
-    found: bool = torch.backends.cuda.cudnn_sdp_enabled()
+    found: bool = KERNELS.cudnn_sdp_enabled()
     return found
+
+
+def allow_only_cudnn() -> None:
+    for enable in (KERNELS.enable_flash_sdp, KERNELS.enable_mem_efficient_sdp, KERNELS.enable_math_sdp):
+        enable(False)
+    KERNELS.enable_cudnn_sdp(True)
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    kernels = torch.backends.cuda
-    before = (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(), enabled())
+    before = (KERNELS.flash_sdp_enabled(), KERNELS.mem_efficient_sdp_enabled(), KERNELS.math_sdp_enabled(), enabled())
     yield
     for enable, value in zip(
-        (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp, kernels.enable_cudnn_sdp),
+        (KERNELS.enable_flash_sdp, KERNELS.enable_mem_efficient_sdp, KERNELS.enable_math_sdp, KERNELS.enable_cudnn_sdp),
         before,
         strict=True,
     ):
@@ -35,39 +40,32 @@ def _as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_it_is_off_inside_and_as_it_was_outside(before: bool) -> None:
-    torch.backends.cuda.enable_cudnn_sdp(before)
+    KERNELS.enable_cudnn_sdp(before)
     with for_new_lengths(CUDA):
         assert not enabled()
         with for_new_lengths(CUDA):
             assert not enabled()
         assert not enabled()
     assert enabled() is before
-
-
-def test_it_is_as_before_after_an_error() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(ValueError, match="inside"), for_new_lengths(CUDA):
         raise ValueError("inside")
-    assert enabled()
+    assert enabled() is before
 
 
 def test_a_cpu_changes_no_setting() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    KERNELS.enable_cudnn_sdp(True)
     with for_new_lengths(torch.device("cpu")):
         assert enabled()
 
 
 def test_whoever_allows_nothing_else_keeps_it() -> None:
-    kernels = torch.backends.cuda
-    for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
-        enable(False)
-    kernels.enable_cudnn_sdp(True)
+    allow_only_cudnn()
     with for_new_lengths(CUDA):
         assert enabled()
 
 
 def test_the_last_thread_to_leave_restores_it() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    KERNELS.enable_cudnn_sdp(True)
     entered, leave = threading.Event(), threading.Event()
 
     def passes() -> None:
@@ -86,15 +84,14 @@ def test_the_last_thread_to_leave_restores_it() -> None:
 
 
 def test_what_a_recording_depends_on_is_the_same_inside_and_outside() -> None:
-    kernels = torch.backends.cuda
-    kernels.enable_cudnn_sdp(True)
+    KERNELS.enable_cudnn_sdp(True)
     state = ModelState(tiny.llama())
     with for_new_lengths(CUDA):
         assert state.holds()
-    kernels.enable_cudnn_sdp(False)
+    KERNELS.enable_cudnn_sdp(False)
     assert state.holds()
-    for enable in (kernels.enable_flash_sdp, kernels.enable_mem_efficient_sdp, kernels.enable_math_sdp):
-        enable(False)
+    allow_only_cudnn()
+    KERNELS.enable_cudnn_sdp(False)
     alone = ModelState(tiny.llama())
-    kernels.enable_cudnn_sdp(True)
+    KERNELS.enable_cudnn_sdp(True)
     assert not alone.holds()

@@ -218,19 +218,14 @@ def test_tokens_are_drawn_from_what_warpers_leave(name: str, vocabulary: int) ->
 
 
 @torch.no_grad()
-def test_the_likeliest_token_is_chosen() -> None:
-    found = Bench(_model(50)).chained(_draws(Choice(0.0), 50))
-    assert found.probs is None
-    assert torch.equal(found.tokens, found.logits.argmax(-1))
-    torch.testing.assert_close(found.confidences, found.logits.softmax(-1).amax(-1))
-
-
-@torch.no_grad()
-def test_the_likeliest_token_is_not_one_that_is_suppressed() -> None:
-    odd = tuple(range(1, 50, 2))
-    found = Bench(_model(50)).chained(_draws(Choice(0.0, suppressed=(*odd, -1, 50)), 50))
+@pytest.mark.parametrize("suppressed", [(), tuple(range(1, 50, 2))], ids=["all", "some suppressed"])
+def test_the_likeliest_token_is_chosen(suppressed: tuple[int, ...]) -> None:
+    # Numbers that are no tokens are suppressed in vain.
+    beyond = (-1, 50) if suppressed else ()
+    found = Bench(_model(50)).chained(_draws(Choice(0.0, suppressed=(*suppressed, *beyond)), 50))
     logits = found.logits
-    logits[..., odd] = -torch.inf
+    logits[..., suppressed] = -torch.inf
+    assert found.probs is None
     assert torch.equal(found.tokens, logits.argmax(-1))
     torch.testing.assert_close(found.confidences, logits.softmax(-1).amax(-1))
 

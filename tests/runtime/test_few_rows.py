@@ -53,6 +53,8 @@ def test_products_are_the_same(threads: int, capability: str, processor: Callabl
             found = for_few_rows(linear)(states)
             torch.testing.assert_close(found, linear(states), rtol=0, atol=1e-12)
             assert found.is_contiguous(), shape
+            by_columns = states.transpose(0, -1).contiguous().transpose(0, -1)
+            torch.testing.assert_close(for_few_rows(linear)(by_columns), found, rtol=0, atol=1e-12)
     finally:
         torch.set_num_threads(before)
 
@@ -67,13 +69,6 @@ def test_what_a_cache_holds_is_multiplied_alike_for_any_number_of_slots() -> Non
 
 
 @torch.no_grad()
-def test_states_laid_out_by_columns_give_the_same() -> None:
-    linear = nn.Linear(24, 40)
-    states = torch.randn(24, 3).t()
-    torch.testing.assert_close(for_few_rows(linear)(states), linear(states))
-
-
-@torch.no_grad()
 def test_hooks_see_the_linears_run() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4)))
     seen: list[str] = []
@@ -83,14 +78,16 @@ def test_hooks_see_the_linears_run() -> None:
     assert seen == ["0", "1.0"]
 
 
-def test_weights_are_shared_and_the_model_stays_as_it_is() -> None:
-    model = tiny.llama()
-    before = Snapshot(model)
-    view = for_few_rows(model)
-    assert view is not model
-    assert type(view) is type(model)
-    assert {id(weight) for weight in view.parameters()} == {id(weight) for weight in model.parameters()}
-    before.assert_same(model)
+@pytest.mark.parametrize("viewed", [for_few_rows, for_grouped_queries])
+def test_weights_are_shared_and_the_model_stays_as_it_is(
+    llama: PreTrainedModel, viewed: Callable[[PreTrainedModel], PreTrainedModel]
+) -> None:
+    before = Snapshot(llama)
+    view = viewed(llama)
+    assert view is not llama
+    assert type(view) is type(llama)
+    assert {id(weight) for weight in view.parameters()} == {id(weight) for weight in llama.parameters()}
+    before.assert_same(llama)
 
 
 class Doubled(nn.Linear):
@@ -157,24 +154,16 @@ def test_the_weight_is_on_the_left_where_that_was_the_faster_way(
     assert widths == [4 if count == 3 else count for count in rows]
 
 
-def test_verification_computes_blocks_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = _left_factors(monkeypatch, tiny.llama(), draft=selfspec.drafts.EarlyExit(2))
-    assert max(widths) == 5  # the last committed token and the draft
-    assert min(widths) > 1
-
-
-def test_plain_decoding_of_one_row_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _left_factors(monkeypatch, tiny.llama(), draft=None)
-
-
-def _left_factors(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, draft: selfspec.drafts.Drafter | None
-) -> list[int]:
+@pytest.mark.parametrize("draft", [None, selfspec.drafts.EarlyExit(2)])
+def test_verification_computes_blocks_this_way_and_plain_decoding_of_a_row_does_not(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft: selfspec.drafts.Drafter | None
+) -> None:
     widths = _spied(monkeypatch)
     monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: 2)
-    spec = selfspec.wrap(model, draft, draft_length=4)
-    spec.generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
-    return widths
+    selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
+    assert bool(widths) == (draft is not None)
+    # The last committed token and the draft are the most.
+    assert draft is None or (min(widths) > 1 and max(widths) == 5)
 
 
 def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -245,11 +234,6 @@ def test_hooks_see_norms_run_and_the_model_stays_as_it_is() -> None:
     before.assert_same(model)
 
 
-def test_without_the_kernels_no_norm_is_replaced() -> None:
-    model = tiny.llama()
-    assert for_norms(model) is model
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
 def test_grouped_queries_give_the_same_bits(architecture: str, dtype: torch.dtype) -> None:
@@ -264,17 +248,11 @@ def test_grouped_queries_give_the_same_bits(architecture: str, dtype: torch.dtyp
         assert torch.equal(for_grouped_queries(model)(ids, attention_mask=given, use_cache=False).logits, expected)
 
 
-def test_a_model_with_grouped_queries_stays_as_it_is(llama: PreTrainedModel) -> None:
-    before = Snapshot(llama)
-    view = for_grouped_queries(llama)
-    assert view is not llama
-    assert {id(weight) for weight in view.parameters()} == {id(weight) for weight in llama.parameters()}
-    before.assert_same(llama)
-
-
-def test_without_groups_or_on_another_kernel_it_is_the_model_itself() -> None:
+def test_without_groups_or_on_another_kernel_it_is_the_model_itself(llama: PreTrainedModel) -> None:
     for model in (tiny.gpt2(), tiny.llama(attention="eager"), tiny.llama(num_key_value_heads=4)):
         assert for_grouped_queries(model) is model
+    # Neither native kernels nor a CUDA device.
+    assert for_norms(llama) is few_rows.for_rotary(llama) is llama
 
 
 def test_what_replaces_a_forward_is_left_alone(llama: PreTrainedModel) -> None:
@@ -329,8 +307,3 @@ def test_other_layouts_are_left_to_torch(given: tuple[torch.Tensor, ...], monkey
     q, k, cosines, sines = given
     assert few_rows._rotated(stock, q, k, cosines, sines) == "torch's"
     stock.assert_called_once()
-
-
-def test_on_a_cpu_nothing_is_replaced() -> None:
-    model = tiny.llama()
-    assert few_rows.for_rotary(model) is model

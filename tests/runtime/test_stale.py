@@ -25,10 +25,9 @@ from transformers.models.llama import modeling_llama
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn
-from helpers.proving import ticking
+from helpers.proving import assert_stock, wrapped
 from helpers.shrunken import shrunken
 from selfspec.runtime import Eager, Native, Runtime
-from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.model_state import ModelState
 
 PROMPT, NEW = 5, 10
@@ -260,22 +259,23 @@ def _native_llama() -> Model:
     return tiny.llama(num_hidden_layers=2, dtype=torch.float32)
 
 
+def _text(spec: selfspec.SelfSpeculative) -> list[list[int]]:
+    """The model's own text, which is also the wrapper's."""
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    expected: list[list[int]] = spec.model.generate(tiny.prompt(PROMPT), **options).tolist()
+    assert spec.generate(tiny.prompt(PROMPT), **options).sequences.tolist() == expected
+    return expected
+
+
 def _check(model: Model, change: Change, runtime: Runtime, draft: selfspec.drafts.Drafter | None = None) -> None:
-    """The text is `model.generate`'s before a change, with it, and after it, though programs were made."""
-    spec, prompt = selfspec.wrap(model, draft, draft_length=3, runtime=runtime), tiny.prompt(PROMPT)
-    spec.programs = GraphCache(spec.runtime, ticking())
-
-    def text() -> list[list[int]]:
-        expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
-        return expected
-
-    before = text()
+    """The text is the model's own before a change, with it, and after it, though programs were made."""
+    spec = wrapped(model, runtime, draft)
+    before = _text(spec)
     proved = spec.programs.proved
     assert bool(proved) == (not isinstance(runtime, Eager))
     with change(model):
-        assert text() != before or change in SETTINGS.values()
-    assert text() == before
+        assert _text(spec) != before or change in SETTINGS.values()
+    assert _text(spec) == before
     assert spec.programs.proved == proved
 
 
@@ -359,29 +359,25 @@ def test_a_function_mode_sees_every_pass() -> None:
 def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
     """The generation began with another model, and programs of its kinds would be taken for that one's."""
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=StandIn(3, 8))
-    spec.programs = GraphCache(spec.runtime, ticking())
-    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
+    spec = wrapped(model, StandIn(3, 8))
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
     next(stream)
     with CHANGES["scaling"](model):
         stream.finish()
         assert not spec.programs.proved
     for _ in range(2):
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        assert_stock(spec, prompt, NEW)
     assert spec.programs.proved
 
 
 def test_generations_keep_the_programs_they_began_with() -> None:
     model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=GRAPHS)
-    spec.programs = GraphCache(spec.runtime, ticking())
+    spec = wrapped(model, GRAPHS)
     expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     stream = spec.stream(prompt, max_new_tokens=NEW, do_sample=False)
     next(stream)
     with CHANGES["scaling"](model):
-        other = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == other
+        assert_stock(spec, prompt, NEW)
     assert stream.finish().sequences.tolist() == expected
 
 
@@ -402,15 +398,12 @@ def test_weights_that_were_replaced_are_let_go() -> None:
 def test_adapters_come_and_go() -> None:
     """Programs of a bare model, then adapters of peft in it: added, switched off and on, merged, and taken out."""
     peft = pytest.importorskip("peft")
-    model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=3, runtime=GRAPHS)
-    spec.programs = GraphCache(spec.runtime, ticking())
+    model = _llama()
+    spec = wrapped(model, GRAPHS, selfspec.drafts.EarlyExit(1))
     texts: list[object] = []
 
     def check(is_other: bool) -> None:
-        expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-        for _ in range(2):
-            assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        expected = [_text(spec) for _ in range(2)][-1]
         assert not texts or (texts[-1] != expected) == is_other
         texts.append(expected)
 
@@ -440,20 +433,13 @@ def test_adapters_come_and_go() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_of_transformers_come_and_go() -> None:
     peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
-    model, prompt = _llama(), tiny.prompt(PROMPT)
-    spec = selfspec.wrap(model, runtime=StandIn(0, 8))
-    spec.programs = GraphCache(spec.runtime, ticking())
-
-    def text() -> list[list[int]]:
-        expected: list[list[int]] = model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
-        return expected
-
-    before = text()
+    model = _llama()
+    spec = wrapped(model, GRAPHS)
+    before = _text(spec)
     assert spec.programs.proved
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "one")
-    assert text() != before
+    assert _text(spec) != before
     model.disable_adapters()
-    assert text() == before
+    assert _text(spec) == before
     model.enable_adapters()
-    assert text() != before
+    assert _text(spec) != before

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -335,48 +334,6 @@ WEIGHT = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
 def written(states: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
     cache.index_copy_(0, torch.arange(2, device=states.device), states @ WEIGHT)
     return cache * 2, cache[:1]
-
-
-def parted(states: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    first, last = states.split([1, 2], -1)
-    return torch.cat([last, first], -1), states.transpose(0, 1)
-
-
-def computed(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
-    """What the graph of a function gives."""
-    found = noted(function, given)
-    values: dict[Any, Any] = {}
-    left = iter(given)
-    for node in found.graph.nodes:
-        match node.op:
-            case "placeholder":
-                values[node] = next(left)
-            case "get_attr":
-                values[node] = found.held[node.target]
-            case "output":
-                return [values[each] for each in node.args[0]]
-            case _:
-                args = torch.fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = node.target(*args, **torch.fx.node.map_arg(node.kwargs, values.__getitem__))
-                if node.target is not operator.getitem and isinstance(values[node], Tensor):
-                    assert values[node].stride() == node.meta["val"].stride()
-    raise AssertionError("no output")
-
-
-@pytest.mark.parametrize("function", [written, parted])
-def test_a_graph_computes_what_the_function_does(function: Callable[..., Sequence[Tensor]]) -> None:
-    with torch.no_grad():
-        given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
-        wanted = [each.clone() for each in function(given[0], given[1].clone())]
-        for found, expected in zip(computed(function, given), wanted, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_a_graph_in_inference_mode_is_the_same() -> None:
-    given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
-    with torch.inference_mode():
-        inside = noted(written, [*map(torch.clone, given)])
-    assert str(inside.graph) == str(noted(written, given).graph)
 
 
 def test_nothing_is_computed() -> None:
