@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def greedy_together(
     spec: selfspec.SelfSpeculative, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> list[list[list[int]]]:
     """Greedy texts of some prompts, each generated in a thread of its own."""
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda ids: spec.generate(ids, **options).sequences.tolist(), prompts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -55,18 +56,18 @@ def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, input
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-PRODUCTS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
-    **{str(dtype): lambda dtype=dtype: dense(dtype) for dtype in (*native.DTYPES, torch.int8)},
-    "int4": lambda: Int4Linear(Int4().pack(drawn(301, 1056).float()), None, torch.float32),
-}
-
-
 def dense(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A product whose inputs fill no tile."""
     weight = (100 * drawn(301, 1003)).to(dtype)
     of_levels = dtype == torch.int8
     states_in, scales = (torch.float32, drawn(301).float()) if of_levels else (dtype, None)
     return lambda states: native.few_rows(states[:, :1003].to(states_in).contiguous(), weight, None, scales)
+
+
+PRODUCTS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+    **{str(dtype): partial(dense, dtype) for dtype in (*native.DTYPES, torch.int8)},
+    "int4": lambda: Int4Linear(Int4().pack(drawn(301, 1056).float()), None, torch.float32),
+}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -131,9 +131,9 @@ def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past:
             found = bench.logits(bench.full.resumed_at(start), torch.zeros_like(bench.block), left)
             equal(found, logits, (first, leave))
             # And the cache holds what a full pass would have left, so the next tokens are right too.
-            for found, full in zip(bench.keys_and_values(), wanted.keys_and_values(), strict=True):
-                equal(found[0], full[0])
-                equal(found[1], full[1])
+            for written, full in zip(bench.keys_and_values(), wanted.keys_and_values(), strict=True):
+                equal(written[0], full[0])
+                equal(written[1], full[1])
 
 
 def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: PreTrainedModel) -> None:

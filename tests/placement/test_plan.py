@@ -73,7 +73,7 @@ def test_too_little_says_how_much_is_needed_and_what_for() -> None:
 
 
 def test_copies_of_weights_that_always_stay_count_where_all_layers_stay() -> None:
-    fewer = {"int8": (2**18,) * 4, "int4": (2**17,) * 4}
+    fewer: dict[str, tuple[int, ...]] = {"int8": (2**18,) * 4, "int4": (2**17,) * 4}
     memory = Memory(0, 2**26, (2**20,) * 4, 2**10, fewer, 0, 0, 0, {"int8": 2**24, "int4": 2**23})
     room = memory.least + sum(memory.layers) + sum(memory.substitutes["int8"])
     assert plan_memory(memory, room + 2**24, DISK, ["int8"], beside="int8").resident == 4
