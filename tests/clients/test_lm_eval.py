@@ -1,8 +1,8 @@
-"""lm-eval through selfspec: its stop strings, which remember, leave each document as plain decoding does."""
+"""lm-eval through selfspec, and its `local-completions` over the loopback: what it reads is the model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
+from helpers.http_server import NAME, Running, running
 from helpers.saved_folders import installed, rounds
 from helpers.stories import checkpoint_folder
 
 pytest.importorskip("lm_eval")
+pytest.importorskip("tenacity")
+pytest.importorskip("aiohttp")
 
 from datasets import Dataset
+from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures(installed.__name__)]
 
@@ -35,30 +40,48 @@ STARTS = (
 )
 DOCUMENTS = [start.format(name) for name in NAMES for start in STARTS]
 STOPS = ["\n", ". He", " box.", "park"]
+GENERATION = {"until": list(STOPS), "max_gen_toks": 32, "do_sample": False}
+# Few of them, of which each is to end by itself or in one of two ways.
+TEXTS = ["Tom had a", "One day, Lily", "The dog was", "She wanted to go", "In the park there was", "Ben saw a"]
+CHOICES = {"doc_to_choice": [" big red ball.", " small house."], "doc_to_target": 0}
 
 
-def task(**generation: Any) -> ConfigurableTask:
-    """Sixty beginnings of stories to go on with, made here: nothing is downloaded."""
-    config = {
+def found(lm: LM, texts: Sequence[str], metric: str = "exact_match", **config: Any) -> list[Any]:
+    """Responses to beginnings of stories to go on with, in order. They are made here: nothing is downloaded."""
+    given = {
         "task": "stories",
-        "custom_dataset": lambda **ignored: {"test": Dataset.from_list([{"text": text} for text in DOCUMENTS])},
-        "output_type": "generate_until",
+        "custom_dataset": lambda **ignored: {"test": Dataset.from_list([{"text": text} for text in texts])},
         "test_split": "test",
         "doc_to_text": "{{text}}",
         "doc_to_target": "",
-        "generation_kwargs": {"until": list(STOPS), "max_gen_toks": 32, "do_sample": False, **generation},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
     }
-    return ConfigurableTask(config=config)
+    task = ConfigurableTask(config={**given, **config})
+    results = evaluate(lm, {"tasks": {"stories": task}}, bootstrap_iters=None)
+    return sorted(results["samples"]["stories"], key=lambda sample: sample["doc_id"])
+
+
+def generated(lm: LM, texts: Sequence[str], **generation: Any) -> list[str]:
+    """What lm-eval takes for the answer to each."""
+    samples = found(lm, texts, output_type="generate_until", generation_kwargs={**GENERATION, **generation})
+    return [sample["filtered_resps"][0] for sample in samples]
+
+
+def likelihoods(lm: LM) -> list[tuple[float, bool]]:
+    """Of both ends of each, and whether they are the greedy ones."""
+    samples = found(lm, TEXTS, "acc", output_type="multiple_choice", target_delimiter="", **CHOICES)
+    return [each for sample in samples for each in sample["filtered_resps"]]
+
+
+def direct(model: PreTrainedModel | str, batch: int = 1, dtype: str = "float32", **options: Any) -> LM:
+    tokenizer = str(checkpoint_folder())
+    return HFLM(
+        model, tokenizer=tokenizer, batch_size=batch, device="cpu", dtype=dtype, trust_remote_code=True, **options
+    )
 
 
 def answers(model: PreTrainedModel | str, batch: int, **generation: Any) -> list[str]:
-    """What lm-eval takes for the answer to each document."""
-    tokenizer = str(checkpoint_folder())
-    lm = HFLM(model, tokenizer=tokenizer, batch_size=batch, device="cpu", dtype="float32", trust_remote_code=True)
-    found = evaluate(lm, {"tasks": {"stories": task(**generation)}}, bootstrap_iters=None)
-    samples = sorted(found["samples"]["stories"], key=lambda sample: sample["doc_id"])
-    return [sample["resps"][0][0] for sample in samples]
+    return generated(direct(model, batch), DOCUMENTS, **generation)
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +130,42 @@ def test_answers_are_those_of_plain_decoding(
 def test_documents_end_in_many_places(plain: Callable[[int], list[str]]) -> None:
     assert len(plain(8)) == 60
     assert len({len(answer) for answer in plain(8)}) > 15
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stock() -> LM:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
+    return direct(model, dtype="float64", add_bos_token=True)
+
+
+def served(server: Running, batch: int, **options: Any) -> LM:
+    return LocalCompletionsAPI(
+        base_url=f"http://127.0.0.1:{server.port}/v1/completions",
+        model=NAME,
+        tokenizer=str(checkpoint_folder()),
+        tokenizer_backend="huggingface",
+        batch_size=batch,
+        max_length=512,
+        add_bos_token=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("options", [{"batch": 1}, {"batch": 4}, {"batch": 1, "num_concurrent": 4}])
+def test_texts_over_http_are_the_models_own(server: Running, stock: LM, options: dict[str, Any]) -> None:
+    over_http, own = (generated(lm, TEXTS, until=[".", "\n"]) for lm in (served(server, **options), stock))
+    # A served text follows its prompt; lm-eval decodes new tokens alone, which drops the blank before the first word.
+    assert [text.lstrip() for text in over_http] == own
+
+
+def test_likelihoods_over_http_are_the_models_own(server: Running, stock: LM) -> None:
+    over_http, own = likelihoods(served(server, 2)), likelihoods(stock)
+    assert len(own) == 2 * len(TEXTS)
+    assert [greedy for _, greedy in over_http] == [greedy for _, greedy in own]
+    assert [value for value, _ in over_http] == pytest.approx([value for value, _ in own], abs=1e-3)

@@ -58,6 +58,18 @@ def prompted(method: str, model: PreTrainedModel) -> PeftModel:
     return found
 
 
+def exiting(model: PreTrainedModel) -> selfspec.SelfSpeculative:
+    return selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+
+
+def check_padded(wrapped: PeftModel, model: PreTrainedModel) -> None:
+    """Each row is what it is without its padding."""
+    ids = tiny.prompt(5, 2)
+    out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=exiting(model), **GREEDY)
+    for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):
+        assert torch.equal(row[None, padding:], forced(wrapped, text[None, padding:])[0])
+
+
 def tasks(method: str, rows: int) -> dict[str, Tensor]:
     return {"task_ids": torch.arange(rows)} if method == "multitask" else {}
 
@@ -93,42 +105,32 @@ def test_a_soft_prompt_is_read(method: str, architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_padding_behind_a_prefix(method: str, architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    ids = tiny.prompt(5, 2)
-    out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=spec, **GREEDY)
-    for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):
-        assert torch.equal(row[None, padding:], forced(wrapped, text[None, padding:])[0])
+    check_padded(prompted(method, model), model)
 
 
-@pytest.mark.parametrize("method", ["prompt tuning", "p-tuning"])
-def test_padding_behind_embeddings_is_refused(method: str) -> None:
-    """It is counted as positions there, so that a row depends on how wide its batch is."""
-    model = tiny.llama()
-    wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    with pytest.raises(
-        selfspec.errors.UnsupportedOptionError, match=r"soft prompt before padded rows.*one row at a time"
-    ):
-        wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
-def test_padding_that_windows_reach_over_is_refused(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "architecture", "words"),
+    [
+        # It is counted as positions there, so that a row depends on how wide its batch is.
+        ("prompt tuning", "llama", r"soft prompt before padded rows.*one row at a time"),
+        ("p-tuning", "llama", r"soft prompt before padded rows.*one row at a time"),
+        ("prefix tuning", "mistral", r"padding between.*windows.*one row at a time"),
+        ("prefix tuning", "qwen2", r"padding between.*windows.*one row at a time"),
+    ],
+)
+def test_padding_that_changes_the_text_is_refused(method: str, architecture: str, words: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    wrapped = prompted("prefix tuning", model)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"padding between.*windows.*one row at a time"):
-        wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=spec, **GREEDY)
+    wrapped = prompted(method, model)
+    model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match=words):
+        wrapped.generate(input_ids=tiny.prompt(5, 2), attention_mask=MASK, custom_generate=exiting(model), **GREEDY)
 
 
 @pytest.mark.parametrize("method", ["prompt tuning", "prefix tuning"])
 def test_scores_and_caches_come_back(method: str) -> None:
     model = tiny.llama()
     wrapped = prompted(method, model)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    ids = tiny.prompt(5)
+    spec, ids = exiting(model), tiny.prompt(5)
     out = wrapped.generate(
         input_ids=ids, return_dict_in_generate=True, output_logits=True, custom_generate=spec, **GREEDY
     )
@@ -149,7 +151,7 @@ def test_scores_and_caches_come_back(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["prompt tuning", "prefix tuning"])
 def test_a_saved_folder_reads_the_soft_prompt(method: str, tmp_path: Path) -> None:
-    selfspec.wrap(tiny.llama(), selfspec.drafts.EarlyExit(2), draft_length=3).save_pretrained(tmp_path)
+    exiting(tiny.llama()).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     wrapped = prompted(method, model)
     options = {"input_ids": tiny.prompt(5, 2), **GREEDY}
@@ -165,8 +167,4 @@ def test_lora_is_as_it_was() -> None:
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    ids = tiny.prompt(5, 2)
-    out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=spec, **GREEDY)
-    for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):
-        assert torch.equal(row[None, padding:], forced(wrapped, text[None, padding:])[0])
+    check_padded(wrapped, model)

@@ -44,7 +44,21 @@ def test_what_a_template_leaves_out_is_refused(role: str, remedy: str) -> None:
         template.prompt(MESSAGES)
 
 
-def test_a_template_that_leaves_out_the_user_is_refused_before_work() -> None:
-    source = "[INST] {% for part in messages[0].content.parts or [] %}{{ part }}{% endfor %}[/INST]"
-    with pytest.raises(CheckpointError, match=r"leaves out.*'user'.*--template FILE"):
-        ChatTemplate(tiny.tokenizer(), source)
+LEAVES_OUT = "[INST] {% for part in messages[0].content.parts or [] %}{{ part }}{% endfor %}[/INST]"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, r"--template FILE.*selfspec generate"),
+        ("{% for", "does not write one message"),
+        ("{{ raise_exception('no') }}", "does not write one message"),
+        ("{{ messages[7].content }}", "does not write one message"),
+        (LEAVES_OUT, r"leaves out.*'user'.*--template FILE"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused_before_work(source: str | None, words: str) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(CheckpointError, match=words):
+        ChatTemplate(tokenizer, source)

@@ -134,26 +134,17 @@ def test_tools_that_the_template_does_not_read_are_described(bare: Running, serv
 
 
 def test_calls_and_results_are_fed_back(bare: Running) -> None:
-    call: dict[str, Any] = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
-    }
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "sunny"},
-    ]
-    reply = bare.chat(messages=messages, tools=[WEATHER])
+    def said(content: str | None, arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "sunny"},
+        ]
+
+    reply = bare.chat(messages=said(None, '{"city": "Bern"}'), tools=[WEATHER])
     assert reply.status == 200, reply.raw
-    objects = [
-        {
-            **messages[1],
-            "content": "",
-            "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "Bern"}}}],
-        }
-    ]
-    told = text_of(bare, [messages[0], *objects, messages[2]], [WEATHER])
+    told = text_of(bare, said("", {"city": "Bern"}), [WEATHER])
     assert '{"name": "weather", "arguments": {"city": "Bern"}}' in told
     assert "user: <tool_response>\nsunny" in told
     assert reply.body["usage"]["prompt_tokens"] == len(bare.tokenizer(told, add_special_tokens=False).input_ids)

@@ -106,15 +106,19 @@ def test_usage_counts_accepted_tokens(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_end_an_answer_and_are_not_sent(server: Running, stream: bool) -> None:
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_stop_strings_end_an_answer_and_are_not_sent(server: Running, stream: bool, logprobs: int | None) -> None:
     tokens = generated(server, PROMPTS[0], 40)
     whole = text_of(server, PROMPTS[0], tokens)
-    stop = whole[20:23]
+    stop = whole[20:23] if logprobs is None else whole[9:12]
     body = {"prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0, "stop": [stop, "never said"]}
-    reply = server.complete(**body, stream=stream)
+    reply = server.complete(**body, logprobs=logprobs, stream=stream)
     choices = [event["choices"][0] for event in reply.events] if stream else reply.body["choices"]
-    assert "".join(choice["text"] for choice in choices) == whole[: whole.find(stop)]
+    said = whole[: whole.find(stop)]
+    assert "".join(choice["text"] for choice in choices) == said
     assert choices[-1]["finish_reason"] == "stop"
+    if logprobs is not None:
+        assert "".join(token for choice in choices for token in choice["logprobs"]["tokens"]) == said
     if not stream:
         until = next(count for count in range(41) if stop in text_of(server, PROMPTS[0], tokens[:count]))
         assert reply.body["usage"]["completion_tokens"] == until < 40
@@ -215,17 +219,6 @@ def test_every_token_stands_where_its_offset_says(server: Running, prompt: str, 
     assert "".join(piece["text"] for piece in pieces) == text
     for name, values in found.items():
         assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]] == values
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_a_stop_string_have_no_text(server: Running, stream: bool) -> None:
-    whole = text_of(server, PROMPTS[0], generated(server, PROMPTS[0], 20))
-    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 20, "stop": whole[9:12], "logprobs": 0}
-    reply = server.complete(**body, stream=stream)
-    choices = [event["choices"][0] for event in reply.events] if stream else reply.body["choices"]
-    assert "".join(choice["text"] for choice in choices) == whole[: whole.find(whole[9:12])]
-    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
-    assert "".join(tokens) == whole[: whole.find(whole[9:12])]
 
 
 def test_a_newline_that_is_a_byte_stops_an_answer(server: Running) -> None:

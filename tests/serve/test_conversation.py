@@ -15,9 +15,9 @@ from helpers import tiny
 from helpers.stories import checkpoint_folder
 from helpers.tiny import in_turns
 from helpers.tokenizers import PLAIN
-from selfspec.errors import CheckpointError, PromptError
+from selfspec.errors import PromptError
 from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.conversation import Conversation
+from selfspec.serve.conversation import ChatTurn, Conversation
 
 TEXTS = ("Tell me of Lily.", "And then?", "What did Tom say?")
 # The last message first: what was read before is no beginning of the next prompt.
@@ -37,16 +37,28 @@ def spec() -> selfspec.SelfSpeculative:
 
 
 def begun(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, source: str = PLAIN, new: int = 12
+    spec: selfspec.SelfSpeculative,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str = PLAIN,
+    system: str | None = "Be kind.",
+    new: int = 12,
 ) -> Conversation:
-    return Conversation(spec, tokenizer, ChatTemplate(tokenizer, source), "Be kind.", new, {"do_sample": False})
+    return Conversation(spec, tokenizer, ChatTemplate(tokenizer, source), system, new, {"do_sample": False})
 
 
-def whole(spec: selfspec.SelfSpeculative, prompt: list[int], new: int = 12) -> list[int]:
-    """What the model answers to a prompt that it reads from its beginning."""
-    return (
-        spec.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False).sequences[0].tolist()[len(prompt) :]
-    )
+@pytest.fixture
+def conversation(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    return begun(spec, tokenizer)
+
+
+def answered(conversation: Conversation, text: str, new: int = 12) -> ChatTurn:
+    """A turn to its end, which says what the model answers to a prompt that it reads from its beginning."""
+    turn = conversation.ask(text)
+    assert "".join(turn) + turn.close() == turn.text
+    assert turn.finished
+    out = conversation._spec.generate(torch.tensor([turn.prompt]), max_new_tokens=new, do_sample=False)
+    assert turn.tokens == out.sequences[0].tolist()[len(turn.prompt) :]
+    return turn
 
 
 @pytest.mark.parametrize("source", [PLAIN, BACKWARDS])
@@ -55,50 +67,30 @@ def test_answers_are_those_of_the_whole_conversation(
 ) -> None:
     conversation, kept = begun(spec, tokenizer, source), []
     for text in TEXTS:
-        turn = conversation.ask(text)
-        said = "".join(turn) + turn.close()
-        assert turn.finished
-        assert turn.tokens == whole(spec, turn.prompt)
-        assert said == turn.text == conversation.messages[-1]["content"]
+        turn = answered(conversation, text)
+        assert turn.text == conversation.messages[-1]["content"]
         kept.append((turn.kept, len(turn.prompt)))
     if source == PLAIN:
         # What was read before; a text of this model is cut into other tokens than it was written in.
         assert all(now[0] >= before[1] for before, now in pairwise(kept))
 
 
-def test_a_turn_that_is_cut_short_leaves_the_next_one_right(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    conversation = begun(spec, tokenizer)
-    first = conversation.ask(TEXTS[0])
-    for _ in first:
-        pass
-    first.close()
+def test_a_turn_that_is_cut_short_leaves_the_next_one_right(conversation: Conversation) -> None:
+    first = answered(conversation, TEXTS[0])
     second = conversation.ask(TEXTS[1])
     next(second)
     second.close()
     assert not second.finished
-    third = conversation.ask(TEXTS[2])
-    for _ in third:
-        pass
-    third.close()
-    assert third.kept >= len(first.prompt)
-    assert third.tokens == whole(spec, third.prompt)
+    assert answered(conversation, TEXTS[2]).kept >= len(first.prompt)
 
 
-def test_a_turn_without_any_text_is_not_remembered(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    conversation = begun(spec, tokenizer)
+def test_a_turn_without_any_text_is_not_remembered(conversation: Conversation) -> None:
     conversation.ask(TEXTS[0]).close()
     assert [message["role"] for message in conversation.messages] == ["system"]
 
 
-def test_reset_leaves_the_system_message(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> None:
-    conversation = begun(spec, tokenizer)
-    turn = conversation.ask(TEXTS[0])
-    "".join(turn)
-    turn.close()
+def test_reset_leaves_the_system_message(conversation: Conversation) -> None:
+    answered(conversation, TEXTS[0])
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be kind."}]
     assert conversation.ask(TEXTS[0]).kept == 0
@@ -107,14 +99,10 @@ def test_reset_leaves_the_system_message(spec: selfspec.SelfSpeculative, tokeniz
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2"])
 def test_other_caches(name: str) -> None:
     """Windows are cut like others."""
-    tokenizer = tiny.tokenizer()
     spec = selfspec.wrap(getattr(tiny, name)(vocab_size=256), draft="exit:2")
-    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, PLAIN), None, 5, {"do_sample": False})
+    conversation = begun(spec, tiny.tokenizer(), system=None, new=5)
     for text in ("ab", "c"):
-        turn = conversation.ask(text)
-        "".join(turn)
-        turn.close()
-        assert turn.tokens == whole(spec, turn.prompt, 5)
+        answered(conversation, text, 5)
 
 
 @pytest.mark.contract
@@ -125,40 +113,29 @@ def test_other_caches(name: str) -> None:
 def test_states_that_cannot_go_back_are_read_anew(name: str, source: str) -> None:
     from helpers.shrunken import shrunken
 
-    tokenizer = tiny.tokenizer()
     spec = selfspec.wrap(shrunken(name, vocab_size=256), draft=None)
-    conversation = Conversation(spec, tokenizer, ChatTemplate(tokenizer, source), None, 5, {"do_sample": False})
+    conversation = begun(spec, tiny.tokenizer(), source, None, 5)
     cut_short = conversation.ask("no")
     next(cut_short)
     cut_short.close()
     for text in ("ab", "c"):
-        turn = conversation.ask(text)
-        "".join(turn)
-        turn.close()
-        assert turn.tokens == whole(spec, turn.prompt, 5)
+        answered(conversation, text, 5)
 
 
-def test_a_turn_that_is_ended_is_kept_as_far_as_it_came(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    conversation = begun(spec, tokenizer)
+def test_a_turn_that_is_ended_is_kept_as_far_as_it_came(conversation: Conversation) -> None:
     turn = conversation.ask(TEXTS[0])
     for _ in range(3):
         next(turn)
     turn.close()
     assert len(turn.tokens) >= 3
     assert not turn.finished
-    following = conversation.ask(TEXTS[1])
+    following = answered(conversation, TEXTS[1])
     # All that was read: of the answer what is cut into the same tokens again.
     alike = [a == b for a, b in zip(turn.prompt + turn.tokens[:-1], following.prompt[:-1], strict=False)]
     assert following.kept == [*alike, False].index(False) >= len(turn.prompt)
-    "".join(following)
-    following.close()
-    assert following.tokens == whole(spec, following.prompt)
 
 
-def test_a_full_context_is_refused(spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase) -> None:
-    conversation = begun(spec, tokenizer)
+def test_a_full_context_is_refused(conversation: Conversation) -> None:
     before = list(conversation.messages)
     with pytest.raises(PromptError, match="/reset"):
         conversation.ask("Lily " * 600)
@@ -175,36 +152,11 @@ def test_an_answer_takes_what_the_context_has_room_for(
     assert len(turn.prompt) + len(turn.tokens) <= 512
 
 
-def test_a_checkpoint_without_a_template_names_the_remedy(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(CheckpointError, match=r"--template FILE.*selfspec generate"):
-        ChatTemplate(tokenizer)
-
-
-@pytest.mark.parametrize("source", ["{% for", "{{ raise_exception('no') }}", "{{ messages[7].content }}"])
-def test_a_template_that_writes_no_message_is_refused(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    with pytest.raises(CheckpointError, match="does not write one message"):
-        ChatTemplate(tokenizer, source)
-
-
-def test_messages_that_a_template_refuses(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(PromptError, match="nothing is said"):
-        ChatTemplate(tokenizer, PLAIN).prompt([{"role": "user", "content": "mute"}])
-
-
-def test_tools_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    ids = ChatTemplate(tokenizer, PLAIN).prompt([{"role": "user", "content": "Hi"}], [tool])
-    assert "tools: weather" in tokenizer.decode(ids)
-
-
 def test_an_interrupt_before_the_answer_leaves_the_next_turn_right(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes: some layers of the cache are cropped by then, and others are not."""
-    conversation = begun(spec, tokenizer)
-    first = conversation.ask(TEXTS[0])
-    "".join(first)
-    first.close()
+    answered(conversation, TEXTS[0])
     # Of the answer nothing is kept, and of what came before it all.
     conversation.messages[-1]["content"] = "No."
     before = list(conversation.messages)
@@ -220,7 +172,4 @@ def test_an_interrupt_before_the_answer_leaves_the_next_turn_right(
         with pytest.raises(KeyboardInterrupt):
             conversation.ask(TEXTS[1])
     assert conversation.messages == before
-    second = conversation.ask(TEXTS[2])
-    "".join(second)
-    second.close()
-    assert second.tokens == whole(spec, second.prompt)
+    answered(conversation, TEXTS[2])

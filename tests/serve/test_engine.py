@@ -1,13 +1,14 @@
-"""The engine: every row is what `generate` makes of it alone, whatever comes and goes beside it."""
+"""The engine: every row is what `generate` makes of it alone, whatever comes and goes beside it; and tickets."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from helpers import tiny
@@ -16,11 +17,13 @@ from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.generation import Limits
-from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
+from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, RowError, UnsupportedOptionError
 from selfspec.serve.engine import Engine, in_own_thread
-from selfspec.serve.events import Committed, Event, Ticket
+from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.served import Served
+
+LONG = RowRequest((1, 2), 120, SamplingParams(temperature=0.0))
 
 
 def request(number: int) -> RowRequest:
@@ -96,24 +99,16 @@ def test_what_was_submitted_runs_to_its_end_where_the_engine_drains() -> None:
     assert [ticket.tokens(1) for ticket in tickets] == [alone(model, Asked(each)) for each in asked]
 
 
-def test_rows_end_with_an_error_where_the_engine_does_not_drain() -> None:
-    engine = Engine(selfspec.wrap(small()), max_rows=2)
+@pytest.mark.parametrize(("count", "how"), [(6, {"drain": False}), (30, {"drain": True, "timeout": 0.05})])
+def test_rows_end_with_an_error_where_the_engine_does_not_drain_or_not_in_time(count: int, how: Any) -> None:
+    engine = Engine(selfspec.wrap(small()), max_rows=1 if how["drain"] else 2)
     engine.start()
-    tickets = [engine.submit(RowRequest((1, 2), 100, SamplingParams(temperature=0.0))) for _ in range(6)]
-    engine.stop(drain=False)
-    for ticket in tickets:
-        assert ticket.finished is not None
-        assert isinstance(ticket.finished.error, EngineStoppedError)
-    assert engine.stats().cache_bytes == 0
-
-
-def test_draining_has_an_end() -> None:
-    engine = Engine(selfspec.wrap(small()), max_rows=1)
-    engine.start()
-    tickets = [engine.submit(RowRequest((1, 2), 120, SamplingParams(temperature=0.0))) for _ in range(30)]
-    engine.stop(drain=True, timeout=0.05)
+    tickets = [engine.submit(LONG) for _ in range(count)]
+    engine.stop(**how)
     assert all(ticket.finished is not None for ticket in tickets)
-    assert isinstance(tickets[-1].finished and tickets[-1].finished.error, EngineStoppedError)
+    cut_off = tickets[-1:] if how["drain"] else tickets
+    assert all(isinstance(ticket.finished and ticket.finished.error, EngineStoppedError) for ticket in cut_off)
+    assert engine.stats().cache_bytes == 0
 
 
 def test_an_error_in_the_with_block_stops_the_engine_at_once() -> None:
@@ -121,7 +116,7 @@ def test_an_error_in_the_with_block_stops_the_engine_at_once() -> None:
     tickets: list[Ticket] = []
 
     def fail() -> None:
-        tickets.append(engine.submit(RowRequest((1, 2), 120, SamplingParams(temperature=0.0))))
+        tickets.append(engine.submit(LONG))
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), engine:
@@ -223,13 +218,6 @@ def test_models_of_states_alone_are_served(name: str) -> None:
         Engine(spec, cache_bytes=one - 1)
 
 
-def threads_of(model: PreTrainedModel) -> set[threading.Thread]:
-    """The threads in which the model will run from now on."""
-    seen: set[threading.Thread] = set()
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: seen.add(threading.current_thread()))
-    return seen
-
-
 def test_work_is_done_in_a_thread_that_ends() -> None:
     thread = in_own_thread(threading.current_thread)
     assert thread is not threading.current_thread()
@@ -238,22 +226,60 @@ def test_work_is_done_in_a_thread_that_ends() -> None:
         in_own_thread(lambda: 1 // 0)
 
 
-def test_no_thread_that_lives_ran_the_model_before_the_engine_does() -> None:
-    model = small()
-    seen = threads_of(model)
-    Engine(selfspec.wrap(model))
-    assert seen
-    assert not any(thread.is_alive() for thread in seen)
-
-
-def test_prompts_are_scored_in_a_thread_that_ends() -> None:
+def test_no_thread_that_lives_ran_the_model_before_the_engine_does_or_scores_prompts() -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
-    served = Served(Engine(selfspec.wrap(model)), tokenizer, "stories")
-    seen = threads_of(model)
+    seen: set[threading.Thread] = set()
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: seen.add(threading.current_thread()))
+    served = Served(Engine(selfspec.wrap(model)), AutoTokenizer.from_pretrained(checkpoint_folder()), "stories")
+    before = len(seen)
     try:
         asyncio.run(served.score([1, 2, 3], 1))
     finally:
         served.close()
-    assert seen
+    assert 0 < before < len(seen)
     assert not any(thread.is_alive() for thread in seen)
+
+
+ROUND = Committed((1, 2), None, 3, 1)
+END = Finished("stop", None, 4, 2, 3, 1)
+
+
+def test_events_come_in_order_and_end_with_the_last() -> None:
+    ticket, another = Ticket(), Ticket()
+    for event in (ROUND, ROUND, END):
+        ticket.deliver(event)
+        another.deliver(event)
+    assert list(ticket.events(timeout=1)) == [ROUND, ROUND, END]
+    assert another.tokens(timeout=1) == [1, 2, 1, 2]
+    assert ticket.finished is END
+    assert ticket.wait(0)
+    assert not ticket.cancelled
+    ticket.cancel()
+    assert ticket.cancelled
+
+
+def test_a_time_out_loses_no_event() -> None:
+    ticket = Ticket()
+    with pytest.raises(TimeoutError):
+        next(ticket.events(timeout=0.01))
+    assert not ticket.wait(0)
+    ticket.deliver(END)
+    assert list(ticket.events(timeout=1)) == [END]
+
+
+def test_tokens_raise_the_error_that_ended_the_row() -> None:
+    ticket = Ticket()
+    ticket.deliver(Finished("error", RowError("it broke"), 4, 0, 0, 0))
+    with pytest.raises(RowError, match="it broke"):
+        ticket.tokens(timeout=1)
+
+
+def test_a_callback_takes_the_place_of_the_iterator() -> None:
+    seen: list[Event] = []
+    ticket = Ticket(seen.append)
+    ticket.deliver(ROUND)
+    ticket.deliver(END)
+    assert seen == [ROUND, END]
+    assert ticket.wait(0)
+    with pytest.raises(RuntimeError, match="on_event"):
+        next(ticket.events())

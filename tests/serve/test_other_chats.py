@@ -228,12 +228,18 @@ def test_what_is_not_there_says_what_to_use(bare: Running, path: str) -> None:
     reply = bare.ask(path, {})
     assert reply.status == 404
     assert "is not there:" in reply.body["error"]["message"]
+    assert reply.body["error"]["type"] == "not_found_error"
 
 
 def test_keys_names_and_pages() -> None:
     with running(api_key="secret", aliases=("gpt-4",), origins=("https://a.example",)) as server:
         body = {"model": "gpt-4", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
-        assert server.ask("/v1/messages", body).status == 401
+        for headers in ({}, {"authorization": "Bearer open"}, {"authorization": "secret"}):
+            reply = server.ask("/v1/messages", body, **headers)
+            assert (reply.status, reply.body["error"]["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
+        assert server.ask("/v1/models", authorization="Bearer secret").status == 200
+        assert server.complete().status == server.ask("/v1/models").status == 401
         assert server.ask("/v1/messages", body, x_api_key="secret").status == 200
         assert server.ask("/tokenize", {"prompt": "a"}).status == 401
         names = [model["id"] for model in server.ask("/v1/models", x_api_key="secret").body["data"]]
@@ -242,4 +248,5 @@ def test_keys_names_and_pages() -> None:
         allowed = server.ask("/v1/messages", method="OPTIONS", **asked)
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
         other = server.ask("/health", origin="https://b.example")
+        assert other.status == 200
         assert "access-control-allow-origin" not in other.headers

@@ -67,11 +67,9 @@ def test_states_are_taken_as_a_whole(name: str) -> None:
     engine = Stepped(selfspec.wrap(stateful, "lookup", draft_length=3), kept=True)
     vocabulary = min(24, engine.vocabulary)
     text = text_of(18, 1, vocabulary)
-    request = RowRequest(text, 5, GREEDY, frozenset())
-    first = engine.submit(request)
-    engine.run()
-    assert first.tokens == alone(stateful, Asked(request))
-    assert turn(engine, stateful, (*text, *first.tokens, 3, 4)) == 22
+    assert turn(engine, stateful, text, 5) == 0
+    answer = alone(stateful, Asked(RowRequest(text, 5, GREEDY, frozenset())))
+    assert turn(engine, stateful, (*text, *answer, 3, 4)) == 22
     assert turn(engine, stateful, (*text[:-1], 5, 6)) == 0
 
 

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteriaList
 
 import selfspec
 from helpers.serving import Alternating, Asked, Breaking, Seen, Stepped, alone, small
+from selfspec.control import Control
 from selfspec.decode.group import Group
 from selfspec.decode.output import LogprobRecord
 from selfspec.draft import Budget, Draft, Stateless, Verdict
@@ -56,22 +57,30 @@ class BreaksAtDrafts(LogitsProcessor):
 
 
 PROMPT, BESIDE = (1, 2, 3), (5, 4)
+GREEDY = SamplingParams(temperature=0.0)
 
 
-def beside(engine: Stepped) -> list[Seen]:
-    """Other rows: greedy and seeded."""
-    samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3))
-    return [engine.submit(RowRequest(BESIDE, 20, sampling)) for sampling in samplings]
+def run_beside(
+    model: PreTrainedModel, draft: str | None, request: RowRequest, length: Control | None = None, sampled: bool = True
+) -> Seen:
+    """What is seen of a row beside others, greedy and seeded, which are what they are alone."""
+    engine = Stepped(selfspec.wrap(model, draft, draft_length=length or (None if draft is None else 3)))
+    seeded = [SamplingParams(temperature=0.9, top_k=0, seed=3)] if sampled else []
+    asked = [RowRequest(BESIDE, 20, sampling) for sampling in (GREEDY, *seeded)]
+    others, seen = [engine.submit(each) for each in asked], engine.submit(request)
+    engine.run()
+    # Its slots are clean for whoever comes next.
+    others += [engine.submit(each) for each in asked]
+    engine.run()
+    for each, request in zip(others, asked * 2, strict=True):
+        assert each.tokens == alone(model, Asked(request))
+    return seen
 
 
-def check_beside(model: PreTrainedModel, seen: list[Seen]) -> None:
-    samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3))
-    for each, sampling in zip(seen, samplings, strict=True):
-        assert each.tokens == alone(model, Asked(RowRequest(BESIDE, 20, sampling)))
-
-
-@pytest.mark.parametrize("draft", ["exit:1", None])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("draft", "temperature", "sampled"),
+    [("exit:1", 0.0, True), ("exit:1", 0.8, True), (None, 0.0, True), (None, 0.8, True), (None, 0.0, False)],
+)
 @pytest.mark.parametrize(
     ("made", "cause"),
     [
@@ -82,86 +91,51 @@ def check_beside(model: PreTrainedModel, seen: list[Seen]) -> None:
     ids=["stateless", "with memory", "misshapen"],
 )
 def test_a_processor_that_fails(
-    draft: str | None, temperature: float, made: Callable[[], LogitsProcessor], cause: type[Exception]
+    draft: str | None,
+    temperature: float,
+    sampled: bool,
+    made: Callable[[], LogitsProcessor],
+    cause: type[Exception],
 ) -> None:
-    model = small()
-    engine = Stepped(selfspec.wrap(model, draft, draft_length=None if draft is None else 3))
-    others = beside(engine)
-    sampling = SamplingParams(temperature=temperature, top_k=0, seed=1, processors=(made(),))
-    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
-    engine.run()
+    model, plain = small(), SamplingParams(temperature=temperature, top_k=0, seed=1)
+    seen = run_beside(model, draft, RowRequest(PROMPT, 12, replace(plain, processors=(made(),))), sampled=sampled)
     assert isinstance(seen.end.error, RowError)
     assert isinstance(seen.end.error.__cause__, cause)
-    plain = RowRequest(PROMPT, 12, SamplingParams(temperature=temperature, top_k=0, seed=1))
-    expected = alone(model, Asked(plain))[:3]
+    expected = alone(model, Asked(RowRequest(PROMPT, 12, plain)))[:3]
     assert seen.tokens == expected[: len(seen.tokens)]
     # A processor with memory may break a round of which other tokens were accepted.
     assert len(seen.tokens) == 3 or made().__dict__.get("stateless") is False
-    check_beside(model, others)
-
-
-def test_a_processor_that_fails_where_all_rows_are_greedy() -> None:
-    model = small()
-    engine = Stepped(selfspec.wrap(model, None))
-    other = engine.submit(RowRequest(BESIDE, 20, SamplingParams(temperature=0.0)))
-    failing = SamplingParams(temperature=0.0, processors=(Breaking(6, stateless=True),))
-    seen = engine.submit(RowRequest(PROMPT, 12, failing))
-    engine.run()
-    assert isinstance(seen.end.error, RowError)
-    assert seen.tokens == alone(model, Asked(RowRequest(PROMPT, 12, SamplingParams(temperature=0.0))))[:3]
-    assert other.tokens == alone(model, Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.0))))
 
 
 def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
-    model = small()
-    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
-    others = beside(engine)
     sampling = SamplingParams(temperature=1.0, top_k=0, seed=1, processors=(Banning(),))
-    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
-    engine.run()
+    seen = run_beside(small(), "exit:1", RowRequest(PROMPT, 12, sampling))
     assert isinstance(seen.end.error, RowError)
     assert "no token to choose" in str(seen.end.error)
     assert len(seen.tokens) == 3
-    check_beside(model, others)
 
 
 @pytest.mark.parametrize("draft", ["lookup", "recycle", "exit:1"])
 @pytest.mark.parametrize("nodes", [3, 7])
 def test_a_processor_may_fail_at_what_only_drafts_have(draft: str, nodes: int) -> None:
     model = small()
-    text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, SamplingParams(temperature=0.0))))]
-    length = selfspec.FixedLength(3, nodes=nodes)
-    engine = Stepped(selfspec.wrap(model, draft, draft_length=length))
-    others = beside(engine)
-    sampling = SamplingParams(temperature=0.0, processors=(BreaksAtDrafts(text),))
-    seen = engine.submit(RowRequest(PROMPT, 12, sampling))
-    engine.run()
+    text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, GREEDY)))]
+    request = RowRequest(PROMPT, 12, replace(GREEDY, processors=(BreaksAtDrafts(text),)))
+    seen = run_beside(model, draft, request, selfspec.FixedLength(3, nodes=nodes))
     assert seen.end.error is None
     assert [*PROMPT, *seen.tokens] == text
-    check_beside(model, others)
 
 
-def test_a_row_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_logits_are_not_finite_ends_alone() -> None:
     model = small()
-    weight = model.get_input_embeddings().weight
     # No other text has this token, and no draft proposes it: the head is another matrix.
-    weight.data[23] = torch.nan
-    engine = Stepped(selfspec.wrap(model, "lookup", draft_length=3))
-    others = beside(engine)
-    seen = engine.submit(RowRequest((1, 23, 2), 12, SamplingParams(temperature=0.0)))
-    engine.run()
+    model.get_input_embeddings().weight.data[23] = torch.nan
+    seen = run_beside(model, "lookup", RowRequest((1, 23, 2), 12, GREEDY))
     assert isinstance(seen.end.error, RowError)
     assert "NaN or infinite after 0 new tokens" in str(seen.end.error)
-    expected = [each for each in others if 23 in each.tokens]
-    assert expected == []
-    check_beside(model, others)
-    # Its slots are clean for whoever comes next.
-    again = beside(engine)
-    engine.run()
-    check_beside(model, again)
 
 
-MARKED = RowRequest((1, 2, 3), 12, SamplingParams(temperature=0.0))
+MARKED = RowRequest(PROMPT, 12, GREEDY)
 
 
 @dataclass(frozen=True)
@@ -230,11 +204,10 @@ FAULTS: dict[str, tuple[Any, Callable[[Group], None]]] = {
 
 def of_every_kind() -> list[Asked]:
     """Greedy, seeded, with memory and with log-probabilities."""
-    greedy, seeded = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=0, seed=3)
     return [
-        Asked(RowRequest(BESIDE, 20, greedy, logprobs=2)),
-        Asked(RowRequest(BESIDE, 20, seeded)),
-        Asked(RowRequest(BESIDE, 20, greedy), made=(Alternating,)),
+        Asked(RowRequest(BESIDE, 20, GREEDY, logprobs=2)),
+        Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.9, top_k=0, seed=3))),
+        Asked(RowRequest(BESIDE, 20, GREEDY), made=(Alternating,)),
     ]
 
 

@@ -176,17 +176,12 @@ def test_a_request_is_cancelled_wherever_it_is(model: PreTrainedModel) -> None:
     engine.step()
     assert reading.end.reason == "cancelled"
     engine.run()
+    # One that ended keeps its end.
+    going_on.ticket.cancel()
+    engine.step()
+    assert going_on.end.reason == "length"
     assert going_on.tokens == alone(model, Asked(asked(3, 6)))
     assert engine.scheduler.stats().finished == {"cancelled": 3, "length": 1}
-
-
-def test_a_cancelled_row_that_ended_keeps_its_end(model: PreTrainedModel) -> None:
-    engine = Stepped(selfspec.wrap(model))
-    seen = engine.submit(asked(3, 2))
-    engine.run()
-    seen.ticket.cancel()
-    engine.step()
-    assert seen.end.reason == "length"
 
 
 def test_a_callback_that_raises_cancels_its_row_alone(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,7 +92,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 ARGUMENTS = {"city": "Zürich </tool_call> } ]", "days": [1, {"a": None}]}
 
 
-def rendered(source: str, messages: list[dict[str, Any]], prompt: bool) -> str:
+def rendered(source: str, messages: list[dict[str, Any]]) -> str:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
@@ -100,12 +100,23 @@ def rendered(source: str, messages: list[dict[str, Any]], prompt: bool) -> str:
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     template = environment.from_string(source)
-    return template.render(messages=messages, add_generation_prompt=prompt)
+    return template.render(messages=messages, add_generation_prompt=False)
 
 
-def format_of(source: str) -> CallFormat | None:
-    found = find_format(lambda messages, _: rendered(source, messages, False), source)
-    assert not isinstance(found, ResponseFormat)
+def written(source: str, content: str, **arguments: dict[str, Any]) -> str:
+    """What a template between `[assistant]` and an end writes of a text and calls."""
+    calls = [{"function": {"name": name, "arguments": each}} for name, each in arguments.items()]
+    text = rendered(source, [{"role": "assistant", "content": content, "tool_calls": calls}])
+    return text.removeprefix("[assistant]").removesuffix("<end>\n")
+
+
+def found_format(source: str) -> CallFormat | ResponseFormat | None:
+    return find_format(lambda messages, _: rendered(source, messages), source)
+
+
+def format_of(source: str) -> CallFormat:
+    found = found_format(source)
+    assert isinstance(found, CallFormat)
     return found
 
 
@@ -136,7 +147,6 @@ def read_whole(form: CallFormat, text: str, cuts: list[int]) -> tuple[str, list[
 @given(cuts=st.lists(st.integers(0, 260), max_size=40))
 def test_calls_are_read_as_the_template_writes_them(name: str, cuts: list[int]) -> None:
     form = format_of(CALLING[name])
-    assert form is not None
     wanted = [("weather", ARGUMENTS), ("time", {})][: 1 if form.separator is None else 2]
     text = form.text([(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in wanted])
     assert read_whole(form, text, cuts) == ("", wanted)
@@ -161,7 +171,6 @@ def test_calls_are_read_as_the_template_writes_them(name: str, cuts: list[int]) 
 )
 def test_what_is_no_call_is_text(name: str, text: str, cuts: list[int]) -> None:
     form = format_of(CALLING[name])
-    assert form is not None
     assert read(form, text, cuts) == (text, [])
 
 
@@ -171,11 +180,8 @@ def test_what_is_no_call_is_text(name: str, text: str, cuts: list[int]) -> None:
 @given(cuts=st.lists(st.integers(0, 260), max_size=40))
 def test_arguments_between_tags(name: str, cuts: list[int]) -> None:
     form = format_of(TAGGED[name])
-    assert form is not None
     arguments = {"city": "Zürich\n } 5", "days": [1, {"a": None}], "more": 3}
-    calls = [{"function": {"name": "weather", "arguments": arguments}}, {"function": {"name": "time", "arguments": {}}}]
-    text = rendered(TAGGED[name], [{"role": "assistant", "content": "So: ", "tool_calls": calls}], False)
-    text = text.removeprefix("[assistant]").removesuffix("<end>\n")
+    text = written(TAGGED[name], "So: ", weather=arguments, time={})
     said, found = read_whole(form, text, cuts)
     assert (said.strip(), found) == ("So:", [("weather", arguments), ("time", {})])
     assert read(form, text[: text.index('"a"')], cuts)[1] == [("weather", '{"city": "Zürich\\n } 5"')]
@@ -190,16 +196,13 @@ def test_a_grammar_takes_arguments_between_tags(name: str) -> None:
     from xgrammar.testing import _is_grammar_accept_string as accepts
 
     form = format_of(TAGGED[name])
-    assert form is not None
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     schema |= {"required": ["city", "days"]}
     compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
     wanted = CallGrammar(form, {"weather": schema}, needed=True)
     tag = wanted.structural_tag(style_of(wanted, compiler))
     for days, right in ((3, True), ("three", False)):
-        calls = [{"function": {"name": "weather", "arguments": {"city": "Bern", "days": days}}}]
-        text = rendered(TAGGED[name], [{"role": "assistant", "content": "", "tool_calls": calls}], False)
-        text = text.removeprefix("[assistant]").removesuffix("<end>\n")
+        text = written(TAGGED[name], "", weather={"city": "Bern", "days": days})
         assert accepts(Grammar.from_structural_tag(json.dumps(tag)), text) is right
 
 
@@ -208,7 +211,6 @@ def test_tags_that_no_grammar_has() -> None:
     from xgrammar import GrammarCompiler, TokenizerInfo
 
     form = format_of(XML.replace("<parameter=", "<qx:").replace("</parameter>", "</qx>"))
-    assert form is not None
     compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
     with pytest.raises(UnsupportedOptionError, match="tool_choice"):
         style_of(CallGrammar(form, {"weather": {}}, needed=True), compiler)
@@ -216,22 +218,17 @@ def test_tags_that_no_grammar_has() -> None:
 
 def test_a_call_that_is_cut_off_is_what_was_written_of_it() -> None:
     begun = '{"name": "weather", "arguments": {"city": "Zü'
-    llama = format_of(LLAMA)
-    assert llama is not None
-    assert read(llama, begun, [3, 30]) == ("", [("weather", '{"city": "Zü')])
+    assert read(format_of(LLAMA), begun, [3, 30]) == ("", [("weather", '{"city": "Zü')])
 
 
 def test_formats() -> None:
     assert format_of(BARE) == HERMES
-    assert format_of(PYTHONIC) is None
+    assert found_format(PYTHONIC) is None
     llama = format_of(LLAMA)
-    assert llama is not None
     assert (llama.separator, llama.before) == (None, '{"name": "')
     mistral = format_of(MISTRAL)
-    assert mistral is not None
     assert (mistral.begin, mistral.separator) == ("[TOOL_CALLS] [", ", ")
     deepseek = format_of(DEEPSEEK)
-    assert deepseek is not None
     assert (deepseek.begin, deepseek.before) == ("<calls>", "<call>function<sep>")
 
 
@@ -242,7 +239,6 @@ def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
     from xgrammar.testing import _is_grammar_accept_string as accepts
 
     form = format_of(CALLING[name])
-    assert form is not None
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     call, wrong = (form.text([("weather", json.dumps(each))]) for each in ({"city": "Bern"}, {"city": 3}))
     tools = {"weather": schema, "time": {"type": "object", "properties": {}}}
