@@ -707,7 +707,7 @@ CATALOGUE = (
         "return Prefill(_1, tokens, [len(text) - known], at_once)",
         (_MIXES, "-k", "are_alone")),
     Mutation("rows that join: a row begins with one token too few of a kept cache", "RowDecoder.begin",
-        "cache.take(past, 0, known)", "cache.take(past, 0, known - 1)", ("test_prefix_cache.py",)),
+        "cache.take(past, 0, known)", "cache.take(past, 0, known - 1)", ("test_scheduler.py",)),
     Mutation("rows that join: a row that is read again forgets the round its noise was in", "Scheduler._take_out",
         "entry.row.noise = self._batch.noise.narrowed([index])", "pass",
         ("test_a_row_that_is_read_again_has_fresh_noise",)),
@@ -781,10 +781,10 @@ CATALOGUE = (
     # What the server says of a text.
     Mutation("a text is scored in pieces, each from an empty state", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_token_texts.py")),
+        "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_served.py")),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_token_texts.py")),
+        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_served.py")),
     # Draft heads.
     Mutation("a head reads the token of a state, not the one after it", "PairState._next_pairs",
         "waiting.start + self._cache.seq_lens[number] + 1", "waiting.start + self._cache.seq_lens[number]", (_EAGLE,)),
