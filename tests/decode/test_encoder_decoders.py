@@ -171,9 +171,11 @@ def test_look_ups_find_what_the_encoder_has_read() -> None:
     assert following(source.tokens, match, 3) == [41, 42, 9]
 
 
-def goodness(small: PreTrainedModel, draft: selfspec.drafts.Drafter) -> float:
-    """How well 1,024 sampled texts fit the joint of a model of five tokens."""
+@pytest.mark.parametrize("assisted", [False, pytest.param(True, marks=pytest.mark.statistical)])
+def test_sampled_texts_have_the_models_joint(model: PreTrainedModel, assisted: bool) -> None:
+    small = encoder_decoder(model.config.model_type, vocab_size=5)
     source = torch.tensor([[3, 4, 1, 3]])
+    draft = selfspec.drafts.Assistant(near(small, 0.3)) if assisted else selfspec.drafts.EarlyExit(1)
     spec = selfspec.wrap(small, draft, draft_length=2)
     texts: list[tuple[int, ...]] = []
     judged = 0
@@ -182,12 +184,7 @@ def goodness(small: PreTrainedModel, draft: selfspec.drafts.Drafter) -> float:
         texts += [tuple(row) for row in out.sequences[:, 1:].tolist()]
         judged += out.stats.judged - out.stats.accepted
     assert judged, "nothing was rejected"
-    return p_value(texts, joint({"input_ids": source}, small, 3))
-
-
-def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
-    small = encoder_decoder(model.config.model_type, vocab_size=5)
-    assert goodness(small, selfspec.drafts.EarlyExit(1)) > 1e-3
+    assert p_value(texts, joint({"input_ids": source}, small, 3)) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -287,12 +284,6 @@ def test_an_encoder_that_both_have_runs_once(
     assert isinstance(draft, selfspec.drafts.Assistant)
     places = [{weight.data_ptr() for weight in each.get_encoder().parameters()} for each in (model, draft.model)]
     assert (places[0] == places[1]) is equal
-
-
-@pytest.mark.statistical
-def test_texts_that_an_assistant_drafts_have_the_models_joint(model: PreTrainedModel) -> None:
-    small = encoder_decoder(model.config.model_type, vocab_size=5)
-    assert goodness(small, selfspec.drafts.Assistant(near(small, 0.3))) > 1e-3
 
 
 def test_assistants_that_cannot_read_it_are_refused(model: PreTrainedModel, inputs: dict[str, Any]) -> None:

@@ -189,6 +189,7 @@ Remembering = Callable[[list[Call]], dict[str, Any]]
 
 OPTIONS: dict[str, Remembering] = {
     "processor": lambda log: {"logits_processor": LogitsProcessorList([Drifting(log)])},
+    "processor that can go back": lambda log: {"logits_processor": LogitsProcessorList([Undone(log)])},
     "criterion": lambda log: {"stopping_criteria": StoppingCriteriaList([Tiring(log)])},
     "criterion for all": lambda log: {"stopping_criteria": StoppingCriteriaList([AllDone(log)])},
     "both": lambda log: {
@@ -206,22 +207,15 @@ OPTIONS: dict[str, Remembering] = {
         "min_new_tokens": 3,
     },
     "processors that are functions": lambda log: {
-        "logits_processor": LogitsProcessorList([drifting_function(log)]),
-        "stopping_criteria": StoppingCriteriaList([tiring_function(log)]),
+        "logits_processor": LogitsProcessorList([as_function(Drifting(log))]),
+        "stopping_criteria": StoppingCriteriaList([as_function(Tiring(log))]),
     },
 }
 
 
-def drifting_function(log: list[Call]) -> Callable[[Tensor, Tensor], Tensor]:
-    """`Drifting` as a plain function."""
-    remembered = Drifting(log)
-    return lambda ids, scores: remembered(ids, scores)
-
-
-def tiring_function(log: list[Call]) -> Callable[..., Tensor]:
-    """`Tiring` as a plain function."""
-    remembered = Tiring(log)
-    return lambda ids, scores, **kwargs: remembered(ids, scores)
+def as_function(remembering: Any) -> Callable[..., Tensor]:
+    """A processor or a criterion as a plain function."""
+    return lambda ids, scores, **kwargs: remembering(ids, scores)
 
 
 GREEDY: dict[str, Any] = {
@@ -450,16 +444,11 @@ def test_a_stream_calls_for_what_it_has_committed_and_no_more(model: PreTrainedM
             texts[row] += part.tokens
         # Rows that go on are at one place, and those called have seen just that much.
         longest = max(map(len, texts))
-        assert all(len(texts[row]) == longest for row in goes_on if not ended(wanted, row, len(texts[row])))
+        assert all(len(texts[row]) == longest for row in goes_on if len(texts[row]) < lengths(wanted)[row])
         assert len(log) == 2 * longest
         assert same_calls(log, calls[: len(log)], [len(text) for text in texts])
     assert torch.equal(stream.output().sequences, wanted)
     assert len(log) == len(calls)
-
-
-def ended(out: Tensor, row: int, length: int) -> bool:
-    """Whether a row of `transformers`' text ends after so many new tokens."""
-    return lengths(out)[row] <= length
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
@@ -575,89 +564,38 @@ class Stateless(ByLastToken):
     stateless = True
 
 
+class Says(Stateless):
+    """The same, and it says otherwise."""
+
+    stateless = False
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_one_that_says_it_is_stateless_filters_drafts_too(rule: str, sampled: bool) -> None:
-    model = tiny.as_good_as_the_target()
-    spec = selfspec.wrap(model, EXIT, draft_length=4, accept=rule)
-    options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
-    said = spec.generate(tiny.prompt(5), **options, logits_processor=[Stateless()])
-    silent = spec.generate(tiny.prompt(5), **options, logits_processor=[ByLastToken()])
-    assert said.stats.acceptance_rate == 1
-    assert silent.stats.acceptance_rate < 1
-    if not sampled or rule == "coupled":
-        assert torch.equal(said.sequences, silent.sequences)
-
-
-def test_one_that_says_otherwise_is_believed() -> None:
-    class Says(Stateless):
-        stateless = False
-
-    spec = selfspec.wrap(tiny.as_good_as_the_target(), EXIT, draft_length=4)
-    out = spec.generate(tiny.prompt(5), **{**GREEDY, "eos_token_id": None}, logits_processor=[Says()])
-    assert out.stats.acceptance_rate < 1
-
-
-def test_a_stateless_one_beside_one_that_remembers(model: PreTrainedModel) -> None:
-    log: list[Call] = []
-    calls: list[Call] = []
-    wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList([Stateless(), Drifting(calls)]))
-    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY, logits_processor=[Stateless(), Drifting(log)])
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(log, calls, out.lengths)
-
-
-# Which can go back.
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize(("rule", "rows"), [("token", 4), ("block", 1), ("coupled", 3)])
-def test_calls_that_are_not_rolled_back_are_those_of_transformers(
-    model: PreTrainedModel, rule: str, rows: int, draft: str
+@pytest.mark.parametrize(("able", "unable"), [(Stateless, ByLastToken), (Stateless, Says), (Undone, Drifting)])
+def test_one_that_is_stateless_or_can_go_back_filters_drafts_too(
+    able: type[LogitsProcessor], unable: type[LogitsProcessor], rule: str, sampled: bool
 ) -> None:
-    wanted, calls = stock(model, "processor", **ragged(rows), **GREEDY)
-    processor = Undone()
-    out = wrapped(model, draft, 4, rule).generate(**ragged(rows), **GREEDY, logits_processor=[processor])
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(processor.log, calls, out.lengths)
-
-
-@pytest.mark.parametrize("rule", ["token", "coupled"])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_one_that_can_go_back_filters_drafts_too(rule: str, sampled: bool) -> None:
     spec = selfspec.wrap(tiny.as_good_as_the_target(), EXIT, draft_length=4, accept=rule)
     options = {**GREEDY, "eos_token_id": None, "do_sample": sampled, "seed": 1}
-    able, unable = Undone(), Drifting()
-    out = spec.generate(tiny.prompt(5), **options, logits_processor=[able])
-    assert out.stats.acceptance_rate == 1
-    assert able.undone > 0
-    without = spec.generate(tiny.prompt(5), **options, logits_processor=[unable])
+    filters = able()
+    found = spec.generate(tiny.prompt(5), **options, logits_processor=[filters])
+    without = spec.generate(tiny.prompt(5), **options, logits_processor=[unable()])
+    assert found.stats.acceptance_rate == 1
     assert without.stats.acceptance_rate < 1
+    assert not isinstance(filters, Undone) or filters.undone > 0
     if not sampled or rule == "coupled":
-        assert torch.equal(out.sequences, without.sequences)
+        assert torch.equal(found.sequences, without.sequences)
 
 
-def test_coupled_samples_with_one_that_can_go_back(model: PreTrainedModel) -> None:
-    options = {**GREEDY, "do_sample": True, "seed": 6}
-    spec = wrapped(model, "plain", 1, "coupled")
-    plain = spec.generate(**ragged(), **options, logits_processor=[Drifting()])
-    for draft in ("exit", "look-up", "cascade"):
-        processor = Undone()
-        out = wrapped(model, draft, 3, "coupled").generate(**ragged(), **options, logits_processor=[processor])
-        assert torch.equal(out.sequences, plain.sequences)
-        assert processor.calls == max(out.lengths)
-
-
-def test_one_that_can_go_back_beside_one_that_cannot(model: PreTrainedModel) -> None:
-    calls: list[Call] = []
-    wanted = model.generate(
-        **ragged(), **GREEDY, logits_processor=LogitsProcessorList([Drifting(calls), Drifting(calls, "other")])
-    )
-    able, unable = Undone(), Drifting(who="other")
-    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY, logits_processor=[able, unable])
+@pytest.mark.parametrize("able", [Stateless, Undone])
+def test_one_that_filters_drafts_beside_one_that_cannot(model: PreTrainedModel, able: type[LogitsProcessor]) -> None:
+    pairs = [(able(), Drifting(who="other")) for _ in range(2)]
+    wanted = model.generate(**ragged(), **GREEDY, logits_processor=LogitsProcessorList(pairs[0]))
+    out = wrapped(model, "skip", 4).generate(**ragged(), **GREEDY, logits_processor=[*pairs[1]])
     assert torch.equal(out.sequences, wanted)
-    assert same_calls(able.log, [call for call in calls if call.who == "processor"], out.lengths)
-    assert same_calls(unable.log, [call for call in calls if call.who == "other"], out.lengths)
+    for theirs, ours in zip(*pairs, strict=True):
+        assert same_calls(getattr(ours, "log", []), getattr(theirs, "log", []), out.lengths)
 
 
 def test_an_abandoned_stream_leaves_one_that_can_go_back_at_what_was_committed(model: PreTrainedModel) -> None:

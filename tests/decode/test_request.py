@@ -134,6 +134,10 @@ class _PrefixWarper(TemperatureLogitsWarper):
         return scores.scatter(1, input_ids, -float("inf"))
 
 
+class _StatelessPrefixWarper(_PrefixWarper):
+    stateless = True
+
+
 def test_the_models_own_generation_config_is_read_too(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, DRAFT, draft_length=4)
     llama.generation_config.penalty_alpha = 0.6
@@ -155,24 +159,11 @@ def test_keywords_win_over_a_generation_config(llama: PreTrainedModel) -> None:
     assert out.sequences.tolist() == llama.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False).tolist()
 
 
-def test_a_users_warper_that_reads_the_prefix_reads_it(llama: PreTrainedModel) -> None:
-    class Never(TemperatureLogitsWarper):
-        """No token that the text has already."""
-
-        stateless = True
-
-        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-            return scores.scatter(1, input_ids, -torch.inf)  # type: ignore[return-value]
-
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "logits_processor": [Never(0.5)]}
-    wanted = llama.generate(tiny.prompt(5), **{**options, "logits_processor": LogitsProcessorList([Never(0.5)])})
-    assert selfspec.wrap(llama, DRAFT, draft_length=4).generate(tiny.prompt(5), **options).sequences.equal(wanted)
-
-
 @pytest.mark.parametrize(
     "processors",
     [
         [_PrefixWarper(0.5)],
+        [_StatelessPrefixWarper(0.5)],
         [TypicalLogitsWarper(0.3)],
         [TopKLogitsWarper(3), TypicalLogitsWarper(0.2)],
         [TemperatureLogitsWarper(0.5)],
@@ -190,10 +181,11 @@ def test_a_users_warper_counts_in_greedy_decoding_too(llama: PreTrainedModel, pr
 
 
 def _as_given(kind: str, tokens: list[int]) -> Any:
-    return {"list": tokens, "tuple": tuple(tokens), "tensor": torch.tensor(tokens)}.get(kind, tokens[0])
+    first = {"int": tokens[0], "tensor of no dimension": torch.tensor(tokens[0])}
+    return {"list": tokens, "tuple": tuple(tokens), "tensor": torch.tensor(tokens), **first}[kind]
 
 
-@pytest.mark.parametrize("kind", ["int", "list", "tuple", "tensor"])
+@pytest.mark.parametrize("kind", ["int", "list", "tuple", "tensor", "tensor of no dimension"])
 @pytest.mark.parametrize("padding", [None, 1])
 def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
     llama: PreTrainedModel, kind: str, padding: int | None
@@ -204,22 +196,13 @@ def test_end_of_sequence_tokens_end_and_pad_rows_as_transformers_does(
     # The first listed is larger than the second, and the second ends one row before the others.
     ends, never = int(text[1, 9]), max(set(range(tiny.VOCABULARY)) - set(text.flatten().tolist()))
     assert ends < never
-    eos = [never, ends] if kind != "int" else [ends]
+    eos = [never, ends] if kind in ("list", "tuple", "tensor") else [ends]
     wanted = llama.generate(prompts, eos_token_id=eos, pad_token_id=padding, **options)
     assert not torch.equal(wanted, text)
     out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
         prompts, eos_token_id=_as_given(kind, eos), pad_token_id=padding, **options
     )
     assert out.sequences.tolist() == wanted.tolist()
-
-
-def test_an_end_of_sequence_token_may_be_a_tensor_of_no_dimension(llama: PreTrainedModel) -> None:
-    text = llama.generate(tiny.prompt(6), max_new_tokens=12, do_sample=False)[0].tolist()
-    eos = text[9]
-    out = selfspec.wrap(llama, DRAFT, draft_length=4).generate(
-        tiny.prompt(6), max_new_tokens=12, do_sample=False, eos_token_id=torch.tensor(eos)
-    )
-    assert out.sequences[0].tolist() == text[: text.index(eos, 6) + 1]
 
 
 def test_options_at_their_defaults_are_no_reason_to_refuse(llama: PreTrainedModel) -> None:
@@ -269,6 +252,8 @@ INERT: list[dict[str, Any]] = [
     {"max_cache_len": 64},
     {"output_attentions": True},
     {"output_hidden_states": True},
+    # As mpt's config does by default. Who asks for it in the call is refused.
+    {"use_cache": False},
 ]
 
 
@@ -279,6 +264,7 @@ def test_what_changes_nothing_is_no_reason_to_refuse(llama: PreTrainedModel, opt
     wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
     for name, value in options.items():
         setattr(llama.generation_config, name, value)
+    llama.config.use_cache = options.get("use_cache", True)
     given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
     if way == "wrapper":
         found = spec.generate(tiny.prompt(5), **given).sequences
@@ -287,17 +273,7 @@ def test_what_changes_nothing_is_no_reason_to_refuse(llama: PreTrainedModel, opt
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("way", ["wrapper", "transformers"])
-def test_a_checkpoint_that_says_use_cache_false_is_decoded(llama: PreTrainedModel, way: str) -> None:
-    """mpt's config says so by default. Who asks for it in the call is still refused."""
-    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
+def test_a_call_without_a_cache_is_refused_where_the_checkpoint_asks_for_none_too(llama: PreTrainedModel) -> None:
     llama.generation_config.use_cache = False
-    llama.config.use_cache = False
-    wanted = llama.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
-    if way == "wrapper":
-        found = spec.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False).sequences
-    else:
-        found = llama.generate(tiny.prompt(5), custom_generate=spec, max_new_tokens=9, do_sample=False)
-    assert torch.equal(found, wanted)
     with pytest.raises(UnsupportedOptionError, match="use_cache"):
-        spec.generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)
+        selfspec.wrap(llama, DRAFT).generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)

@@ -21,26 +21,21 @@ ROWS, WIDTH, NEW = 5, 9, 20
 PADDING = (0, 3, 0, 4, 1)
 # Many tokens that end a row, so that rows end at different times and are dropped from the batch.
 ENDS = [3, 17, 29]
-DRAFTS: dict[str, Drafter | None] = {
+DRAFTS: dict[str, Drafter | str | None] = {
     "plain": None,
-    "exit": selfspec.drafts.EarlyExit(2),
-    "skip": selfspec.drafts.LayerSkip(attention=[1], mlp=[3]),
-    "8 bits": selfspec.drafts.LowPrecision(8),
+    "exit": "exit:2",
+    "skip": "skip:attn=1;mlp=3",
+    "8 bits": "int8",
     "reduced": selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(3), tuple(range(20))),
     "assistant": selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=2)),
     "look-up": selfspec.drafts.PromptLookup(shortest=1),
-    "suffixes": selfspec.drafts.Suffixes(),
-    "recycling": selfspec.drafts.Recycling(),
-    "union": selfspec.drafts.Union(
-        selfspec.drafts.Suffixes(), selfspec.drafts.Recycling(), selfspec.drafts.EarlyExit(2)
-    ),
-    "union without a model": selfspec.drafts.Union(selfspec.drafts.Suffixes(), selfspec.drafts.Recycling()),
+    "suffixes": "suffix",
+    "recycling": "recycle",
+    "union": "union:suffix+recycle+exit:2",
+    "union without a model": "union:suffix+recycle",
     "cascade": selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.EarlyExit(2)),
-    "cascade of suffixes": selfspec.drafts.Cascade(selfspec.drafts.Suffixes(), selfspec.drafts.Recycling()),
-    "cascade of three": selfspec.drafts.Cascade(
-        selfspec.drafts.PromptLookup(),
-        selfspec.drafts.Cascade(selfspec.drafts.Recycling(candidates=3), selfspec.drafts.EarlyExit(2)),
-    ),
+    "cascade of suffixes": "suffix+recycle",
+    "cascade of three": "lookup+recycle+exit:2",
     "cascade with an assistant": selfspec.drafts.Cascade(
         selfspec.drafts.Suffixes(most_bytes=0), selfspec.drafts.Assistant(tiny.llama(num_hidden_layers=1))
     ),

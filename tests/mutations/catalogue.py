@@ -594,7 +594,7 @@ CATALOGUE = (
         ("test_remembering.py", "-k", "calls_and_text and both")),
     Mutation("what a draft told a processor is not rolled back", "RollbackProcessing.roll_back",
         "calls and _can_roll_back(processor)", "False",
-        ("test_remembering.py", "-k", "rolled_back")),
+        ("test_remembering.py", "-k", "calls_and_text and go")),
     Mutation("a criterion with memory is shown rows filled up with padding", "Group.needs_lockstep",
         "self.sampling.in_order or self.stopping.needs_lockstep", "self.sampling.in_order",
         ("test_remembering.py", "-k", "calls_and_text and criterion")),
