@@ -1,4 +1,4 @@
-"""What a test could leave changed in its process, where it would change what other tests find."""
+"""What a test could leave changed in its process, where it would change what other tests find; what tensors hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.modules import module as modules
 from transformers.utils import logging
 
@@ -70,3 +72,12 @@ def changed(before: dict[str, object], now: dict[str, object]) -> list[str]:
         elif value != old:
             names.append(name)
     return names
+
+
+def tensor_bytes() -> int:
+    """The bytes of all tensors of this process that are in memory."""
+    gc.collect()
+    # Compiling, in another test of this process, may leave tensors without storage behind.
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, Parameter) and not each.is_meta]
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

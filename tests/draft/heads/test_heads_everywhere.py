@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import selfspec
@@ -16,6 +14,7 @@ import selfspec.runtime
 from helpers import published_heads, tiny
 from helpers.captures import StandIn
 from helpers.joints import assert_rows_are_stock, padded
+from helpers.process_state import tensor_bytes
 from helpers.proving import ticking
 from helpers.running import Invoke
 from helpers.serving import Stepped
@@ -130,15 +129,6 @@ def test_a_head_takes_its_weights_and_its_cache_and_nothing_else(tmp_path: Path,
     assert nothing == 0
     # States of the last pass are held meanwhile.
     assert said <= taken - plain <= 1.02 * said + 4096
-
-
-def tensor_bytes() -> int:
-    """The bytes of all tensors of this process that are in memory."""
-    gc.collect()
-    # Compiling, in another test of this process, may leave tensors without storage behind.
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta]
-    storages = [each.untyped_storage() for each in tensors]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 @families

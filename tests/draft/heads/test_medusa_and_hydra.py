@@ -1,4 +1,4 @@
-"""Medusa heads: what they draft is what they were published for, and what is generated is the target's own."""
+"""Medusa and Hydra heads: what they draft is what they were published for, and the text is the target's own."""
 
 from __future__ import annotations
 
@@ -14,45 +14,71 @@ from helpers import published_heads, reference_heads, tiny
 from helpers.encoder_decoders import FRAMES, MELS, START, encoder_decoder, joint
 from helpers.joints import p_value, padded
 from helpers.snippets import snippets
+from selfspec.draft.heads.hydra import HydraProposer
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.errors import HeadError
 
 PROMPTS = [tiny.prompt(length, seed=length).clamp(min=1) for length in (3, 9, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+HEADS: dict[str, Any] = {
+    "medusa": (published_heads.medusa, MedusaProposer, reference_heads.medusa),
+    "hydra": (published_heads.hydra, HydraProposer, lambda model, weights, _: reference_heads.hydra(model, weights)),
+}
 CONTROLS = [5, selfspec.FixedLength(3, nodes=7)]
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
-@pytest.mark.parametrize(("blocks", "pickled"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("kind", "blocks", "pickled", "options"),
+    [
+        ("medusa", 1, True, {}),
+        ("medusa", 2, False, {}),
+        ("hydra", 1, True, {}),
+        ("hydra", 3, True, {}),
+        ("hydra", 2, True, {"grounded": False}),
+    ],
+)
 def test_heads_draft_what_they_were_published_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, pickled: bool, control: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    blocks: int,
+    pickled: bool,
+    options: dict[str, Any],
+    control: Any,
 ) -> None:
     model = tiny.llama()
-    folder = published_heads.medusa(tmp_path, model, blocks=blocks)
-    weights = torch.load(tmp_path / "medusa_lm_head.pt")
+    write, proposer, reference = HEADS[kind]
+    folder = write(tmp_path / "pickled", model, blocks=blocks, **options)
+    weights = torch.load(Path(folder) / f"{kind}_lm_head.pt")
     if not pickled:
-        (tmp_path / "medusa_lm_head.pt").unlink()
-        published_heads.medusa(tmp_path, model, blocks=blocks, pickled=False)
-    found = reference_heads.recorded_drafts(monkeypatch, MedusaProposer)
+        folder = published_heads.medusa(tmp_path, model, blocks=blocks, pickled=False)
+    found = reference_heads.recorded_drafts(monkeypatch, proposer)
     ids, mask = padded(PROMPTS)
-    spec = selfspec.wrap(model, f"medusa:{folder}", draft_length=control)
+    spec = selfspec.wrap(model, f"{kind}:{folder}", draft_length=control)
     spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
-    reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, blocks))
+    reference_heads.assert_drafts_are(found, reference(model, weights, blocks))
     assert max(each.draft.length for each in found) == 3
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lost", "match"),
+    [
+        ("medusa", "1.1.weight", r"lacks the weight 1\.1\.weight"),
+        ("hydra", "lm_head.1", r"lacks the weight hydra_lm_head\.1\.1\.weight"),
+        ("hydra", "prefix", "no Hydra heads with a prefix layer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, kind: str, lost: str, match: str) -> None:
     model = tiny.llama()
-    folder = Path(published_heads.medusa(tmp_path, model))
-    with pytest.raises(HeadError, match="trained for another model"):
-        selfspec.wrap(tiny.llama(vocab_size=51), f"medusa:{folder}")
-    with pytest.raises(HeadError, match="trained for another model"):
-        selfspec.wrap(tiny.llama(hidden_size=48), f"medusa:{folder}")
-    weights = torch.load(folder / "medusa_lm_head.pt")
-    del weights["1.1.weight"]
-    torch.save(weights, folder / "medusa_lm_head.pt")
-    with pytest.raises(HeadError, match=r"lacks the weight 1\.1\.weight"):
-        selfspec.wrap(model, f"medusa:{folder}")
+    folder = Path(published_heads.WRITERS[kind](tmp_path, model))
+    for other in (tiny.llama(vocab_size=51), tiny.llama(hidden_size=48)):
+        with pytest.raises(HeadError, match="trained for another model"):
+            selfspec.wrap(other, f"{kind}:{folder}")
+    file = folder / f"{kind}_lm_head.pt"
+    torch.save({name: each for name, each in torch.load(file).items() if lost not in name}, file)
+    with pytest.raises(HeadError, match=match):
+        selfspec.wrap(model, f"{kind}:{folder}")
 
 
 def test_heads_draft_for_a_decoder_beside_an_encoder(tmp_path: Path) -> None:
