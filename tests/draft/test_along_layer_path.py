@@ -10,7 +10,7 @@ import selfspec
 from helpers import tiny
 from helpers.reference import Calls, first_linear, layers_of, sublayer_module, with_layers
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
-from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.layer_path import sublayers
 
 ALL = sublayers(tiny.DEPTH)
 PROMPT = 7
@@ -135,13 +135,6 @@ def test_a_sampled_draft_is_scored_by_what_it_was_drawn_from(llama: PreTrainedMo
     out = spec.generate(tiny.prompt(PROMPT, 8), max_new_tokens=60, do_sample=True, temperature=4.0, top_k=0, seed=1)
     assert out.stats.judged > 300
     assert out.stats.acceptance_rate > 0.7
-
-
-@pytest.mark.parametrize("layer", [1, 2, 3])
-def test_the_draft_runs_the_layers_before_the_exit(layer: int) -> None:
-    path = EarlyExit(layer).path(4)
-    assert path == LayerPath.up_to(4, Sublayer(layer, Part.ATTENTION))
-    assert [n for n in range(4) if path.runs(Sublayer(n, Part.ATTENTION))] == list(range(layer))
 
 
 def test_drafts_are_the_greedy_text_of_the_model_cut_there(architecture: str) -> None:

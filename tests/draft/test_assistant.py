@@ -31,15 +31,6 @@ def test_an_equal_model_is_accepted_whole(llama: PreTrainedModel) -> None:
     assert output.stats.mean_accepted_length == 4
 
 
-def test_rows_and_drafts_of_any_source_keep_the_text(llama: PreTrainedModel) -> None:
-    draft = selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), Assistant(near(llama, 0.01)))
-    repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
-    spec = selfspec.wrap(llama, draft, draft_length=4)
-    assert_rows_are_stock(llama, spec, repeated, max_new_tokens=40, eos_token_id=7)
-    rounds = list(spec.stream(repeated[1], max_new_tokens=40, **GREEDY))
-    assert {0, 4} <= {each.steps for each in rounds}
-
-
 def test_trees_are_accepted_further_than_chains(llama: PreTrainedModel) -> None:
     draft, ids = Assistant(near(llama, 0.2)), tiny.prompt(9, 3)
     lengths = []

@@ -142,16 +142,6 @@ def test_linear_layers_of_a_models_own_are_known_by_what_they_compute(
     assert found.stats.substitute_bytes == wanted.stats.substitute_bytes > 0
 
 
-def test_falcon_has_fewer_bits() -> None:
-    model = shrunken("falcon").float()
-    ids = tiny.prompt(9, vocabulary=model.config.vocab_size)
-    spec = selfspec.wrap(model, "int8", draft_length=3)
-    out = spec.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(out.sequences, wanted)
-    assert out.stats.substitute_bytes > 0
-
-
 def test_what_was_quantised_in_its_file_alone_has_fewer_bits(model: PreTrainedModel) -> None:
     """As a GGUF file that is read is: the config says what the file was, and the layers are in floating point."""
     own = copy.deepcopy(model)
@@ -160,43 +150,34 @@ def test_what_was_quantised_in_its_file_alone_has_fewer_bits(model: PreTrainedMo
         assert selfspec.wrap(own, draft, draft_length=3).generate(tiny.prompt(9), max_new_tokens=8).stats.drafted
 
 
-def eight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    return Int8Linear(Int8().pack(weight), bias, weight.dtype)
+KINDS = pytest.mark.parametrize(
+    ("kind", "format", "off", "share"), [(Int8Linear, Int8(), 0.02, 0.27), (Int4Linear, Int4(), 0.15, 0.19)]
+)
 
 
-def four(weight: Tensor, bias: Tensor | None) -> Int4Linear:
-    return Int4Linear(Int4().pack(weight), bias, weight.dtype)
-
-
-@pytest.mark.parametrize("make", [eight, four])
+@KINDS
 @pytest.mark.parametrize("biased", [True, False])
-def test_products_are_near_the_layers_own(make: Any, biased: bool) -> None:
+def test_products_are_near_the_layers_own(kind: Any, format: Any, off: float, share: float, biased: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 96, bias=biased)
-    low = make(layer.weight, layer.bias)
+    low = kind(format.pack(layer.weight), layer.bias, layer.weight.dtype)
     states = torch.randn(2, 3, 256)
     error = (low(states) - layer(states)).abs().mean() / layer(states).abs().mean()
     assert low(states).shape == (2, 3, 96)
-    assert 0 < error < (0.02 if isinstance(low, Int8Linear) else 0.15)
-    assert low.nbytes < layer.weight.nbytes * (0.27 if isinstance(low, Int8Linear) else 0.19)
+    assert 0 < error < off
+    assert low.nbytes < layer.weight.nbytes * share
 
 
-@pytest.mark.parametrize("make", [eight, four])
+@KINDS
 @torch.no_grad()
-def test_each_output_and_each_group_has_a_scale_of_its_own(make: Any) -> None:
+def test_each_output_and_each_group_has_a_scale_of_its_own(kind: Any, format: Any, off: float, share: float) -> None:
     """Weights far from zero, some outputs and inputs much larger than others."""
     weight = (torch.rand(96, 64) + 1.0) * torch.logspace(0, 2, 96)[:, None]
-    if make is four:
+    if kind is Int4Linear:
         weight[:, 32:] *= 50.0
-    low = make(weight, None)
     states = torch.eye(64)
-    error = (low(states) - states @ weight.t()).abs() / weight.t()
-    assert error.max() < (0.1 if make is four else 0.02)
-
-
-def test_a_weight_of_zeros_gives_zeros() -> None:
-    for make in (eight, four):
-        assert not make(torch.zeros(32, 64), None)(torch.randn(1, 64)).any()
+    error = (kind(format.pack(weight), None, weight.dtype)(states) - states @ weight.t()).abs() / weight.t()
+    assert error.max() < off
 
 
 def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrainedModel) -> None:
@@ -251,6 +232,7 @@ def test_a_substitute_follows_a_weight_that_changes_where_it_is(copied: WeightCo
     substitutes, layer = Substitutes(), make(64, 96)
     first = substitutes.within(layer, "up", copied)
     states, bias = torch.randn(3, 64), layer.bias.detach().clone()
+    torch.testing.assert_close(first(states), layer(states), rtol=0.2, atol=0.1)
     before = first(states) - bias
     change(layer)
     assert substitutes.within(layer, "up", copied) is first
@@ -307,16 +289,6 @@ def test_a_model_made_in_inference_mode_drafts() -> None:
     spec = selfspec.wrap(stock, selfspec.drafts.LowPrecision(), draft_length=3)
     wanted = stock.generate(prompts, max_new_tokens=12, do_sample=False)
     assert torch.equal(spec.generate(prompts, max_new_tokens=12, do_sample=False).sequences, wanted)
-
-
-@pytest.mark.parametrize("copied", [EIGHT, FOUR])
-@torch.no_grad()
-def test_weights_laid_out_by_columns_have_a_substitute(copied: WeightCopy) -> None:
-    layer = Conv1D(64, 96)
-    substitute = Substitutes().within(layer, "columns", copied)
-    assert isinstance(substitute, Int8Linear | Int4Linear)
-    states = torch.randn(3, 96)
-    torch.testing.assert_close(substitute(states), layer(states), rtol=0.2, atol=0.05)
 
 
 @pytest.mark.parametrize("copied", [EIGHT, FOUR])
@@ -385,14 +357,6 @@ def test_what_no_kernel_takes_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> N
         assert Substitutes().within(odd, "odd", EIGHT) is odd
 
 
-def test_the_model_keeps_its_weights(model: PreTrainedModel) -> None:
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    selfspec.wrap(model, selfspec.drafts.LowPrecision(4), draft_length=2).generate(tiny.prompt(5), max_new_tokens=8)
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
-
-
 @torch.no_grad()
 def test_the_target_keeps_its_weights(model: PreTrainedModel) -> None:
     """The same bits from the full model after draft steps in fewer bits, its head among them."""
@@ -434,7 +398,6 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[-1])), "layer"),
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=0)), "layer"),
         (lambda: parse_draft("int8+exit:"), "not understood"),
-        (lambda: parse_draft("int16"), "not understood"),
         (lambda: selfspec.drafts.LowPrecision(4, group_size=48), "group_size"),
         (lambda: selfspec.drafts.LowPrecision(layers=[]), "at least one"),
         (lambda: selfspec.drafts.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]

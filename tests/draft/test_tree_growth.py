@@ -25,7 +25,7 @@ from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
-from selfspec.draft import Budget, Draft, Drafter, EarlyExit
+from selfspec.draft import Budget, Draft, EarlyExit
 from selfspec.draft.tree_growth import (
     RankChances,
     best_shape,
@@ -40,19 +40,6 @@ FORK = Tree((-1, -1, 0, 0, 1, 2))
 # A leaf before a node with children, a place with three, and a path that goes on alone.
 UNEVEN = Tree((-1, -1, 1, 1, 1, 3, 5))
 STAR = Tree((-1, -1, -1))
-
-
-class Lengths(LogitsProcessor):
-    """Changes nothing, and notes how long the prefixes are."""
-
-    stateless = True
-
-    def __init__(self) -> None:
-        self.lengths: set[int] = set()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.lengths.add(input_ids.shape[1])
-        return scores
 
 
 @dataclass(frozen=True)
@@ -105,16 +92,6 @@ def test_nodes_with_children_come_first_level_by_level_and_every_node_has_one_dr
         # What was read is what it was, and so is what was drawn for it.
         assert above.parents[: level.first + len(level.paths)] == found.parents[: level.first + len(level.paths)]
         assert len(above) == sum(each <= depth for each in found.depths)
-
-
-def test_a_chain_is_grown_as_a_chain() -> None:
-    chain = Tree.chain(4)
-    assert by_level(chain) == chain
-    growth = growth_of(chain, torch.device("cpu"))
-    assert growth.draws is None
-    assert [(level.first, level.draws, level.families) for level in growth.levels] == [
-        (node, None, (1,)) for node in range(-1, 3)
-    ]
 
 
 @pytest.mark.parametrize("name", [*sorted(tiny.BUILDERS), "gemma2", "jamba", "lfm2", "mamba2"])
@@ -210,31 +187,30 @@ def test_where_q_has_fewer_tokens_than_siblings_the_text_is_exact_all_the_same(w
 
 
 class Sums(LogitsProcessor):
-    """The text alone says what comes next."""
+    """The text alone says what comes next; notes how long the prefixes are."""
 
     stateless = True
 
+    def __init__(self) -> None:
+        self.lengths: set[int] = set()
+
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.lengths.add(ids.shape[1])
         return scores + 1e4 * torch.nn.functional.one_hot(ids.sum(-1) % scores.shape[-1], scores.shape[-1])
 
 
 def test_processors_see_the_path_to_each_node(watched: Watched) -> None:
-    model, ids = tiny.llama(), tiny.prompt(9, 2)
-    options: dict[str, Any] = {"max_new_tokens": 20, **GREEDY}
-    processors = LogitsProcessorList([Sums()])
-    expected = model.generate(ids, logits_processor=processors, **options)
+    model, ids, sums = tiny.llama(), tiny.prompt(9, 2), Sums()
+    options: dict[str, Any] = {"max_new_tokens": 20, "logits_processor": LogitsProcessorList([sums]), **GREEDY}
+    expected = model.generate(ids, **options)
     spec = selfspec.wrap(model, watched, draft_length=Given(UNEVEN))
-    output = spec.generate(ids, logits_processor=processors, **options)
+    output = spec.generate(ids, **options)
     assert torch.equal(output.sequences, expected)
     # Draft and target choose alike all the way down.
     assert output.stats.mean_accepted_length > UNEVEN.depth
-
-
-def test_prefixes_of_processors_are_no_longer_than_the_path() -> None:
-    seen = Lengths()
-    spec = selfspec.wrap(tiny.llama(), EarlyExit(2), draft_length=Given(UNEVEN))
-    next(spec.stream(tiny.prompt(9), max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([seen])))
-    assert max(seen.lengths) == 9 + UNEVEN.depth
+    sums.lengths.clear()
+    next(spec.stream(ids[:1], **options))
+    assert max(sums.lengths) == 9 + UNEVEN.depth
 
 
 def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> None:
@@ -251,19 +227,13 @@ def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     assert confidences_of(scores) == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
 
 
-def _fits(draft: Drafter, control: Control, rule: str, warp: Warp, rows: int, batches: int) -> float:
-    spec = selfspec.wrap(network(width=16), draft, draft_length=control, accept=rule)
-    (fit,) = p_values(spec, warp, prompts=[PROMPT], rows=rows, batches=batches, tokens=TOKENS).values()
-    return fit
-
-
-SMALL = {"star": Tree((-1, -1, -1)), "fork": Tree((-1, -1, 0, 0, 1)), "uneven": Tree((-1, -1, 1, 1, 1))}
-
-
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_exact_joint(rule: str) -> None:
-    found = {name: _fits(EarlyExit(1), Given(SMALL[name]), rule, Warp(), 4096, 1) for name in ("fork", "uneven")}
+    found = {}
+    for name, parents in (("fork", (-1, -1, 0, 0, 1)), ("uneven", (-1, -1, 1, 1, 1))):
+        spec = selfspec.wrap(network(width=16), EarlyExit(1), draft_length=Given(Tree(parents)), accept=rule)
+        (found[name],) = p_values(spec, Warp(), prompts=[PROMPT], rows=4096, batches=1, tokens=TOKENS).values()
     assert holm_rejects(found, 0.01) == []
 
 
@@ -349,7 +319,3 @@ def test_the_tree_grows_as_far_as_its_cost_is_worth_it() -> None:
     assert sizes == sorted(sizes)
     assert sizes[0] == 0
     assert sizes[-1] == 31
-
-
-def test_one_rank_makes_a_chain() -> None:
-    assert best_shape((0.6,), lambda _: 1.0, Budget(5, 15)).tree == Tree.chain(5)
