@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from helpers import tiny
+
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
 # Parts that several have: tools as JSON lines, an answer's thought apart from its text, results of calls.
@@ -254,23 +258,50 @@ class Published:
 
     Attributes:
         source: a template, or several by name.
-        calls: writes calls as the model does.
+        writer: writes calls as the model does, where the template writes none, or one alone; None: as the template does.
         thought: what a model writes that thinks first, around what it thinks.
         empty: the same where it thinks nothing.
         begins: what a plain answer begins with.
         special: tokens that calls are written with, and that are special.
+        as_text: the template takes arguments as JSON.
     """
 
     source: str | dict[str, str]
-    calls: Callable[[Calls], str]
+    writer: Callable[[Calls], str] | None = None
     thought: str = "<think>\n{}\n</think>\n\n"
     empty: str = "<think>\n\n</think>\n\n"
     begins: str = ""
     special: tuple[str, ...] = ()
+    as_text: bool = False
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A new one of bytes, and of what is special."""
+        made = tiny.tokenizer()
+        made.add_special_tokens({"additional_special_tokens": [*self.special]})
+        made.chat_template = self.source
+        return made
 
-def _hermes(calls: Calls) -> str:
-    return "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)
+    def calls(self, calls: Calls) -> str:
+        """Write calls as the model does."""
+        if self.writer is not None:
+            return self.writer(calls)
+        given = [(name, _json(each) if self.as_text else each) for name, each in calls]
+        functions = [{"name": name, "arguments": each} for name, each in given]
+        made = [{"id": "abcdefghi", "type": "function", "function": each} for each in functions]
+        tokenizer, source = self.tokenizer, self.source["tool_use"] if isinstance(self.source, dict) else self.source
+        written, plain = (
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Hi"}, {"role": "assistant", **answer}],
+                tools=[],
+                chat_template=source,
+                tokenize=False,
+            )
+            for answer in ({"content": "", "tool_calls": made}, {"content": "~"})
+        )
+        begin, _, end = plain.partition("~")
+        written = written.removeprefix(begin.rstrip(" ")).removesuffix(end)
+        return written.removesuffix("<start_function_response>").strip()
 
 
 def _object(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:
@@ -279,35 +310,6 @@ def _object(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
-
-
-def _coder(calls: Calls) -> str:
-    inner = ("".join(f"<parameter={k}>\n{_value(v)}\n</parameter>\n" for k, v in each.items()) for _, each in calls)
-    pairs = zip(calls, inner, strict=True)
-    return "\n".join(f"<tool_call>\n<function={name}>\n{text}</function>\n</tool_call>" for (name, _), text in pairs)
-
-
-def _glm(calls: Calls) -> str:
-    return "\n".join(
-        f"<tool_call>{name}\n"
-        + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_value(v)}</arg_value>\n" for k, v in each.items())
-        + "</tool_call>"
-        for name, each in calls
-    )
-
-
-def _deepseek(begin: str, sep: str, end: str, gap: str) -> Callable[[Calls], str]:
-    def written(calls: Calls) -> str:
-        each = (
-            f"<｜tool▁call▁begin｜>{begin}{name}{sep}{_json(given)}{end}<｜tool▁call▁end｜>" for name, given in calls
-        )
-        return f"<｜tool▁calls▁begin｜>{gap.join(each)}<｜tool▁calls▁end｜>"
-
-    return written
 
 
 def _listed(begin: str, end: str) -> Callable[[Calls], str]:
@@ -321,46 +323,21 @@ def _oss(calls: Calls) -> str:
     )
 
 
-def _gemma(calls: Calls) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return f"<escape>{given}<escape>"
-        if isinstance(given, Mapping):
-            return "{" + ",".join(f"{key}:{value(inner)}" for key, inner in given.items()) + "}"
-        return "[" + ",".join(map(value, given)) + "]" if isinstance(given, list) else _json(given)
-
-    return "".join(f"<start_function_call>call:{name}{value(given)}<end_function_call>" for name, given in calls)
-
-
-def _command(calls: Calls) -> str:
-    each = (
-        f'    {{\n        "tool_name": "{name}",\n        "parameters": {_json(given)}\n    }}' for name, given in calls
-    )
-    return "Action:```json\n[\n" + ",\n".join(each) + "\n]```\n"
-
-
 _DEEPSEEK_MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 
 PUBLISHED = {
-    "qwen2.5": Published(HERMES, _hermes),
-    "qwen3": Published(QWEN_3, _hermes),
-    "hermes-2-pro": Published({"default": HERMES_DEFAULT, "tool_use": HERMES}, _hermes),
-    "qwen3-coder": Published(QWEN_CODER, _coder),
+    "qwen3": Published(QWEN_3),
+    "hermes-2-pro": Published({"default": HERMES_DEFAULT, "tool_use": HERMES}),
+    "qwen3-coder": Published(QWEN_CODER),
     # The prompt has opened its thoughts.
-    "nemotron-3": Published(NEMOTRON_3, _coder, "{}\n</think>\n", "</think>\n"),
+    "nemotron-3": Published(NEMOTRON_3, thought="{}\n</think>\n", empty="</think>\n"),
     "llama-3.1": Published(LLAMA_3, lambda calls: "; ".join(_object(*call, "parameters") for call in calls)),
-    "mistral-3": Published(MISTRAL_3, _listed("[TOOL_CALLS] [", "]"), special=("[TOOL_CALLS]",)),
-    "mistral-11": Published(
-        MISTRAL_11,
-        lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(given)}" for name, given in calls),
-        special=("[TOOL_CALLS]", "[ARGS]"),
-    ),
-    "glm-4.5": Published(GLM, _glm, "\n<think>{}</think>\n", "\n<think></think>\n"),
-    "deepseek-3": Published(
-        DEEPSEEK_3, _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"), special=_DEEPSEEK_MARKS
-    ),
+    "mistral-3": Published(MISTRAL_3, special=("[TOOL_CALLS]",)),
+    "mistral-11": Published(MISTRAL_11, special=("[TOOL_CALLS]", "[ARGS]")),
+    "glm-4.5": Published(GLM, thought="\n<think>{}</think>\n", empty="\n<think></think>\n"),
+    "deepseek-3": Published(DEEPSEEK_3, special=_DEEPSEEK_MARKS, as_text=True),
     "deepseek-3.1": Published(
-        DEEPSEEK_31, _deepseek("", "<｜tool▁sep｜>", "", ""), "{}</think>", "</think>", special=_DEEPSEEK_MARKS
+        DEEPSEEK_31, thought="{}</think>", empty="</think>", special=_DEEPSEEK_MARKS, as_text=True
     ),
     "granite-3": Published(GRANITE_3, _listed("<|tool_call|>[", "]"), special=("<|tool_call|>",)),
     "phi-4-mini": Published(
@@ -374,20 +351,11 @@ PUBLISHED = {
         "<|channel|>final<|message|>",
         ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"),
     ),
-    "functiongemma": Published(FUNCTION_GEMMA, _gemma),
-    "command-r": Published({"default": COMMAND_DEFAULT, "tool_use": COMMAND_TOOLS}, _command),
+    "functiongemma": Published(FUNCTION_GEMMA),
+    "command-r": Published({"default": COMMAND_DEFAULT, "tool_use": COMMAND_TOOLS}),
 }
 
-_PARTS = "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
 READS_PARTS = {
-    "llava-next": (
-        "{% for message in messages %}{% if message['role'] == 'system' %}{{ '<<SYS>>\n' + message['content'][0]['text'] + "
-        "'\n<</SYS>>\n\n' }}{% elif message['role'] == 'user' %}{{ '[INST] ' }}"
-        "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-        + _PARTS
-        + "{{ ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'][0]['text'] + '</s>' }}{% endif %}"
-        "{% endfor %}"
-    ),
     "idefics3": (
         "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
         "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
@@ -398,8 +366,8 @@ READS_PARTS = {
     # What a user says as parts, what others say as text.
     "mixed": (
         "{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST]' }}"
-        + _PARTS
-        + "{{ '[/INST]' }}{% else %}{{ message['content'] + '</s>' }}{% endif %}{% endfor %}"
+        "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+        "{{ '[/INST]' }}{% else %}{{ message['content'] + '</s>' }}{% endif %}{% endfor %}"
     ),
 }
 """Shapes that read what is said as a list of parts, and nothing out of a text."""

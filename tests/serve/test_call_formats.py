@@ -1,4 +1,7 @@
-"""Calls of the published shapes are found, with thoughts before them or none, whole and in pieces; nothing else is."""
+"""Calls of the published shapes are found, with thoughts before them or none, whole and in pieces; nothing else is.
+
+Grammars take what the formats write.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from helpers import tiny
 from helpers.published_templates import HERMES, PUBLISHED, Published
 from helpers.tokenizers import BARE
-from selfspec.errors import CheckpointError
-from selfspec.serve.chat.call_formats import CallFormat
+from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.serve.chat.call_formats import HERMES as TOLD
+from selfspec.serve.chat.call_formats import CallFormat, Tags
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
+from selfspec.serve.grammar import CallGrammar, style_of
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}, "sure": {"type": "boolean"}}},
@@ -25,12 +28,30 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 CALLS = [("weather", {"city": "Zürich } ] 5", "days": [1, {"a": None}], "sure": True}), ("get.time-of_day", {})]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
 
-
-def tokenizer_of(shape: Published) -> PreTrainedTokenizerBase:
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": [*shape.special]})
-    tokenizer.chat_template = shape.source
-    return tokenizer
+_ANSWERS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TAGGED = _ANSWERS.replace(
+    "CALL",
+    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>{% endfor %}</function>",
+)
+LISTED = _ANSWERS.replace(
+    "CALL",
+    "{% if loop.first %}<calls>{% else %}{{ '\n' }}{% endif %}<call>function<sep>{{ c.function.name }}\n```json\n"
+    "{{ '' + c.function.arguments }}\n```<end>{% if loop.last %}</calls>{% endif %}",
+)
+NO_FORMAT = _ANSWERS.replace(
+    "CALL", "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }}, {% endfor %})"
+)
+SHAPES = PUBLISHED | {"tagged": Published(TAGGED), "listed": Published(LISTED, as_text=True)}
+LEARNED = {
+    TAGGED: CallFormat("<function=", ">", "</function>", tags=Tags("<parameter=", ">", "</parameter>")),
+    LISTED: CallFormat("<call>function<sep>", "\n```json\n", "\n```<end>", "<calls>", "</calls>", "\n"),
+    BARE: TOLD,
+    NO_FORMAT: None,
+}
 
 
 def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[tuple[str, Any]], int]:
@@ -64,10 +85,10 @@ def without(special: Sequence[str], text: str) -> str:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("thinks", ["before", "off", "empty"])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SHAPES)
 def test_calls_of_published_shapes(name: str, thinks: str, at_once: bool) -> None:
-    shape = PUBLISHED[name]
-    template = ChatTemplate(tokenizer_of(shape))
+    shape = SHAPES[name]
+    template = ChatTemplate(shape.tokenizer)
     thought = {"before": shape.thought.format("Let me see."), "off": "", "empty": shape.empty}[thinks]
     # What begins the message of a call is no text.
     before = without(shape.special, thought.removesuffix("<|start|>assistant")).rstrip()
@@ -89,7 +110,7 @@ def test_calls_of_published_shapes(name: str, thinks: str, at_once: bool) -> Non
 def test_blanks_without_an_end_are_not_held_back(name: str) -> None:
     """What is held back is searched again with each token."""
     shape = PUBLISHED[name]
-    tools = ChatTemplate(tokenizer_of(shape)).callable(SCHEMAS)
+    tools = ChatTemplate(shape.tokenizer).callable(SCHEMAS)
     assert tools is not None
     for begun in ("", "So"):
         reader = tools.reader()
@@ -100,7 +121,7 @@ def test_blanks_without_an_end_are_not_held_back(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_and_results_are_in_what_is_written(name: str) -> None:
     """By the template that is used, with tools and without."""
-    template = ChatTemplate(tokenizer_of(PUBLISHED[name]))
+    template = ChatTemplate(PUBLISHED[name].tokenizer)
     call: dict[str, Any] = {
         "id": "abcdefghi",
         "type": "function",
@@ -121,7 +142,7 @@ def test_calls_and_results_are_in_what_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes-2-pro", "command-r"])
 def test_a_named_template_writes_what_has_tools(name: str) -> None:
-    template = ChatTemplate(tokenizer_of(PUBLISHED[name]))
+    template = ChatTemplate(PUBLISHED[name].tokenizer)
     assert template.writer(True).reads_tools
     assert not template.writer(False).reads_tools
     question = [{"role": "user", "content": "Hi"}]
@@ -131,7 +152,7 @@ def test_a_named_template_writes_what_has_tools(name: str) -> None:
 
 def test_named_templates_without_a_default_name_the_remedy() -> None:
     with pytest.raises(CheckpointError, match=r"named rag.*--template FILE"):
-        ChatTemplate(tokenizer_of(Published({"rag": HERMES}, str)))
+        ChatTemplate(Published({"rag": HERMES}).tokenizer)
 
 
 # Four fields of `tool_calls`, as tokenizers bring them, and what is written so.
@@ -171,7 +192,7 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
     field, shape = RESPONSES[name]
     function = "{content}" if name == "object" else {"name": "{name}", "arguments": "{content}"}
     calls = {**field, "repeats": True, "transform": {"type": "function", "function": function}}
-    tokenizer = tokenizer_of(Published(BARE, str))
+    tokenizer = Published(BARE).tokenizer
     tokenizer.response_template = {"start_anchor": "assistant:", "fields": {"tool_calls": calls, "content": {}}}
     template = ChatTemplate(tokenizer)
     for thought in ("<think>\nLet me see.\n</think>\n\n", ""):
@@ -183,7 +204,7 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
 
 
 def test_a_response_template_that_is_none() -> None:
-    tokenizer = tokenizer_of(Published(BARE, str))
+    tokenizer = Published(BARE).tokenizer
     tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": {"open_pattern": "(", "close": "b"}}}
     with pytest.raises(CheckpointError, match="response_template cannot be read"):
         ChatTemplate(tokenizer)
@@ -201,7 +222,7 @@ def test_arguments_are_of_the_types_that_they_may_have() -> None:
     }
     given = {"a": "5", "b": "5", "c": "null", "d": "2.5", "e": "True", "f": "[1]", "g": " x"}
     text = PUBLISHED["qwen3-coder"].calls([("t", given)])
-    template = ChatTemplate(tokenizer_of(PUBLISHED["qwen3-coder"]))
+    template = ChatTemplate(PUBLISHED["qwen3-coder"].tokenizer)
     tools = template.callable({"t": {"properties": schemas}})
     assert tools is not None
     (call,) = (each.call for each in tools.reader().push(text, ended=True).calls)
@@ -220,7 +241,7 @@ OWN = (
     "block", ["true", "m.tool_calls", "not m.tool_calls", "m.reasoning_content", "enable_thinking | default(true)"]
 )
 def test_a_format_that_nobody_knows_is_learned_without_its_thoughts(block: str) -> None:
-    template = ChatTemplate(tokenizer_of(Published(OWN.replace("BLOCK", block), str)))
+    template = ChatTemplate(Published(OWN.replace("BLOCK", block)).tokenizer)
     text = "".join(f"<my:call>{name}|{json.dumps(given)}</my:call>" for name, given in CALLS)
     assert template.calls == CallFormat("<my:call>", "|", "</my:call>")
     for thought in ("<think>Let me see.</think>", "", "<think></think>"):
@@ -228,3 +249,77 @@ def test_a_format_that_nobody_knows_is_learned_without_its_thoughts(block: str) 
             assert served(template, thought + text, at_once)[:2] == (thought, CALLS)
             said = f"{thought}A <my:call> is a mark."
             assert served(template, said, at_once)[:2] == (said, [])
+
+
+@pytest.mark.parametrize("source", LEARNED)
+def test_formats(source: str) -> None:
+    assert ChatTemplate(Published(source).tokenizer).calls == LEARNED[source]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("llama-3.1", '{"name": "weather", "parameters": {"city": "Zü', '{"city": "Zü'),
+        (
+            "tagged",
+            '<function=weather><parameter=city>Zü\n } 5</parameter><parameter=days>[1, {"a',
+            '{"city": "Zü\\n } 5"',
+        ),
+    ],
+)
+def test_a_call_that_is_cut_off_is_what_was_written_of_it(name: str, text: str, arguments: str) -> None:
+    tools = ChatTemplate(SHAPES[name].tokenizer).callable(SCHEMAS)
+    assert tools is not None
+    for pieces in ([text], [*text]):
+        reader = tools.reader()
+        found = [reader.push(piece) for piece in pieces] + [reader.push("", ended=True)]
+        assert "".join(each.text for each in found) == ""
+        assert "".join(delta.arguments for each in found for delta in each.calls) == arguments
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "functiongemma"])
+def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    form = ChatTemplate(SHAPES[name].tokenizer).calls
+    assert isinstance(form, CallFormat)
+    assert (form.separator is None) == (name in ("llama-3.1", "gpt-oss"))
+    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    call, wrong = (form.text([("weather", json.dumps({"days": each}))]) for each in (3, "three"))
+    tools = {"weather": schema, "time": {"type": "object", "properties": {}}}
+    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
+
+    def takes(text: str, needed: bool, many: bool = False, otherwise: dict[str, Any] | None = None) -> bool:
+        wanted = CallGrammar(form, tools, needed, many, otherwise)
+        tag = wanted.structural_tag(style_of(wanted, compiler))
+        found: bool = accepts(Grammar.from_structural_tag(json.dumps(tag)), text)
+        return found
+
+    assert takes(call, True)
+    assert not takes(wrong, True)
+    assert takes(call.lstrip(), False)
+    assert takes("It is warm.", False)
+    assert not takes("It is warm.", True)
+    if form.separator is not None:
+        both = form.text([("weather", '{"days": 3}'), ("time", "{}")])
+        assert takes(both, True, many=True)
+        assert not takes(both, True)
+        assert not takes(both, False)
+        if not form.begin:
+            # With one, calls that may be come each by itself.
+            assert takes(both, False, many=True)
+    assert takes(call, False, otherwise=schema)
+    assert takes('{"days": 3}', False, otherwise=schema)
+    assert not takes("It is warm.", False, otherwise=schema)
+
+
+def test_tags_that_no_grammar_has() -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar import GrammarCompiler, TokenizerInfo
+
+    form = CallFormat("<function=", ">", "</function>", tags=Tags("<qx:", ">", "</qx>"))
+    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
+    with pytest.raises(UnsupportedOptionError, match="tool_choice"):
+        style_of(CallGrammar(form, {"weather": {}}, needed=True), compiler)
