@@ -371,3 +371,14 @@ READS_PARTS = {
     ),
 }
 """Shapes that read what is said as a list of parts, and nothing out of a text."""
+
+ANSWERS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A shape of nobody: CALL writes one."""
+TAGGED = ANSWERS.replace(
+    "CALL",
+    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>{% endfor %}</function>",
+)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.published_templates import HERMES, PUBLISHED, Published
+from helpers.published_templates import ANSWERS, HERMES, PUBLISHED, TAGGED, Published
 from helpers.tokenizers import BARE
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.serve.chat.call_formats import HERMES as TOLD
@@ -28,21 +28,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 CALLS = [("weather", {"city": "Zürich } ] 5", "days": [1, {"a": None}], "sure": True}), ("get.time-of_day", {})]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
 
-_ANSWERS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-TAGGED = _ANSWERS.replace(
-    "CALL",
-    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>{% endfor %}</function>",
-)
-LISTED = _ANSWERS.replace(
+LISTED = ANSWERS.replace(
     "CALL",
     "{% if loop.first %}<calls>{% else %}{{ '\n' }}{% endif %}<call>function<sep>{{ c.function.name }}\n```json\n"
     "{{ '' + c.function.arguments }}\n```<end>{% if loop.last %}</calls>{% endif %}",
 )
-NO_FORMAT = _ANSWERS.replace(
+NO_FORMAT = ANSWERS.replace(
     "CALL", "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }}, {% endfor %})"
 )
 SHAPES = PUBLISHED | {"tagged": Published(TAGGED), "listed": Published(LISTED, as_text=True)}

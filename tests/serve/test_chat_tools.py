@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.http_server import Running, running
-from helpers.published_templates import GLM
+from helpers.published_templates import TAGGED
 from helpers.tokenizers import BARE
 
 pytest.importorskip("xgrammar")
@@ -84,8 +84,8 @@ def test_calls_in_a_stream(bare: Running) -> None:
 
 
 def test_a_call_whose_arguments_stand_between_tags() -> None:
-    with running(template=GLM) as server:
-        body = {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 120, "temperature": 0}
+    with running(template=TAGGED) as server:
+        body = {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 140, "temperature": 0}
         check_call(server.chat(**body).body["choices"][0]["message"]["tool_calls"][0])
 
 
