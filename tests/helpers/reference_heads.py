@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import DynamicCache, PreTrainedModel
 
+import selfspec
+from helpers import tiny
+from helpers.drafting import GREEDY
+from helpers.joints import padded
 from selfspec.compat import over_cache
 from selfspec.draft import Draft, RowsView
 
 Weights = dict[str, Tensor]
+Logits = Callable[[list[int], list[int]], Tensor]
+"""What a head gives after a text and draft tokens, `[vocab]`."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,26 @@ class Drafted:
     text: list[int]
     draft: Draft
     row: int
+
+
+PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
+
+
+def drafts_of(
+    patch: Any,
+    proposer: type[Any],
+    model: PreTrainedModel,
+    name: str,
+    control: Any,
+    prompts: list[Tensor] = PROMPTS,
+    new: int = 12,
+) -> list[Drafted]:
+    """What a draft by name drafts for a ragged batch."""
+    found = recorded_drafts(patch, proposer)
+    ids, mask = padded(prompts)
+    spec = selfspec.wrap(model, name, draft_length=control)
+    spec.generate(ids, attention_mask=mask, max_new_tokens=new, **GREEDY)
+    return found
 
 
 def recorded_drafts(patch: Any, proposer: type[Any]) -> list[Drafted]:
@@ -46,7 +72,7 @@ def recorded_drafts(patch: Any, proposer: type[Any]) -> list[Drafted]:
     return found
 
 
-def assert_drafts_are(found: Sequence[Drafted], logits: Callable[[list[int], list[int]], Tensor]) -> None:
+def assert_drafts_are(found: Sequence[Drafted], logits: Logits) -> None:
     """Every node has the token that its place gives it: the likeliest, or of siblings the next likeliest."""
     assert found
     for each in found:
@@ -63,19 +89,21 @@ def norm(states: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return states * (states.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
+def rotated(states: Tensor, places: Tensor) -> Tensor:
+    """Rotate `[tokens, heads, size]` by positions."""
+    size = states.shape[-1]
+    angles = places[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+    cos, sin = (torch.cat([table, table], -1)[:, None].to(states) for table in (angles.cos(), angles.sin()))
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat([-second, first], -1) * sin
+
+
 def attention(weights: Weights, prefix: str, inputs: Tensor, heads: int = 4, groups: int = 2) -> Tensor:
     """Causal attention of a llama over `[tokens, width]`, the first at position 0."""
     query, key, value = (linear(inputs, weights[f"{prefix}.{name}_proj.weight"]) for name in "qkv")
     count, size = len(inputs), query.shape[-1] // heads
-    angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
-    cos, sin = (torch.cat([table, table], -1)[:, None].to(inputs) for table in (angles.cos(), angles.sin()))
-
-    def rotated(states: Tensor) -> Tensor:
-        states = states.view(count, -1, size)
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat([-second, first], -1) * sin
-
-    query, key, value = rotated(query), rotated(key), value.view(count, -1, size)
+    query, key, value = (each.view(count, -1, size) for each in (query, key, value))
+    query, key = (rotated(each, torch.arange(count)) for each in (query, key))
     key, value = (each.repeat_interleave(heads // groups, 1) for each in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
     scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
@@ -86,6 +114,20 @@ def attention(weights: Weights, prefix: str, inputs: Tensor, heads: int = 4, gro
 def mlp(weights: Weights, prefix: str, states: Tensor) -> Tensor:
     gate, up = (linear(states, weights[f"{prefix}.{name}_proj.weight"]) for name in ("gate", "up"))
     return linear(silu(gate) * up, weights[f"{prefix}.down_proj.weight"])
+
+
+def layer(weights: Weights, prefix: str, inputs: Tensor, residual: Tensor, eps: float = 1e-5) -> Tensor:
+    """A llama layer, whose attention reads other states than it adds to."""
+    states = residual + attention(weights, f"{prefix}.self_attn", inputs)
+    inside = norm(states, weights[f"{prefix}.post_attention_layernorm.weight"], eps)
+    return states + mlp(weights, f"{prefix}.mlp", inside)
+
+
+def over_all_tokens(model: PreTrainedModel, weights: Weights, state: Tensor) -> Tensor:
+    """Logits of a head with fewer tokens than the model, `[vocab]`."""
+    whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=state.dtype)
+    whole[torch.arange(len(weights["d2t"])) + weights["d2t"]] = linear(state, weights["lm_head.weight"])
+    return whole
 
 
 @torch.no_grad()
@@ -104,7 +146,7 @@ def states_of(model: PreTrainedModel, text: list[int]) -> tuple[tuple[Tensor, ..
 @torch.no_grad()
 def eagle3(
     model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
-) -> Callable[[list[int], list[int]], Tensor]:
+) -> Logits:
     """EAGLE-3: what it gives after a text and draft tokens, `[vocab]`."""
     first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
 
@@ -124,21 +166,16 @@ def eagle3(
             normed = norm(states, weights[f"{first}.hidden_norm.weight"])
             inputs = torch.cat([norm(embedded, weights[f"{first}.input_layernorm.weight"]), normed], -1)
             residual = normed if config.get("norm_before_residual") else states
-            residual = residual + attention(weights, f"{first}.self_attn", inputs)
-            inside = norm(residual, weights[f"{first}.post_attention_layernorm.weight"])
-            output = residual + mlp(weights, f"{first}.mlp", inside)
+            output = layer(weights, first, inputs, residual)
             normed_output = norm(output, weights["norm.weight"])
             again = normed_output if config.get("norm_output") else output
             states = torch.cat([states, again[-1:]])
-        small = linear(normed_output[-1], weights["lm_head.weight"])
-        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=small.dtype)
-        whole[torch.arange(len(small)) + weights["d2t"]] = small
-        return whole
+        return over_all_tokens(model, weights, normed_output[-1])
 
     return logits
 
 
-def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list[int]], Tensor]:
+def eagle1(model: PreTrainedModel, weights: Weights) -> Logits:
     """EAGLE 1 and 2: what it gives after a text and draft tokens, `[vocab]`."""
 
     @torch.no_grad()
@@ -147,10 +184,8 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], lis
         for count in range(len(drafted) + 1):
             tokens = torch.tensor([*text[1:], *drafted[:count]])
             both = torch.cat([model.get_input_embeddings()(tokens), states], -1)
-            residual = linear(both, weights["fc.weight"], weights.get("fc.bias"))
-            residual = residual + attention(weights, "layers.0.self_attn", residual)
-            inside = norm(residual, weights["layers.0.post_attention_layernorm.weight"])
-            output = residual + mlp(weights, "layers.0.mlp", inside)
+            joined = linear(both, weights["fc.weight"], weights.get("fc.bias"))
+            output = layer(weights, "layers.0", joined, joined)
             states = torch.cat([states, output[-1:]])
         found: Tensor = model.get_output_embeddings()(output[-1])
         return found
@@ -158,9 +193,7 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], lis
     return logits
 
 
-def mtp(
-    model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequence[Weights], kind: str
-) -> Callable[[list[int], list[int]], Tensor]:
+def mtp(model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequence[Weights], kind: str) -> Logits:
     """Modules for multi-token prediction in their order: what they give after a text and draft tokens, `[vocab]`."""
     text: Any = blocks[0].config.get_text_config()
     eps = getattr(text, "rms_norm_eps", 1e-6)
@@ -212,7 +245,7 @@ def mtp(
     return logits
 
 
-def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Callable[[list[int], list[int]], Tensor]:
+def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Logits:
     """Medusa heads: what that of the next token gives after a text and draft tokens, `[vocab]`."""
 
     @torch.no_grad()
@@ -229,7 +262,7 @@ def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Callable[[l
     return logits
 
 
-def uno(model: PreTrainedModel, weights: Weights, scale: float) -> Callable[[list[int], list[int]], Tensor]:
+def uno(model: PreTrainedModel, weights: Weights, scale: float) -> Logits:
     """A LoRA of mask rows, merged into the model: what a mask gives after a text and draft tokens, `[vocab]`."""
     merged = copy.deepcopy(model)
     for name, module in merged.named_modules():
@@ -251,7 +284,7 @@ def uno(model: PreTrainedModel, weights: Weights, scale: float) -> Callable[[lis
     return logits
 
 
-def hydra(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list[int]], Tensor]:
+def hydra(model: PreTrainedModel, weights: Weights) -> Logits:
     """Hydra heads: what that of the next token gives after a text and draft tokens, `[vocab]`."""
     prefix = {name.removeprefix("prefix_embeding_layer."): each for name, each in weights.items()}
     eps = model.config.rms_norm_eps
@@ -260,9 +293,7 @@ def hydra(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list
     def logits(text: list[int], drafted: list[int]) -> Tensor:
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
         inside = norm(states, prefix["layers.0.input_layernorm.weight"], eps)
-        states = states + attention(prefix, "layers.0.self_attn", inside)
-        inside = norm(states, prefix["layers.0.post_attention_layernorm.weight"], eps)
-        last = norm(states + mlp(prefix, "layers.0.mlp", inside), prefix["norm.weight"], eps)[-1]
+        last = norm(layer(prefix, "layers.0", inside, states, eps), prefix["norm.weight"], eps)[-1]
         tokens = model.get_input_embeddings()(torch.tensor([text[-1], *drafted]))
         head = len(drafted)
         reads = weights[f"hydra_mlp.{head}.1.linear.weight"].shape[1] // len(last)
@@ -282,7 +313,7 @@ def hydra(model: PreTrainedModel, weights: Weights) -> Callable[[list[int], list
 
 def peagle(
     model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
-) -> Callable[[list[int], list[int]], Tensor]:
+) -> Logits:
     """P-EAGLE: what it gives after a text and as many masked slots as there are draft tokens, `[vocab]`."""
 
     @torch.no_grad()
@@ -295,21 +326,13 @@ def peagle(
         embedded = model.get_input_embeddings()(tokens)
         normed = norm(states, weights["layers.0.hidden_norm.weight"])
         inputs = torch.cat([norm(embedded, weights["layers.0.input_layernorm.weight"]), normed], -1)
-        residual = states + attention(weights, "layers.0.self_attn", inputs)
-        output = residual + mlp(
-            weights, "layers.0.mlp", norm(residual, weights["layers.0.post_attention_layernorm.weight"])
-        )
-        small = linear(norm(output, weights["norm.weight"])[-1], weights["lm_head.weight"])
-        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=small.dtype)
-        whole[torch.arange(len(small)) + weights["d2t"]] = small
-        return whole
+        output = layer(weights, "layers.0", inputs, states)
+        return over_all_tokens(model, weights, norm(output, weights["norm.weight"])[-1])
 
     return logits
 
 
-def dflash(
-    model: PreTrainedModel, weights: Weights, layers: int, first: int, point: int | str = 3
-) -> Callable[[list[int], list[int]], Tensor]:
+def dflash(model: PreTrainedModel, weights: Weights, layers: int, first: int, point: int | str = 3) -> Logits:
     """DFlash with blocks of 4 and mask token 3: what it gives in the place after so many draft tokens, `[vocab]`.
 
     It reads what leaves the first layer of the target, and at a point: what enters a layer, or leaves the last one
@@ -321,11 +344,7 @@ def dflash(
         made = linear(states, weights[f"{name}.{part}_proj.weight"]).view(len(states), -1, 8)
         if f"{name}.{part}_norm.weight" in weights:
             made = norm(made, weights[f"{name}.{part}_norm.weight"], eps)
-        if part == "v":
-            return made
-        angles = places[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        cos, sin = (torch.cat([table, table], -1)[:, None].to(made) for table in (angles.cos(), angles.sin()))
-        return made * cos + torch.cat([-made[..., 4:], made[..., :4]], -1) * sin
+        return made if part == "v" else rotated(made, places)
 
     @torch.no_grad()
     def logits(text: list[int], drafted: list[int]) -> Tensor:
@@ -348,11 +367,9 @@ def dflash(
             inside = norm(states, weights[f"layers.{layer}.post_attention_layernorm.weight"], eps)
             states = states + mlp(weights, f"layers.{layer}.mlp", inside)
         guess = norm(states, weights["norm.weight"], eps)[len(drafted) + first]
-        if "d2t" not in weights:
-            found: Tensor = model.get_output_embeddings()(guess)
-            return found
-        whole = torch.full((model.config.vocab_size,), -torch.inf, dtype=guess.dtype)
-        whole[torch.arange(len(weights["d2t"])) + weights["d2t"]] = linear(guess, weights["lm_head.weight"])
-        return whole
+        if "d2t" in weights:
+            return over_all_tokens(model, weights, guess)
+        found: Tensor = model.get_output_embeddings()(guess)
+        return found
 
     return logits

@@ -14,7 +14,9 @@ from transformers.modeling_layers import MtpModel
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
+from helpers.drafting import GREEDY
 from helpers.joints import assert_rows_are_stock, padded
+from helpers.reference_heads import PROMPTS
 from helpers.tiny import in_turns
 from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
@@ -22,8 +24,6 @@ from selfspec.errors import HeadError
 
 # Their layers with states read token by token.
 SLOW = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
-OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,7 @@ def test_a_module_drafts_what_it_was_trained_for(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = published_heads.mtp(tmp_path, kind)
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
-    ids, mask = padded(PROMPTS)
-    spec = selfspec.wrap(made.model, "mtp", draft_length=control)
-    spec.generate(ids, attention_mask=mask, max_new_tokens=8, **OPTIONS)
+    found = reference_heads.drafts_of(monkeypatch, HeadProposer, made.model, "mtp", control, new=8)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
@@ -56,10 +53,10 @@ def test_several_modules_draft_in_their_order(
     found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
     ids, mask = padded([prompt % 3 + 3 for prompt in PROMPTS])
     spec = selfspec.wrap(made.model, "mtp", draft_length=control)
-    out = spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS)
+    out = spec.generate(ids, attention_mask=mask, max_new_tokens=12, **GREEDY)
     assert out.stats.accepted > 0 or kind == "mellum"
     # Rows that end, each in its own round.
-    spec.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS | {"eos_token_id": int(out.sequences[0, -6])})
+    spec.generate(ids, attention_mask=mask, max_new_tokens=12, **GREEDY | {"eos_token_id": int(out.sequences[0, -6])})
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
@@ -80,7 +77,7 @@ def test_its_first_tokens_are_those_of_transformers(
     made = published_heads.mtp(tmp_path, kind, modules, **options)
     found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
     spec = selfspec.wrap(made.model, "mtp", draft_length=modules + 1)
-    spec.generate(PROMPTS[1], max_new_tokens=8, **OPTIONS)
+    spec.generate(PROMPTS[1], max_new_tokens=8, **GREEDY)
     made.model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[456].*"}
     theirs = MtpModel.from_pretrained(made.model).eval()
     if hasattr(theirs, "set_experts_implementation"):
@@ -118,7 +115,7 @@ def test_modules_may_lie_in_a_file_that_the_index_does_not_name(tmp_path: Path) 
     held = held_modules(str(tmp_path), made.model.config)
     assert held is not None
     assert (held.held, held.parameters) == (2, sum(weight.numel() for weight in ours.values()))
-    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **GREEDY)
     assert out.stats.drafted > 0
 
 
@@ -134,7 +131,7 @@ def test_a_step_checkpoint_may_call_its_layers_and_heads_otherwise(
     save_file(renamed, file, {"format": "pt"})
     found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
     spec = selfspec.wrap(made.model, "mtp", draft_length=2)
-    out = spec.generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    out = spec.generate(PROMPTS[1], max_new_tokens=6, **GREEDY)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "step3p7"))
     own = MultiTokenPrediction().own_bytes(made.model)
     # All embeddings and the head of the model itself are not counted; slots for a draft are.
@@ -180,7 +177,7 @@ def test_a_module_in_float8_drafts_what_its_blocks_say(
     made = published_heads.mtp(tmp_path, "deepseek_v3")
     in_float8(tmp_path, made, block)
     found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
-    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **OPTIONS)
+    out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **GREEDY)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "deepseek_v3"))
     held = held_modules(str(tmp_path), made.model.config)
     assert held is not None
@@ -197,7 +194,7 @@ def test_other_layouts_in_few_bits_are_refused_by_name(tmp_path: Path) -> None:
         kept = {**rounded, **{f"model.layers.4.{name}".replace("/", "."): each for name, each in changed.items()}}
         save_file({name: each for name, each in kept.items() if each is not None}, tmp_path / "model.safetensors")
         with pytest.raises(HeadError) as refused:
-            selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **OPTIONS)
+            selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **GREEDY)
         return str(refused.value)
 
     place = "self_attn/o_proj/weight"
@@ -209,7 +206,7 @@ def test_other_layouts_in_few_bits_are_refused_by_name(tmp_path: Path) -> None:
     assert "in torch.int8" in refusal(**{place: torch.zeros(32, 40, dtype=torch.int8)})
     assert "NaN" in refusal(**{f"{place}_scale_inv": torch.full((2, 3), torch.inf)})
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **OPTIONS)
+    selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=4, **GREEDY)
 
 
 def test_what_is_missing_is_said_before_any_pass(tmp_path: Path) -> None:
@@ -225,7 +222,7 @@ def test_what_is_missing_is_said_before_any_pass(tmp_path: Path) -> None:
         selfspec.wrap(made.model, "mtp")
     without("layers.4.self_attn.o_proj")
     with pytest.raises(HeadError, match="are missing"):
-        selfspec.wrap(made.model, "mtp").generate(PROMPTS[0], max_new_tokens=4, **OPTIONS)
+        selfspec.wrap(made.model, "mtp").generate(PROMPTS[0], max_new_tokens=4, **GREEDY)
     without("layers.4")
     with pytest.raises(HeadError, match="though the config promises 1; download the checkpoint whole"):
         selfspec.wrap(made.model, "mtp")

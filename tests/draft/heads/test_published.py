@@ -1,0 +1,306 @@
+"""Published heads of every family: what they draft is what their equations say, under each control."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+
+import selfspec
+from helpers import published_heads, reference_heads, tiny
+from helpers.drafting import GREEDY
+from helpers.encoder_decoders import FRAMES, MELS, START, encoder_decoder, joint
+from helpers.joints import assert_rows_are_stock, p_value
+from helpers.reference_heads import PROMPTS, assert_drafts_are, drafts_of, recorded_drafts
+from helpers.shrunken import shrunken
+from helpers.snippets import snippets
+from selfspec.draft import Budget
+from selfspec.draft.heads.growing_head import HeadProposer, LevelProposer
+from selfspec.draft.heads.hydra import HydraProposer
+from selfspec.draft.heads.medusa import MedusaProposer
+from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.heads.queries import QueriesProposer
+from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
+from selfspec.model.layer_path import LayerPath, Lora, LoraRows
+from selfspec.model.registry import find_adapter
+from selfspec.runtime.request import PassRequest
+from selfspec.runtime.runner import ModelRunner
+
+TREE = selfspec.FixedLength(3, nodes=7)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=8)
+
+
+def read(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the config of a head."""
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return load_file(Path(folder) / "model.safetensors"), config
+
+
+EAGLE_3: dict[str, dict[str, Any]] = {
+    "safeailab": {},
+    "speculators": {"layout": "speculators"},
+    "normed-residual": {"layout": "speculators", "norm_before_residual": True},
+    "each-normed": {"layout": "speculators", "norm": "each", "norm_output": True},
+    "all-normed": {"norm": "all"},
+    "other-layers": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]},
+}
+
+
+@pytest.mark.parametrize("control", [3, TREE], ids=str)
+@pytest.mark.parametrize("variant", EAGLE_3)
+def test_an_eagle_3_head_drafts_what_it_was_published_for(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, control: Any
+) -> None:
+    folder = published_heads.eagle3(tmp_path, model, **EAGLE_3[variant])
+    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", control)
+    points = EAGLE_3[variant].get("eagle_aux_hidden_state_layer_ids", (2, 4, 5))
+    assert_drafts_are(found, reference_heads.eagle3(model, *read(folder), points))
+
+
+@pytest.mark.parametrize("control", [3, TREE], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_eagle_1_head_drafts_what_it_was_published_for(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool, control: Any
+) -> None:
+    folder = published_heads.eagle1(tmp_path, model, bias)
+    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", control)
+    assert_drafts_are(found, reference_heads.eagle1(model, read(folder)[0]))
+
+
+class Later(selfspec.FixedLength):
+    """Drafts in the first round, and then not until some more have passed."""
+
+    def begin(self, costs: Any) -> Any:
+        made: Any = super().begin(costs)
+        budget, rounds = made.budget, iter(range(99))
+        made.budget = lambda *given: budget(*given) if next(rounds) not in (1, 2, 3) else Budget(0, 0)
+        return made
+
+
+def test_a_row_without_a_state_waits(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = published_heads.eagle3(tmp_path, model)
+    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", Later(3))
+    assert_drafts_are(found, reference_heads.eagle3(model, *read(folder)))
+
+
+@pytest.mark.contract
+def test_behind_a_look_up_it_still_knows_all_that_was_committed(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = published_heads.eagle3(tmp_path, model)
+    repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
+    found = drafts_of(monkeypatch, HeadProposer, model, f"lookup+eagle:{folder}", 3, repeated, 30)
+    assert_drafts_are(found, reference_heads.eagle3(model, *read(folder)))
+
+
+def test_the_head_and_its_cache_are_all_the_memory_it_takes(model: PreTrainedModel, tmp_path: Path) -> None:
+    folder = published_heads.eagle1(tmp_path, model)
+    output = selfspec.wrap(model, f"eagle:{folder}", draft_length=3).generate(PROMPTS[1], max_new_tokens=24, **GREEDY)
+    head = sum(weight.nbytes for name, weight in read(folder)[0].items() if name != "embed_tokens.weight")
+    # Keys and values of one layer: 64 slots at first would not do for a longer text.
+    cache = (9 + 24 + 3) * 2 * 16 * 8
+    assert output.stats.draft_bytes == head + cache
+
+
+DFLASH: dict[str, dict[str, Any]] = {
+    "authors": {},
+    "llama": {"kind": "llama", "layers": 1},
+    "speculators": {"layout": "speculators"},
+    # What they read of the last layer is the state that transformers gives, which is after the final norm.
+    "last-layer": {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}},
+    # The other library takes the state as it leaves the layer.
+    "last-layer-of-speculators": {"layout": "speculators", "aux_hidden_state_layer_ids": [1, 4]},
+    "from-anchor": {"layout": "speculators", "sample_from_anchor": True},
+}
+
+
+@pytest.mark.parametrize("control", [2, 6, TREE], ids=str)
+@pytest.mark.parametrize("variant", DFLASH)
+def test_a_dflash_head_drafts_what_it_was_published_for(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, control: Any
+) -> None:
+    options = DFLASH[variant]
+    folder = published_heads.dflash(tmp_path, llama, **options)
+    found = drafts_of(monkeypatch, LevelProposer, llama, f"dflash:{folder}", control)
+    first = int(variant != "from-anchor")
+    last = {"last-layer": "normed", "last-layer-of-speculators": "last"}.get(variant, 3)
+    expected = reference_heads.dflash(llama, read(folder)[0], options.get("layers", 2), first, last)
+    assert_drafts_are(found, expected)
+    assert max(each.draft.length for each in found) == {2: 2, 6: 4 - first}.get(control, 3)
+
+
+@pytest.mark.parametrize("control", [1, 4, TREE], ids=str)
+def test_a_peagle_head_drafts_what_it_was_published_for(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: Any
+) -> None:
+    folder = published_heads.peagle(tmp_path, model)
+    found = drafts_of(monkeypatch, LevelProposer, model, f"peagle:{folder}", control)
+    assert_drafts_are(found, reference_heads.peagle(model, *read(folder)))
+
+
+def test_a_draft_of_peagle_takes_one_pass_of_the_head(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    run = PairState._run
+
+    def counted(self: Any, inputs: Any, first: int) -> Any:
+        passes.append(inputs.shape[1])
+        return run(self, inputs, first)
+
+    monkeypatch.setattr(PairState, "_run", counted)
+    spec = selfspec.wrap(model, f"peagle:{published_heads.peagle(tmp_path, model)}", draft_length=4)
+    stats = spec.generate(PROMPTS[1], max_new_tokens=12, **GREEDY).stats
+    assert stats.drafted > 3 * len(passes) > 0
+
+
+@pytest.mark.parametrize("control", [5, TREE], ids=str)
+@pytest.mark.parametrize(("blocks", "pickled"), [(1, True), (2, False)])
+def test_medusa_heads_draft_what_they_were_published_for(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, pickled: bool, control: Any
+) -> None:
+    folder = published_heads.medusa(tmp_path, llama, blocks=blocks, pickled=pickled)
+    weights = torch.load(tmp_path / "medusa_lm_head.pt") if pickled else read(folder)[0]
+    found = drafts_of(monkeypatch, MedusaProposer, llama, f"medusa:{folder}", control)
+    assert_drafts_are(found, reference_heads.medusa(llama, weights, blocks))
+    assert max(each.draft.length for each in found) == 3
+
+
+@pytest.mark.parametrize("control", [5, TREE], ids=str)
+@pytest.mark.parametrize(("blocks", "grounded"), [(1, True), (3, True), (2, False)])
+def test_hydra_heads_draft_what_they_were_published_for(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, grounded: bool, control: Any
+) -> None:
+    folder = published_heads.hydra(tmp_path, llama, blocks=blocks, grounded=grounded)
+    found = drafts_of(monkeypatch, HydraProposer, llama, f"hydra:{folder}", control)
+    assert_drafts_are(found, reference_heads.hydra(llama, torch.load(tmp_path / "hydra_lm_head.pt")))
+    assert max(each.draft.length for each in found) == 3
+
+
+def test_heads_draft_for_a_decoder_beside_an_encoder(tmp_path: Path) -> None:
+    model = encoder_decoder("bart")
+    spec = selfspec.wrap(model, f"medusa:{published_heads.medusa(tmp_path, model)}", draft_length=3)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[3, 4, 5, 6], [7, 8, 9, 9]]), "max_new_tokens": 9}
+    found = spec.generate(**inputs, do_sample=False)
+    assert torch.equal(found.sequences, model.generate(**inputs, do_sample=False))
+    assert found.stats.drafted
+
+
+@pytest.mark.statistical
+def test_heads_that_the_page_on_speech_trains_draft_for_whisper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is the model's greedily, and sampled it has the model's joint."""
+    monkeypatch.chdir(tmp_path)
+    model = encoder_decoder("whisper", torch.float32, vocab_size=5)
+    model.generation_config.max_length = 16
+    sounds = torch.randn(6, MELS, FRAMES, generator=torch.Generator().manual_seed(5))
+    names: dict[str, Any] = {"selfspec": selfspec, "torch": torch, "model": model, "start": torch.tensor([[START]])}
+    names["pieces"] = [{"input_features": sound} for sound in sounds.split(1)]
+    exec(snippets("docs/speech.md", "python")[-1], names)
+    spec: selfspec.SelfSpeculative = names["spec"]
+    for inputs in sounds.split((1, 2, 3)):
+        options: dict[str, Any] = {"decoder_input_ids": torch.tensor([[START]] * len(inputs)), "do_sample": False}
+        found = spec.generate(inputs, **options)
+        assert torch.equal(found.sequences, GenerationMixin.generate(model, inputs, **options))
+        assert found.stats.accepted
+    sampled: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "top_k": 0}
+    texts: list[tuple[int, ...]] = []
+    rejected = 0
+    for seed in range(2):
+        start = torch.tensor([[START]] * 512)
+        out = spec.generate(sounds[:1].expand(512, -1, -1), decoder_input_ids=start, seed=seed, **sampled)
+        texts += [tuple(row) for row in out.sequences[:, 1:].tolist()]
+        rejected += out.stats.judged - out.stats.accepted
+    assert rejected
+    assert p_value(texts, joint({"input_features": sounds[:1]}, model, 3)) > 1e-3
+
+
+# Passes of UNO that take turns, and those that hold one, two and three levels of masks.
+@pytest.mark.parametrize(
+    ("control", "levels"),
+    [(1, 1), (5, 1), (selfspec.FixedLength(3, nodes=8), 2), (selfspec.FixedLength(3, nodes=15), 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("root", [False, True])
+def test_masks_guess_what_a_model_with_the_lora_says(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: bool, control: Any, levels: int
+) -> None:
+    folder = published_heads.uno(tmp_path, llama, use_rslora=root)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    found = drafts_of(monkeypatch, UnoProposer, llama, f"uno:{folder}", control, new=16)
+    assert_drafts_are(found, reference_heads.uno(llama, weights, 24 / (4 if root else 16)))
+    assert max(each.draft.length for each in found) == levels
+
+
+def test_a_lora_leaves_the_tokens_before_its_own_bit_for_bit(llama: PreTrainedModel, tmp_path: Path) -> None:
+    adapter, depth = find_adapter(llama), llama.config.num_hidden_layers
+    lora = Uno(published_heads.uno(tmp_path, llama))._lora(llama)
+    nothing = Lora(lora.down, {name: copy.deepcopy(module) for name, module in lora.up.items()})
+    for module in nothing.up.values():
+        module.get_parameter("weight").data.zero_()
+    found = []
+    for each in (lora, nothing):
+        runner = ModelRunner(llama, adapter, adapter.shared_cache(llama, 2, 16, 8))
+        path = LayerPath(depth, lora=LoraRows(each, 3))
+        with torch.no_grad():
+            found.append(runner.run(PassRequest(path, tiny.prompt(6, 2))).logits)
+    assert torch.equal(found[0][:, :3], found[1][:, :3])
+    assert not torch.isclose(found[0][:, 3:], found[1][:, 3:]).all(-1).any()
+
+
+def test_masks_of_a_place_are_the_same_whatever_is_beside_it() -> None:
+    ids = mask_ids(torch.arange(1000), 3, 50)
+    assert ids.min() >= 3
+    assert ids.max() < 50
+    assert ids.unique().numel() > 40
+    assert torch.equal(mask_ids(torch.arange(500, 510), 3, 50), ids[500:510])
+
+
+def queries(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[int]], Tensor]:
+    """An assistant of Gemma 4 by its own forward: what it gives after a text and draft tokens, `[vocab]`."""
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        known = model.model(torch.tensor([text[:-1]]), return_shared_kv_states=True)
+        state = known.last_hidden_state[:, -1:]
+        for token in (text[-1], *drafted):
+            embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+            out = assistant(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=dict(known.shared_kv_states),
+            )
+            state = out.last_hidden_state
+        found: Tensor = out.logits[0, -1]
+        return found
+
+    return logits
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("groups", "control"), [(False, 4), (True, TREE)], ids=["chain", "groups"])
+def test_an_assistant_drafts_what_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: bool, control: Any
+) -> None:
+    model = shrunken("gemma4_text")
+    folder = published_heads.queries(tmp_path, model, groups)
+    found = recorded_drafts(monkeypatch, QueriesProposer)
+    spec = selfspec.wrap(model, f"queries:{folder}", draft_length=control)
+    # Texts are longer than the window.
+    prompts = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=9, eos_token_id=7)
+    assert_drafts_are(found, queries(model, folder))
