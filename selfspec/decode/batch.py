@@ -33,6 +33,7 @@ class Batch:
     Attributes:
         cache: keys and values of all committed tokens except each row's last, which no pass has read yet.
         last_tokens: last committed token of each running row, `[rows, 1]`.
+        first_logits: of each prompt's last token, `[rows, 1, vocab]`, for the first round; None: it has a pass.
         first_embeddings: last embedding of each prompt, `[rows, 1, hidden]`, for the first round; None: none is left.
         nonfinite_rows: rows with logits not finite after a draft token; they get a round without a draft before ending.
         prefill_width: tokens of each prompt that one pass may read; None: all.
@@ -46,6 +47,7 @@ class Batch:
     noise: Noise
     controller: Controller
     last_tokens: Tensor
+    first_logits: Tensor | None = None
     first_embeddings: Tensor | None = None
     nonfinite_rows: list[int] = field(default_factory=list)
     memories: dict[Hashable, object] = field(default_factory=dict)

@@ -43,6 +43,9 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
     """Run the target over the last committed token and the draft; its logits are `[rows, drafted + 1, vocab]`."""
     runner, taps = batch.runner, batch.taps
     target = LayerPath.full(runner.depth)
+    if batch.first_logits is not None:
+        logits, batch.first_logits = batch.first_logits, None
+        return PassResult(logits)
     if batch.first_embeddings is not None:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
         return runner.run(PassRequest(target, embeddings))
@@ -165,7 +168,10 @@ _MOST, _FEWEST = 32, 4
 
 
 def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
-    """Fill the cache with each prompt except its last token, without padding and tokens that a past holds."""
+    """Fill the cache with each prompt except its last token, without padding and tokens that a past holds.
+
+    Without a draft the last token is read, too, and its logits wait for the first round, which then has no pass.
+    """
     if request.past is not None and not request.anew:
         load_past(request.past, batch.cache, request.mask)
     unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
@@ -177,6 +183,10 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
+    if proposer is None and _ends_at_once(batch, request, unread):
+        batch.first_logits = batch.runner.last_logits(torch.cat([prompts.to(batch.last_tokens), batch.last_tokens], 1))
+        batch.cache.commit(unread)
+        return
     reading = Prefill(batch, prompts, unread)
     early_exit = None if proposer is None or request.embeddings else proposer.early_exit
     if early_exit is not None and _gives_evidence(batch, unread):
@@ -185,6 +195,19 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
         return
     while reading.left:
         reading.read(batch.prefill_width)
+
+
+def _ends_at_once(batch: Batch, request: Request, unread: Sequence[int]) -> bool:
+    """Return whether one pass of the stock model reads all prompts to their ends and gives their last logits alone."""
+    return (
+        not request.embeddings
+        and batch.cache.source is None
+        and batch.cache.empty
+        and batch.cache.rolls_back_by_cursor
+        and batch.runner.keeps_last_logits
+        and len(set(unread)) == 1
+        and (batch.prefill_width is None or unread[0] < batch.prefill_width)
+    )
 
 
 class Prefill:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -127,6 +128,11 @@ class BoundPrograms:
         self.state = state
         self.candidates: dict[PassKind, _Candidate] = {}
         self._clock = clock
+
+    @cached_property
+    def view(self) -> PreTrainedModel:
+        """The view of the model that its stock passes run: making one takes as long as a pass of a small model."""
+        return self.runtime.viewed(self.state.model)
 
     def serving(self, kind: PassKind, most: int) -> PassKind:
         """Return the kind whose program runs passes of `kind`, over at most `most` tokens of each row.

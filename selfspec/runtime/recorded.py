@@ -32,7 +32,7 @@ class RecordedRunner(ModelRunner):
         programs: BoundPrograms,
         substitutes: Substitutes | None = None,
     ) -> None:
-        super().__init__(model, adapter, cache, substitutes, programs.runtime)
+        super().__init__(model, adapter, cache, substitutes, programs.view)
         self._programs = programs
         self._streaming: dict[Runs, bool] = {}
 
@@ -131,4 +131,5 @@ def runner_for(
         bound = programs.bound_to(model)
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)
-    return ModelRunner(model, adapter, cache, substitutes, None if programs is None else programs.runtime)
+    view = None if programs is None else programs.runtime.viewed(model)
+    return ModelRunner(model, adapter, cache, substitutes, view)

@@ -29,13 +29,14 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.attention import AttentionShares, for_new_lengths
 from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
 from selfspec.runtime.request import Chain, Change, Draws, PassRequest, PassResult, Runs
-from selfspec.runtime.runtime import Eager, Runtime
+from selfspec.runtime.runtime import Eager
 
 
 class ModelRunner:
-    """Runs every pass of one generation by the stock modules, through views that belong to this generation alone.
+    """Runs every pass of one generation by the stock modules, through views of them.
 
-    Without `substitutes`, paths that need some make them for this generation; without `runtime`, it is `Eager`.
+    Without `substitutes`, paths that need some make them for this generation; without a `view` of the whole model, it
+    is that of `Eager`.
     `vocabulary` is the number of logits of each token.
     """
 
@@ -45,13 +46,13 @@ class ModelRunner:
         adapter: Adapter,
         cache: SharedCache,
         substitutes: Substitutes | None = None,
-        runtime: Runtime | None = None,
+        view: PreTrainedModel | None = None,
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self.vocabulary = vocabulary_size(model)
         self.device = cache.device
         self._stock_model = model
-        self._model = (runtime or Eager()).viewed(model)
+        self._model = Eager().viewed(model) if view is None else view
         self._placed = None
         if adapter.positions is not None:
             self._placed = RowPositions(self._model, adapter)
@@ -150,6 +151,12 @@ class ModelRunner:
             self._run_for_states(tap.module, tokens)
         self._cache.record(tokens.shape[1])
         return tap.take()
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
+        with for_new_lengths(self.device):
+            logits: Tensor = self._model(**self._called_with(self._model, tokens), **self._kept(1)).logits
+        return logits
 
     def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
         """Choose the slots for drafts that attend to `keys` keys, in rows where the choice is due.

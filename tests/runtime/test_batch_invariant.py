@@ -52,7 +52,7 @@ class Reading:
     def __init__(self, model: PreTrainedModel, begun: Sequence[Tensor]) -> None:
         adapter = find_adapter(model)
         self.cache = adapter.shared_cache(model, len(begun), 64, len(TREE))
-        self.runner = ModelRunner(model, adapter, self.cache, runtime=BatchInvariant())
+        self.runner = ModelRunner(model, adapter, self.cache, view=BatchInvariant().viewed(model))
         self.path = LayerPath.full(len(adapter.decoder_layers(model)))
         counts = [len(each) for each in begun]
         with torch.no_grad():
