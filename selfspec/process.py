@@ -1,10 +1,11 @@
-"""Measure the memory that the process has, and what it may take."""
+"""Measure the memory that the process has, and what it may take; say where it keeps what it found."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -101,3 +102,14 @@ class ProcessLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def cache_folder() -> Path:
+    """Return the folder in the user's cache where profiles are kept, and what trials found."""
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "selfspec" / "selfspec" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "selfspec"
+    named = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(named) if named else Path.home() / ".cache") / "selfspec"

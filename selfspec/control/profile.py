@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_
 from selfspec.files.writing import write_sealed
 from selfspec.kernels import native
 from selfspec.model.identity import check_in_memory, fingerprint
+from selfspec.process import cache_folder
 from selfspec.version import __version__
 
 
@@ -273,14 +273,3 @@ def find_profile(setting: Setting) -> Profile | None:
         f"draft='auto' needs a calibration profile for here, and {file.parent} has none of these weights that fits: "
         f"{'; '.join(near)}. Write one: {remedy(setting)}"
     )
-
-
-def cache_folder() -> Path:
-    """Return the folder in the user's cache where profiles are kept."""
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "selfspec" / "selfspec" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "selfspec"
-    named = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(named) if named else Path.home() / ".cache") / "selfspec"

@@ -30,6 +30,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec.kernels import native
+from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
 from selfspec.model.view import copied, runs_as_written, same_code, view_of, view_running, view_with
 
@@ -60,14 +61,6 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
     if width >= 512:
         return 8 <= rows <= 48
     return 16 <= rows <= 48 and torch.get_num_threads() > 1
-
-
-def most_native_rows(dtype: torch.dtype, width: int) -> int:
-    """Return the most rows for which the kernels' product is fastest, by dtype and inputs of the weight."""
-    # For more rows in bfloat16 torch uses instructions of the processor; CPUs without AVX-512 were not measured.
-    if dtype == torch.bfloat16 or not _has_avx512():
-        return 16
-    return 128 if width > 2048 else native.MOST_ROWS
 
 
 def _has_avx512() -> bool:
@@ -109,7 +102,7 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
 def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
     rows = math.prod(int(size) for size in states.shape[:-1])
     # Autocast changes what torch's own products compute in.
-    if rows > most_native_rows(linear.weight.dtype, linear.in_features) or torch.is_autocast_enabled("cpu"):
+    if rows > crossover().rows(linear.weight.dtype, linear.in_features) or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
     return native.few_rows(states, linear.weight, linear.bias)
 

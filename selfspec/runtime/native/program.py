@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.runtime.few_rows import most_native_rows, with_kernel
+from selfspec.runtime.few_rows import with_kernel
 from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.native.noting import Noted, noted
@@ -24,6 +24,8 @@ from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Recor
 _DTYPES = (torch.float32, torch.bfloat16)
 # Tokens of a pass. A prompt is read once, so no program is made for each of its lengths.
 _MOST_TOKENS = MOST_NODES
+# The same in bfloat16, and without AVX-512.
+_NARROW = 16
 # Widths of programs for chains: making one takes longer than reading a few tokens more.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Seconds that making a program of 30 layers takes: a few passes over long texts take that long.
@@ -78,8 +80,9 @@ class Native(Runtime):
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
         known = slots.device.type == "cpu" and slots.dtype in _DTYPES
-        # All products of a program are the kernels', whatever their inputs.
-        most = min(_MOST_TOKENS, most_native_rows(slots.dtype, 1 << 30))
+        # Products in bfloat16 take longer than torch's, but between them a program saves the time of Python.
+        wide = slots.dtype == torch.float32 and "AVX512" in torch.backends.cpu.get_cpu_capability()
+        most = _MOST_TOKENS if wide else _NARROW
         return known and rows <= most and native.available()
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:

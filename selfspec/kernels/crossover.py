@@ -1,0 +1,115 @@
+"""Decide up to how many rows the kernels' product is faster than torch's, once for a machine.
+
+The product decides the last bits of a result, so a seed gives the same tokens only where the choice does not change. A
+table holds what `benchmarks/few_rows.py` and `benchmarks/prompt_lengths.py` measured; on a processor that it lacks a
+trial of half a second decides, whose result is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+
+from selfspec.device import device_name
+from selfspec.kernels import native
+from selfspec.process import cache_folder
+
+_WIDE = 2048
+# Rows that a trial compares, and weights: outputs and inputs, narrow and wide.
+_ROWS = (16, 32, 64, 128, 256, 512, 1024)
+_NARROW_WEIGHT, _WIDE_WEIGHT = (1536, 576), (1024, 4096)
+_TIMES = 5
+_FEWEST = 10
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Holds the most rows for which the kernels' product is the faster one.
+
+    Attributes:
+        narrow: with weights of up to 2,048 inputs.
+        wide: with more.
+        bfloat16: with weights in bfloat16, for which torch uses instructions of its own at more rows.
+    """
+
+    narrow: int
+    wide: int
+    bfloat16: int
+
+    def rows(self, dtype: torch.dtype, inputs: int) -> int:
+        """Return the most rows for weights of a dtype and a number of inputs."""
+        if dtype == torch.bfloat16:
+            return self.bfloat16
+        return self.wide if inputs > _WIDE else self.narrow
+
+
+@cache
+def crossover() -> Crossover:
+    """Return this machine's: measured, kept from an earlier trial, or by a trial."""
+    library, processor = native.library(), device_name(torch.device("cpu"))
+    variant = "none" if library is None else library.variant
+    if variant not in ("vnni", "v4"):
+        return Crossover(16, 16, _FEWEST)
+    if processor.startswith("AMD"):
+        return Crossover(native.MOST_ROWS, 128, _FEWEST)
+    file = cache_folder() / f"crossover-{variant}.json"
+    kept = _read(file, processor)
+    if kept is None:
+        _keep(file, processor, tried())
+        # Another process may have kept its own at the same time: all take what is there.
+        kept = _read(file, processor)
+    return Crossover(16, 16, _FEWEST) if kept is None else kept
+
+
+def tried() -> Crossover:
+    """Time both products on this machine, by turns, over more and more rows, until torch's is faster."""
+    return Crossover(
+        _most(torch.float32, _NARROW_WEIGHT), _most(torch.float32, _WIDE_WEIGHT), _most(torch.bfloat16, _NARROW_WEIGHT)
+    )
+
+
+@torch.no_grad()
+def _most(dtype: torch.dtype, shape: tuple[int, int]) -> int:
+    weight, most = torch.ones(shape, dtype=dtype), _FEWEST
+    for rows in _ROWS:
+        states = torch.ones(rows, shape[1], dtype=dtype)
+        ways = partial(native.few_rows, states, weight, None), partial(linear, states, weight)
+        own, torchs = zip(*(tuple(map(_seconds, ways)) for _ in range(_TIMES)), strict=True)
+        if statistics.median(own) > statistics.median(torchs):
+            break
+        most = rows
+    return most
+
+
+def _seconds(product: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    product()
+    return time.perf_counter() - started
+
+
+def _read(file: Path, processor: str) -> Crossover | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = Crossover(*json.loads(file.read_text())[processor])
+        return found if all(type(each) is int and each > 0 for each in astuple(found)) else None
+    return None
+
+
+def _keep(file: Path, processor: str, found: Crossover) -> None:
+    # A folder that cannot be written to costs a trial for each process.
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as half:
+            json.dump({processor: astuple(found)}, half)
+        Path(name).replace(file)
