@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import selfspec
 from helpers.captures import StandIn
 from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
 from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
+from helpers.proving import wrapped
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, encoder_decoder_rows, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.model.summary import Weights, describe
 from selfspec.runtime import Eager
-from selfspec.runtime.graph_cache import GraphCache
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
@@ -63,11 +62,8 @@ QUICK = {
 # Those that write text.
 QUICK_ENCODER_DECODERS = ("bart", "m2m_100", "moonshine", "t5", "whisper")
 
-# The same for drafts in fewer bits: mixtures, latent attention, a hybrid, and one that refuses them.
+# The same for drafts in fewer bits: mixtures, latent attention, a hybrid.
 QUICK_IN_FEWER_BITS = ("deepseek_v3", "falcon", "gpt_oss", "jamba", "mixtral")
-
-# Linear layers of their own kind: such models refuse drafts in fewer bits.
-WITHOUT_SUBSTITUTES: set[str] = set()
 
 # Their modules make numbers of lengths, so a recording fails at the next length and the stock modules go on.
 NOT_RECORDED = {"falcon"}
@@ -108,7 +104,7 @@ def test_contract(model_type: str, check: str, build: Callable[[str], Subject]) 
     tested = _subject(model_type, build)
     CHECKS[check](tested)
     if check == "fewer bits":
-        assert has_substitutes(tested) == (model_type not in WITHOUT_SUBSTITUTES)
+        assert has_substitutes(tested)
 
 
 def _in_float32(model_type: str) -> Subject:
@@ -137,15 +133,7 @@ def test_programs_say_what_the_modules_say(model_type: str) -> None:
     prompts = tested.tokens(12, tested.batch, seed=5)
     texts = []
     for runtime in (Eager(), StandIn(0, 8)):
-        spec = selfspec.wrap(
-            tested.model,
-            selfspec.drafts.EarlyExit(tested.depth - 1),
-            draft_length=2,
-            adapter=tested.adapter,
-            runtime=runtime,
-        )
-        # By this clock whatever comes later took less time.
-        spec.programs = GraphCache(runtime, (1.0 - 1.0 / tick for tick in count(1)).__next__)
+        spec = wrapped(tested.model, runtime, selfspec.drafts.EarlyExit(tested.depth - 1))
         texts.append(spec.generate(prompts, max_new_tokens=24, do_sample=False).sequences.tolist())
     assert texts[0] == texts[1]
     if model_type in QUICK and model_type not in NOT_RECORDED:
@@ -166,10 +154,6 @@ def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: st
     slots = anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch
     assert slots == bench.cache.nbytes - bench.cache.state_bytes
     assert (bench.cache.state_bytes > 0) == (anatomy.cache.recurrent_layers > 0)
-
-
-def test_the_quick_ones_are_there() -> None:
-    assert set(QUICK) <= set(MODEL_TYPES)
 
 
 def test_every_type_has_an_adapter_or_a_reason_to_refuse_it() -> None:

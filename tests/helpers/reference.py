@@ -84,24 +84,14 @@ def logits_after(
     prefix: Tensor,
     block: Tensor,
     reference: PreTrainedModel | None = None,
-    kept: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits over `block` of a reference that finds keys and values of `prefix` that the full model left.
+    """Logits over `[batch, tokens]` of a reference, or the model, that finds what the model left of a prefix.
 
-    The cache is stock: transformers' own, windows and all.
-
-    Args:
-        model: the full model, which reads the prefix.
-        prefix: `[batch, past]`; may be empty.
-        block: `[batch, tokens]`.
-        reference: reads the block; None: the full model.
-        kept: layers of the model that the reference has; None: all.
+    The prefix, `[batch, past]`, may be empty. The cache is stock: transformers' own, windows and all.
     """
     cache = DynamicCache(config=model.config)
     if prefix.shape[1]:
         model(prefix, **over_cache(model, cache))
-    if kept is not None:
-        cache.layers = [cache.layers[index] for index in kept]
     logits: Tensor = (reference or model)(block, **over_cache(model, cache)).logits
     return logits
 

@@ -36,7 +36,6 @@ SKIP_SETS = [[s] for s in ALL] + [
     [Sublayer(1, Part.MLP), Sublayer(2, Part.ATTENTION), Sublayer(3, Part.ATTENTION)],
     [Sublayer(1, Part.ATTENTION), Sublayer(1, Part.MLP), Sublayer(3, Part.MLP)],
 ]
-LAYER_SETS = [(0,), (1,), (3,), (1, 2), (0, 3), (0, 1, 2), (2, 3), (1, 2, 3)]
 
 
 SETTINGS = {"sdpa": ("sdpa", 0), "sdpa, past in the cache": ("sdpa", PAST), "eager, past in the cache": ("eager", PAST)}
@@ -74,13 +73,6 @@ def equal(found: Tensor, wanted: Tensor, of: object = "") -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT, msg=lambda said: f"{of}: {said}")
 
 
-def test_the_full_path_is_the_stock_model(model: PreTrainedModel, past: int) -> None:
-    bench = bench_of(model, past)
-    equal(bench.logits(bench.full), logits_after(model, bench.prefix, bench.block))
-    with torch.no_grad():
-        equal(bench.logits(bench.full), model(bench.tokens).logits[:, past:])
-
-
 def test_an_early_exit_is_the_model_cut_there_without_any_cache(architecture: str) -> None:
     for exit_layer in (1, 3):
         model = _model(architecture, "sdpa")
@@ -105,16 +97,6 @@ def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, past: int) -> N
         wanted = logits_after(model, bench.prefix, bench.block, reference=zeroed(model, skipped))
         assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
         equal(found, wanted, skipped)
-
-
-def test_skipped_layers_might_as_well_not_be_there(model: PreTrainedModel, past: int) -> None:
-    for skipped in LAYER_SETS:
-        bench = bench_of(model, past)
-        path = LayerPath.without(tiny.DEPTH, [s for s in ALL if s.layer in skipped])
-        kept = [layer for layer in range(tiny.DEPTH) if layer not in skipped]
-        wanted = logits_after(model, bench.prefix, bench.block, reference=with_layers(model, kept), kept=kept)
-        assert (wanted - logits_after(model, bench.prefix, bench.block)).abs().max() > 1e-2
-        equal(bench.logits(path), wanted, skipped)
 
 
 def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past: int) -> None:

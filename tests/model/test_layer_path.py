@@ -19,10 +19,6 @@ def test_sublayers_stand_in_the_order_in_which_they_run() -> None:
     assert sorted(shuffled) == ALL
 
 
-def test_the_full_path_hands_nothing_over() -> None:
-    assert LayerPath.full(DEPTH).resume_point is None
-
-
 @pytest.mark.parametrize("end", ALL)
 def test_a_path_up_to_a_sublayer_runs_those_before_it_and_hands_over_there(end: Sublayer) -> None:
     path = LayerPath.up_to(DEPTH, end)

@@ -113,13 +113,6 @@ def test_a_past_from_below_is_read_anew_beyond(name: str, draft: str) -> None:
         equal(generated(spec, longer, 9, past), generated(model, longer, 9))
 
 
-def test_the_stock_model_drops_such_a_past_itself() -> None:
-    model, past = phi3(), DynamicCache()
-    ids = generated(model, words(12), 8, past).sequences
-    text = torch.cat([ids, words(12, seed=1)], 1)
-    equal(generated(model, text, 9, past), generated(model, text, 9))
-
-
 def test_a_ragged_batch_is_read_anew() -> None:
     model = llama()
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
@@ -230,14 +223,6 @@ def answered(conversation: Conversation, model: PreTrainedModel, text: str) -> C
     ids = torch.tensor([turn.prompt])
     assert turn.tokens == generated(model, ids, len(turn.tokens)).sequences[0, ids.shape[1] :].tolist()
     return turn
-
-
-@pytest.mark.contract
-def test_a_conversation_goes_on_beyond_the_change() -> None:
-    conversation, model = conversing()
-    texts = ("Hi", "And then?", "What did Tom say to Lily about the red ball?", "Why?")
-    prompts = [len(answered(conversation, model, text).prompt) for text in texts]
-    assert prompts[0] < CHAT_BOUNDARY < prompts[-1]
 
 
 def test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length() -> None:

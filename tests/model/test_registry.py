@@ -52,10 +52,6 @@ def _stock(model: PreTrainedModel, prompts: Tensor, **inputs: Tensor) -> Tensor:
     return text
 
 
-def test_a_model_of_its_own_architecture_keeps_its_adapter() -> None:
-    assert find_adapter(tiny.llama()) is ADAPTERS["llama"]
-
-
 def test_a_head_inside_the_language_model_drafts_in_fewer_words_and_bits() -> None:
     model = shrunken("llama4", torch.float32, auto=AutoModelForMultimodalLM)
     prompt = torch.tensor([[5, 7, 9, 11]])

@@ -382,7 +382,7 @@ CATALOGUE = (
         "candidate.refuse('it gave something else than the stock modules')\nreturn expected",
         ("test_what_writes_other_keys_and_values_does_no_harm",)),
     Mutation("programs outlive the weights they were made of", "GraphCache.bound_to", "not current.state.holds()",
-        "False", ("test_graph_cache.py::test_other_weights_are_noticed",)),
+        "False", ("test_graphs_are_of_the_model_as_it_is",)),
     Mutation("what passes themselves turn off makes programs stale", "attends_by_cudnn",
         "bool(kernels.cudnn_sdp_enabled()) and not _allows_others()", "bool(kernels.cudnn_sdp_enabled())",
         ("test_attention.py::test_what_a_recording_depends_on_is_the_same_inside_and_outside",)),

@@ -211,7 +211,7 @@ def test_reads_ahead_that_fail_do_not_fail_the_next_call(
     spec = wrapped(streamed(tmp_path, model, bits=None))
     with monkeypatch.context() as patched:
         patched.setattr(WeightFiles, "_open", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(StorageError):
+        with pytest.raises(StorageError, match="cannot be read"):
             greedy(spec)
         # The weights that come next fail while the error is on its way.
         time.sleep(0.2)
@@ -380,23 +380,6 @@ def test_a_copy_of_the_model_streams_and_drafts_as_well(spec: selfspec.SelfSpecu
     copied = copy.deepcopy(spec.model)
     for draft in (None, "lookup", "int4"):
         assert torch.equal(greedy(selfspec.wrap(copied, draft)), wanted)
-
-
-def test_a_long_prompt_and_a_batch_of_four_within_a_small_cache(tmp_path: Path) -> None:
-    model = tiny.llama(dtype=torch.float32, intermediate_size=64, max_position_embeddings=4096)
-    model.save_pretrained(tmp_path)
-    spec = wrapped(place(survey(str(tmp_path), None, 4 * 2010, FromDisk()), plan(1, 4)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        prompts = torch.randint(1, 50, (4, 2000))
-    mask = torch.ones_like(prompts)
-    mask[1, :700] = 0
-    widths: list[int] = []
-    with spied(widths):
-        output = spec.generate(prompts, mask, max_new_tokens=8, do_sample=False)
-    assert max(widths) <= 512
-    wanted = selfspec.wrap(model).generate(prompts, mask, max_new_tokens=8, do_sample=False)
-    assert torch.equal(output.sequences, wanted.sequences)
 
 
 def test_a_file_that_is_cut_while_it_runs_is_a_typed_error_and_a_whole_one_serves_again(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from selfspec.errors import CheckpointError, StorageError
+from selfspec.errors import CheckpointError
 from selfspec.placement.weight_source import ReadBuffer, WeightFiles, stored_weights
 
 
@@ -60,14 +60,3 @@ def test_numbers_that_torch_has_not_are_refused(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'"I8"', b'"I9"'))
     with pytest.raises(CheckpointError, match=r"w in .* is I9"):
         stored_weights([file])
-
-
-def test_a_file_that_went_away_or_shrank(file: Path) -> None:
-    found = stored_weights([file])["w"]
-    buffer, files = ReadBuffer(found.nbytes), WeightFiles()
-    file.write_bytes(file.read_bytes()[:4096])
-    with pytest.raises(StorageError, match="ends too early"):
-        buffer.read(files, found)
-    file.unlink()
-    with pytest.raises(StorageError, match="cannot be read"):
-        buffer.read(WeightFiles(), found)
