@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -36,18 +35,19 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
         OUTPUTS["serve"].model_validate(told, strict=True)
         assert told["model"] == "stories"
         assert told["url"].startswith("http://127.0.0.1:")
+        port = int(told["url"].rpartition(":")[2])
         body = {"model": "stories", "messages": [{"role": "user", "content": "Tell me of Lily."}], "max_tokens": 4}
-        assert asked(told["url"], "/v1/chat/completions", body)[0] == 200
+        assert asked(port, "/v1/chat/completions", body).status == 200
         replies = []
         long = {"model": "stories", "prompt": "Once", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-        thread = threading.Thread(target=lambda: replies.append(asked(told["url"], "/v1/completions", long)))
+        thread = threading.Thread(target=lambda: replies.append(asked(port, "/v1/completions", long)))
         thread.start()
-        while b'num_requests_running{model_name="stories"} 1.0' not in _metrics(told["url"]):
+        while b'num_requests_running{model_name="stories"} 1.0' not in asked(port, "/metrics").raw:
             assert thread.is_alive()
         process.send_signal(signal.SIGTERM)
         thread.join(60)
-        assert replies[0][0] == 200
-        assert replies[0][1]["usage"]["completion_tokens"] == 300
+        assert replies[0].status == 200
+        assert replies[0].body["usage"]["completion_tokens"] == 300
         rest, log = process.communicate(timeout=60)
         assert (process.returncode, rest) == (0, "")
         lines = [each for each in map(json.loads, log.splitlines()) if each.get("path") == "/v1/completions"]
@@ -56,14 +56,6 @@ def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_
     finally:
         process.kill()
         process.communicate()
-
-
-def _metrics(url: str) -> bytes:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.request("GET", "/metrics")
-    found = connection.getresponse().read()
-    connection.close()
-    return found
 
 
 def test_a_port_that_is_taken(invoke: Invoke, folder: str) -> None:

@@ -1,12 +1,14 @@
 """Clients that call tools, ask for objects, and speak other APIs, by their ordinary examples.
 
-The model is random: the grammar makes it say what can be read. A client that is not installed is passed over.
+The model is random: the grammar makes it say what can be read, or the test says it in the model's place. A client that
+is not installed is passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -14,8 +16,13 @@ import torch
 from pydantic import BaseModel, Field
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers import tiny
 from helpers.http_server import NAME, Running, running
+from helpers.published_templates import PUBLISHED
 from helpers.tokenizers import BARE
+from selfspec.serve.chat.template import ChatTemplate
+from selfspec.serve.events import Committed, Event, Finished, Ticket
+from selfspec.serve.row_request import RowRequest
 
 pytest.importorskip("openai")
 pytest.importorskip("xgrammar")
@@ -253,3 +260,95 @@ def test_llm(url: str) -> None:
     whole = model.prompt(QUESTION, max_tokens=8, temperature=0, stream=False).text()
     assert "".join(model.prompt(QUESTION, max_tokens=8, temperature=0)) == whole
     assert Weather.model_validate_json(model.prompt(QUESTION, schema=Weather, max_tokens=200, stream=False).text())
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+NAMES = ("weather", "time")
+CALLS: list[tuple[str, Any]] = [("weather", {"city": "Zürich } 5", "days": 3}), ("time", {})]
+Read = tuple[str, list[tuple[str, Any]]]
+
+
+def says(server: Running, monkeypatch: pytest.MonkeyPatch, text: str, at_once: bool) -> None:
+    """Let the engine answer with a text, all at once or token by token."""
+    tokens = server.served.tokenizer(text, add_special_tokens=False).input_ids
+
+    def submit(_: RowRequest, listen: Callable[[Event], object]) -> Ticket:
+        for each in [tuple(tokens)] if at_once else [(token,) for token in tokens]:
+            listen(Committed(each, None, 0, 0))
+        listen(Finished("stop", None, 1, len(tokens), 0, 0))
+        return Ticket(listen)
+
+    monkeypatch.setattr(server.served.engine, "submit", submit)
+
+
+def openai_chat(url: str) -> Iterator[Read]:
+    """Whole, and as a stream."""
+    openai = pytest.importorskip("openai")
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "tools": tools}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        answers = [client.chat.completions.create(**asked)]
+        with client.chat.completions.stream(**asked) as events:
+            answers.append(events.get_final_completion())
+    for each in answers:
+        message, calls = each.choices[0].message, each.choices[0].message.tool_calls or []
+        assert each.choices[0].finish_reason == ("tool_calls" if calls else "stop")
+        assert len({call.id for call in calls}) == len(calls)
+        yield message.content or "", [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def openai_responses(url: str) -> Iterator[Read]:
+    openai = pytest.importorskip("openai")
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in NAMES]
+    asked: Any = {"model": NAME, "input": QUESTION, "tools": tools}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        answers = [client.responses.create(**asked)]
+        with client.responses.stream(**asked) as events:
+            answers.append(events.get_final_response())
+    for each in answers:
+        calls = [item for item in each.output if item.type == "function_call"]
+        yield each.output_text, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def anthropic_chat(url: str) -> Iterator[Read]:
+    anthropic = pytest.importorskip("anthropic")
+    tools = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "tools": tools, "max_tokens": 999}
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        answers = [client.messages.create(**asked)]
+        with client.messages.stream(**asked) as events:
+            answers.append(events.get_final_message())
+    for each in answers:
+        uses = [block for block in each.content if block.type == "tool_use"]
+        assert each.stop_reason == ("tool_use" if uses else "end_turn")
+        text = "".join(block.text for block in each.content if block.type == "text")
+        yield text, [(use.name, use.input) for use in uses]
+
+
+@pytest.fixture(scope="module")
+def saying() -> Iterator[Running]:
+    """Says what a test lets it. Some marks are special tokens."""
+    model, tokenizer = tiny.llama(vocab_size=512, max_position_embeddings=16_384), PUBLISHED["deepseek-3"].tokenizer
+    with running(model=model, draft="lookup", api_key=KEY, tokenizer=tokenizer) as found:
+        yield found
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("client", [openai_chat, openai_responses, anthropic_chat])
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "functiongemma", "deepseek-3"])
+def test_clients_read_calls(
+    saying: Running, monkeypatch: pytest.MonkeyPatch, name: str, client: Callable[[str], Iterator[Read]], at_once: bool
+) -> None:
+    """As a model of each family would say them."""
+    shape, url = PUBLISHED[name], f"http://127.0.0.1:{saying.port}"
+    monkeypatch.setattr(saying.served.tokenizer, "chat_template", shape.source)
+    monkeypatch.setattr(saying.served, "template", ChatTemplate(saying.served.tokenizer))
+    for thought in (shape.thought.format("Let me see."), ""):
+        for count in (1, 2):
+            says(saying, monkeypatch, thought + shape.calls(CALLS[:count]), at_once)
+            assert list(client(url)) == [(thought.rstrip(), CALLS[:count])] * 2
+        answer = thought + shape.calls([("nobody", {})])
+        says(saying, monkeypatch, answer, at_once)
+        for mark in shape.special:
+            answer = answer.replace(mark, "")
+        assert list(client(url)) == [(answer, [])] * 2

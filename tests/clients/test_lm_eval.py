@@ -119,17 +119,13 @@ def test_answers_are_those_of_plain_decoding(
     way: Callable[[selfspec.SelfSpeculative, Path], dict[str, Any]],
 ) -> None:
     wanted = plain(batch)
+    # They end in many places.
+    assert len({len(answer) for answer in wanted}) > 15
     drafted = rounds(monkeypatch)
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(4), draft_length=3)
     assert answers(batch=batch, **way(spec, tmp_path / "model")) == wanted
     assert len(drafted) > 60 / batch
     assert max(drafted) == 3
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_documents_end_in_many_places(plain: Callable[[int], list[str]]) -> None:
-    assert len(plain(8)) == 60
-    assert len({len(answer) for answer in plain(8)}) > 15
 
 
 @pytest.fixture(scope="module")

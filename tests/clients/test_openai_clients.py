@@ -70,24 +70,6 @@ def test_openai_streams(server: Running, client: OpenAI) -> None:
         assert "".join(event.delta for event in events if event.type == "content.delta") == expected(server)
 
 
-def test_openai_finds_every_token_where_its_offset_says(server: Running, client: OpenAI) -> None:
-    body = {
-        "model": NAME,
-        "prompt": "Zo\u00eb \N{PARTY POPPER}<s> ok",
-        "max_tokens": 8,
-        "temperature": 0,
-        "logprobs": 1,
-    }
-    choice = client.completions.create(**body, echo=True).choices[0]
-    assert choice.text.startswith(body["prompt"])
-    logprobs = choice.logprobs
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        assert choice.text[offset : offset + len(token)] == token
-    pieces = [chunk.choices[0] for chunk in client.completions.create(**body, echo=True, stream=True)]
-    assert "".join(piece.text for piece in pieces) == choice.text
-    assert [token for piece in pieces if piece.logprobs for token in piece.logprobs.tokens] == logprobs.tokens
-
-
 def test_openai_reads_errors(server: Running, client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no model"):
         client.completions.create(model="gpt-9", prompt="a")
@@ -120,19 +102,6 @@ def test_openai_asks_for_json(server: Running, client: OpenAI) -> None:
         found = json.loads(answer.choices[0].message.content)
         assert found.keys() == {"name", "age"}
         assert found["age"] in (3, 4)
-    text = client.completions.create(
-        model=NAME,
-        prompt="One day",
-        max_tokens=60,
-        seed=2,
-        extra_body={"response_format": {"type": "regex", "pattern": "(yes|no), [a-z]{3}"}},
-    )
-    assert text.choices[0].text.startswith(("yes, ", "no, "))
-    assert text.choices[0].finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.completions.create(
-            model=NAME, prompt="a", extra_body={"response_format": {"type": "regex", "pattern": "(("}}
-        )
 
 
 def test_langchain(server: Running) -> None:

@@ -34,26 +34,6 @@ if not hasattr(tokenization_utils, "PreTrainedTokenizerBase"):
 
 from lmformatenforcer.integrations.transformers import build_transformers_prefix_allowed_tokens_fn
 
-END, PAD = 0, 1
-
-
-def tokenizer(characters: str, pairs: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Single characters, and some pairs of them as one token; the first two ids are the end and the padding."""
-    # Byte-level tokenizers write a space so.
-    words = [word.replace(" ", "Ġ") for word in (*characters, *pairs)]
-    vocabulary = {"</s>": END, "<pad>": PAD, **{word: 2 + index for index, word in enumerate(words)}}
-    merges = [(word[0], word[1]) for word in words if len(word) == 2]
-    made = Tokenizer(models.BPE(vocabulary, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="</s>",
-        pad_token="<pad>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
 
 @dataclass(frozen=True)
 class Grammar:
@@ -80,21 +60,25 @@ class Subject:
         return str(self.tokenizer.decode(row, skip_special_tokens=True))
 
 
-def subject(characters: str, pairs: Sequence[str], **options: Any) -> Subject:
-    """A tiny llama over a tokenizer of these."""
-    made = tokenizer(characters, pairs)
-    return Subject(tiny.llama(vocab_size=len(made), eos_token_id=END, pad_token_id=PAD, **options), made)
-
-
-def small() -> Subject:
-    """Six tokens: what it may write can be enumerated."""
-    return subject("012", ["01"], num_hidden_layers=3, initializer_range=0.25)
-
-
-def large() -> Subject:
-    """Enough for JSON."""
-    pairs = ['{"', '"}', '":', '",', ' "', "10", "ab", "na", "am", "ag"]
-    return subject(string.ascii_lowercase + string.digits + '{}[]":, ', pairs, max_position_embeddings=256)
+def writing() -> Subject:
+    """A tiny llama over single characters, and pairs of them that JSON has."""
+    pairs = ('{"', '"}', '":', '",', ' "', "10", "ab", "na", "am", "ag")
+    characters = string.ascii_lowercase + string.digits + '{}[]":, '
+    # Byte-level tokenizers write a space so.
+    words = [word.replace(" ", "Ġ") for word in (*characters, *pairs)]
+    vocabulary = {word: index for index, word in enumerate(("</s>", "<pad>", *words))}
+    made = Tokenizer(models.BPE(vocabulary, [(word[0], word[1]) for word in words if len(word) == 2]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    options = {"eos_token_id": 0, "pad_token_id": 1, "max_position_embeddings": 256}
+    return Subject(tiny.llama(vocab_size=len(tokenizer), **options), tokenizer)
 
 
 Fresh = Callable[[], dict[str, Any]]

@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,22 +57,8 @@ class Running:
     tokenizer: PreTrainedTokenizerBase
 
     def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> Reply:
-        """Send one request; a body that is no bytes is sent as JSON."""
-        sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(
-                method or ("GET" if body is None else "POST"),
-                path,
-                sent,
-                {"content-type": "application/json", **fields},
-            )
-            reply = connection.getresponse()
-            found = {name.lower(): value for name, value in reply.getheaders()}
-            return Reply(reply.status, found, reply.read())
-        finally:
-            connection.close()
+        """Send it one request."""
+        return asked(self.port, path, body, method, **headers)
 
     def complete(self, **fields: Any) -> Reply:
         """Ask for a completion."""
@@ -93,16 +79,14 @@ class Running:
         raise AssertionError(f"rows were left: {self.served.engine.stats()}")
 
 
-def asked(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    """Send one request to a server in a process of its own; return its status and its JSON."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    sent = None if body is None else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, sent, {"content-type": "application/json"})
-    reply = connection.getresponse()
-    found = reply.status, json.loads(reply.read())
-    connection.close()
-    return found
+def asked(port: int, path: str, body: Any = None, method: str | None = None, **headers: str) -> Reply:
+    """Send one request to a server on the loopback; a body that is no bytes is sent as JSON."""
+    sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    fields = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method or ("GET" if body is None else "POST"), path, sent, fields)
+        reply = connection.getresponse()
+        return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
 
 
 @contextmanager

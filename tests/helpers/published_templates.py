@@ -301,7 +301,7 @@ class Published:
         )
         begin, _, end = plain.partition("~")
         written = written.removeprefix(begin.rstrip(" ")).removesuffix(end)
-        return written.removesuffix("<start_function_response>").strip()
+        return str(written.removesuffix("<start_function_response>").strip())
 
 
 def _object(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,15 +13,12 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias, OccurrencePenalty
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
-
-PLAIN = "plain"
 
 
 class Stepped:
@@ -48,11 +44,9 @@ class Stepped:
         self._arrivals = 0
 
     def submit(self, request: RowRequest) -> Seen:
-        """Let a request wait."""
         return self.submit_row(read_row(self._decoder, request))
 
     def submit_row(self, row: Group) -> Seen:
-        """Let the row of a request wait."""
         seen = Seen()
         assert self.budget.fits_alone(row.longest)
         self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length))
@@ -128,14 +122,8 @@ class Breaking(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and what becomes of it.
-
-    Attributes:
-        request: as it is submitted; `made` makes its processors anew for each run.
-        made: its processors.
-        breaks: new tokens after which a processor of it raises; None: none does.
-        arrives: the step before which it is submitted.
-        cancelled: the step before which it is cancelled; None: it is not.
+    """A request, what makes its processors for each run, the new tokens after which one of these raises, and before
+    which steps the request arrives and is cancelled.
     """
 
     request: RowRequest
@@ -219,34 +207,26 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
     return Asked(RowRequest(prompt, new, sampling, eos, logprobs), tuple(made), breaks, arrives, cancelled)
 
 
-@dataclass
-class Mix:
-    """A run of many requests, and what the caller of each has seen."""
-
-    engine: Stepped
-    seen: list[Seen] = field(default_factory=list)
-
-    def run(self, asked: list[Asked]) -> None:
-        """Submit, cancel and step until nothing is left."""
-        self.seen = []
-        seen: dict[int, Seen] = {}
-        for step in range(5000):
-            for number, each in enumerate(asked):
-                if each.arrives == step:
-                    seen[number] = self.engine.submit(each.fresh())
-                if each.cancelled == step and number in seen:
-                    seen[number].ticket.cancel()
-            if len(seen) == len(asked) and not self.engine.scheduler.busy:
-                break
-            self.engine.step()
-        self.seen = [seen[number] for number in range(len(asked))]
+def _run(engine: Stepped, asked: list[Asked]) -> list[Seen]:
+    """Submit, cancel and step until nothing is left."""
+    seen: dict[int, Seen] = {}
+    for step in range(5000):
+        for number, each in enumerate(asked):
+            if each.arrives == step:
+                seen[number] = engine.submit(each.fresh())
+            if each.cancelled == step and number in seen:
+                seen[number].ticket.cancel()
+        if len(seen) == len(asked) and not engine.scheduler.busy:
+            break
+        engine.step()
+    return [seen[number] for number in range(len(asked))]
 
 
-def check_mix(model: PreTrainedModel, mix: Mix, asked: list[Asked], references: list[list[int]]) -> None:
+def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> None:
     """Every row is what it is alone, up to where it was cancelled or broke; nothing is left over."""
-    engine = mix.engine
-    for each, seen, expected in zip(asked, mix.seen, references, strict=True):
-        end = seen.end
+    rows = _run(engine, asked)
+    for each, seen in zip(asked, rows, strict=True):
+        end, expected = seen.end, alone(model, each)
         assert (end.prompt_tokens, end.completion_tokens) == (len(each.request.input_ids), len(seen.tokens))
         assert end.accepted <= end.drafted
         broke = each.breaks is not None and len(expected) == each.breaks and _goes_on(each, expected)
@@ -270,19 +250,13 @@ def check_mix(model: PreTrainedModel, mix: Mix, asked: list[Asked], references: 
     assert (stats.running, stats.prefilling, stats.waiting, stats.cache_bytes) == (0, 0, 0, 0)
     assert engine.most_bytes <= engine.budget.bound
     assert sum(stats.finished.values()) == len(asked)
-    assert stats.committed == sum(len(seen.tokens) for seen in mix.seen)
+    assert stats.committed == sum(len(seen.tokens) for seen in rows)
 
 
 def _goes_on(asked: Asked, tokens: list[int]) -> bool:
     """Whether a text of these new tokens would have another one."""
     ended = bool(tokens) and tokens[-1] in (asked.request.eos or ())
     return len(tokens) < asked.request.max_new_tokens and not ended
-
-
-def caches_alive() -> int:
-    """Caches that something still holds."""
-    gc.collect()
-    return sum(isinstance(each, SharedCache) for each in gc.get_objects())
 
 
 def small(**options: Any) -> PreTrainedModel:

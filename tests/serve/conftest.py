@@ -1,4 +1,4 @@
-"""One server for the tests that change nothing of it."""
+"""Servers for the tests that change nothing of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.http_server import Running, running
+from helpers.tokenizers import BARE
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """Serves the stories."""
     with running() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def bare() -> Iterator[Running]:
+    """Serves them by a template that reads neither tools nor names."""
+    with running(template=BARE) as found:
         yield found

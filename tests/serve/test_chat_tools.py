@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from helpers.http_server import Running, running
 from helpers.published_templates import TAGGED
-from helpers.tokenizers import BARE
 
 pytest.importorskip("xgrammar")
 
@@ -29,13 +27,6 @@ WEATHER: dict[str, Any] = {
 }
 TIME = {"type": "function", "function": {"name": "time"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-@pytest.fixture(scope="module")
-def bare() -> Iterator[Running]:
-    """A server whose template reads neither tools nor names."""
-    with running(template=BARE) as found:
-        yield found
 
 
 def text_of(server: Running, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -95,13 +94,3 @@ def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.Data
     for piece in pieces:
         sent += piece.text
         assert all(each.offset + len(each.text) <= len(sent) for each in piece.scored)
-
-
-@pytest.mark.parametrize("stop", ["\n", "\u00eb", "n\n", "\N{PARTY POPPER}\n"])
-def test_a_stop_string_in_bytes_ends_an_answer_at_once(stop: str) -> None:
-    tokenizer = KINDS["byte_fallback"]()
-    tokens = tokenizer("on" + stop, add_special_tokens=False).input_ids
-    choice = Choice(tokenizer, tokenizer("on").input_ids, [stop])
-    choice.take(Committed((*tokens, *tokens[-1:] * 5), None, 0, 0))
-    assert (choice.finish_reason, choice.counts.tokens) == ("stop", len(tokens))
-    assert choice.text == " on"

@@ -17,8 +17,6 @@ from helpers.http_server import NAME, Reply, Running, running
 from selfspec.serve.client_limits import ServerLimits
 
 BODY = b'{"model": "stories", "prompt": "Once upon", "max_tokens": 400, "temperature": 0, "ignore_eos": true%s}'
-
-
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
 
 
@@ -40,6 +38,11 @@ def opened(server: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=20)
 
 
+def unfinished(server: Running) -> int:
+    stats = server.served.engine.stats()
+    return stats.running + stats.prefilling + stats.waiting
+
+
 def of_length(body: bytes) -> bytes:
     return b"Content-Length: %d\r\n\r\n" % len(body) + body
 
@@ -58,11 +61,9 @@ def meanwhile(ask: Callable[[], Reply]) -> tuple[list[Reply], threading.Thread]:
 
 def read_all(connection: socket.socket) -> bytes:
     found = b""
-    try:
+    with suppress(ConnectionResetError):
         while piece := connection.recv(4096):
             found += piece
-    except ConnectionResetError:
-        pass
     return found
 
 
@@ -82,22 +83,11 @@ def test_headers_that_drip_after_a_first_request(strict: Running) -> None:
         assert b"200" in connection.recv(4096)
         begun = time.monotonic()
         connection.sendall(b"GET /health HTTP/1.1\r\n")
-        try:
+        with suppress(OSError):
             for _ in range(40):
                 connection.sendall(b"X: a\r\n")
                 time.sleep(0.1)
-        except OSError:
-            pass
         assert time.monotonic() - begun < 3
-
-
-def test_endless_headers(strict: Running) -> None:
-    with opened(strict) as connection:
-        with suppress(OSError):
-            connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * 200_000)
-        # The reply is lost where the connection is reset while more is being sent.
-        assert read_all(connection).split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"")
-    assert strict.ask("/health").status == 200
 
 
 def test_a_body_that_never_ends(strict: Running) -> None:
@@ -133,9 +123,7 @@ def test_a_full_queue(strict: Running) -> None:
     try:
         for count, connection in enumerate(connections):
             connection.sendall(request(BODY % b""))
-            while (lambda stats: stats.running + stats.prefilling + stats.waiting)(
-                strict.served.engine.stats()
-            ) <= count:
+            while unfinished(strict) <= count:
                 time.sleep(0.002)
         reply = strict.complete()
         assert reply.status == 429

@@ -75,15 +75,6 @@ def test_answers_are_those_of_the_whole_conversation(
         assert all(now[0] >= before[1] for before, now in pairwise(kept))
 
 
-def test_a_turn_that_is_cut_short_leaves_the_next_one_right(conversation: Conversation) -> None:
-    first = answered(conversation, TEXTS[0])
-    second = conversation.ask(TEXTS[1])
-    next(second)
-    second.close()
-    assert not second.finished
-    assert answered(conversation, TEXTS[2]).kept >= len(first.prompt)
-
-
 def test_a_turn_without_any_text_is_not_remembered(conversation: Conversation) -> None:
     conversation.ask(TEXTS[0]).close()
     assert [message["role"] for message in conversation.messages] == ["system"]

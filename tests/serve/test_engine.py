@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from helpers import tiny
-from helpers.serving import Asked, alone, small
+from helpers.serving import Alternating, Asked, Stepped, alone, small
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.generation import Limits
-from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, RowError, UnsupportedOptionError
+from selfspec.errors import CannotFitError, ClosedError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.served import Served
 
 LONG = RowRequest((1, 2), 120, SamplingParams(temperature=0.0))
+SHORT = RowRequest((1, 2), 4)
 
 
 def request(number: int) -> RowRequest:
@@ -49,29 +52,6 @@ def test_requests_come_from_many_threads() -> None:
             thread.join()
     assert [answers[number] for number in range(24)] == [alone(model, Asked(each)) for each in asked]
     assert engine.stats().finished == {"length": 24}
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [
-        "suffix",
-        "recycle",
-        "union:suffix+recycle",
-        "union:suffix+recycle+exit:1",
-        "lookup+recycle+exit:1",
-        "suffix+recycle+int8",
-        "skip:attn=1",
-    ],
-)
-def test_rows_are_the_same_beside_rows_that_join_and_leave(draft: str) -> None:
-    model, asked = small(), [request(number) for number in range(12)]
-    with Engine(selfspec.wrap(model, draft, draft_length=3), max_rows=3) as engine:
-        tickets = [engine.submit(each) for each in asked]
-        tickets.append(engine.submit(asked[0]))
-        answers = [ticket.tokens(60) for ticket in tickets]
-    assert answers[:-1] == [alone(model, Asked(each)) for each in asked]
-    # What was learnt between two equal requests changes neither.
-    assert answers[-1] == answers[0]
 
 
 def test_an_engine_takes_requests_while_it_runs_and_never_else() -> None:
@@ -138,11 +118,59 @@ def test_more_than_may_wait_are_refused() -> None:
     assert engine.stats().finished == {"error": 2}
 
 
+def test_no_end_token_means_none() -> None:
+    model = small()
+    model.generation_config.eos_token_id = list(range(24))
+    engine = Stepped(selfspec.wrap(model))
+    own, never = engine.submit(SHORT), engine.submit(replace(SHORT, eos=frozenset()))
+    engine.run()
+    assert own.end.reason == "stop"
+    assert len(own.tokens) == 1
+    assert never.end.reason == "length"
+
+
+def test_defaults_are_those_of_generate() -> None:
+    model = small()
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.5
+    spec = selfspec.wrap(model)
+    engine = Stepped(spec)
+    seen = engine.submit(replace(SHORT, max_new_tokens=12, sampling=SamplingParams(seed=4)))
+    engine.run()
+    prompt = torch.tensor([SHORT.input_ids])
+    out = spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=12, seed=4, accept="coupled", pad_token_id=0)
+    assert seen.tokens == out.sequences[0, 2:].tolist()
+
+
+@pytest.mark.parametrize("processors", [(), "memory"])
+def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -> None:
+    model = small()
+    made = (Alternating(),) if processors else ()
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
+    sampling = SamplingParams(temperature=0.7, top_k=3, seed=1, logit_bias={3: 2.0}, processors=made)
+    seen = engine.submit(RowRequest((1, 2), 12, sampling, logprobs=4))
+    engine.submit(RowRequest((3, 2, 1), 9, SamplingParams(temperature=0.0)))
+    engine.run()
+    text = torch.tensor([[1, 2, *seen.tokens]])
+    with torch.no_grad():
+        expected = model(text).logits[0, 1:-1].log_softmax(-1)
+    found = [each for event in seen.events if isinstance(event, Committed) for each in event.logprobs or ()]
+    assert len(found) == 12
+    for place, (each, token) in enumerate(zip(found, seen.tokens, strict=True)):
+        assert each.logprob == pytest.approx(float(expected[place, token]), abs=1e-5)
+        best = expected[place].topk(4)
+        assert [token for token, _ in each.top] == best.indices.tolist()
+        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize("kept", ["int8", "host"])
 def test_keys_and_values_kept_in_other_ways_are_refused_by_name(kept: CacheKind) -> None:
     spec = selfspec.wrap(small())
     spec.limits = Limits(context=64, at_once=64, cache=kept)
     with pytest.raises(UnsupportedOptionError, match=f"without cache='{kept}'"):
+        Engine(spec)
+    spec.unwrap()
+    with pytest.raises(ClosedError):
         Engine(spec)
 
 
@@ -173,21 +201,6 @@ def test_an_engine_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _broken() -> None:
     raise AssertionError("a bug")
-
-
-def test_events_reach_a_loop() -> None:
-    async def ask(engine: Engine) -> list[int]:
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        engine.submit(request(1), lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
-        tokens: list[int] = []
-        while isinstance(event := await events.get(), Committed):
-            tokens += event.tokens
-        return tokens
-
-    model = small()
-    with Engine(selfspec.wrap(model)) as engine:
-        assert asyncio.run(ask(engine)) == alone(model, Asked(request(1)))
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
@@ -265,13 +278,6 @@ def test_a_time_out_loses_no_event() -> None:
     assert not ticket.wait(0)
     ticket.deliver(END)
     assert list(ticket.events(timeout=1)) == [END]
-
-
-def test_tokens_raise_the_error_that_ended_the_row() -> None:
-    ticket = Ticket()
-    ticket.deliver(Finished("error", RowError("it broke"), 4, 0, 0, 0))
-    with pytest.raises(RowError, match="it broke"):
-        ticket.tokens(timeout=1)
 
 
 def test_a_callback_takes_the_place_of_the_iterator() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from helpers.http_server import NAME, Reply, Running, running
-from helpers.tokenizers import BARE
 from selfspec.serve.chat.call_formats import HERMES
 from selfspec.serve.endpoints.chat_completions import call_grammar
 from selfspec.serve.endpoints.messages import MessagesRequest
@@ -19,12 +17,6 @@ ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}
 RESPONSE_TOOL = {"type": "function", "name": "weather", "parameters": ARGUMENTS}
 MESSAGE_TOOL = {"name": "weather", "input_schema": ARGUMENTS}
 QUESTION = "Tell me of Lily."
-
-
-@pytest.fixture(scope="module")
-def bare() -> Iterator[Running]:
-    with running(template=BARE) as found:
-        yield found
 
 
 def respond(server: Running, **fields: Any) -> Reply:

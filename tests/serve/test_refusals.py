@@ -136,12 +136,6 @@ def test_there_is_a_wrong_value_for_every_field(path: str, wrong: dict[str, Any]
     assert wrong.keys() | plain_text | {"parallel_tool_calls", "store"} >= fields
 
 
-def test_the_server_lives_after_it_all(server: Running) -> None:
-    assert server.ask("/health").status == 200
-    assert server.complete(temperature=0).status == 200
-    server.settled()
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -181,6 +175,7 @@ def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
         ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
         ({"prompt": []}, "prompt", "no list may be empty"),
         ({"prompt": [3, "a"]}, "prompt", "integer"),
+        ({"response_format": {"type": "regex", "pattern": "(("}}, "response_format", "cannot be compiled"),
     ],
 )
 def test_refused_by_name(server: Running, fields: dict[str, Any], param: str, words: str) -> None:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers.http_server import Running
 from helpers.published_heads import with_head
-from helpers.serving import Asked, Mix, Seen, Stepped, alone, check_mix, random_requests, small
+from helpers.serving import Asked, Seen, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.row_decoder import CacheSizes
-from selfspec.serve.cache_budget import CacheBudget, PrefixCache, Storage, shared
+from selfspec.serve.cache_budget import CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import kept_rows
@@ -29,9 +29,13 @@ GREEDY = SamplingParams(temperature=0.0)
 DRAFTS = {"exit": "exit:1", "lookup": "lookup", "int8": "int8", "cascade": "lookup+exit:1", "none": None}
 
 
-def asked(length: int, new: int, seed: int = 0) -> RowRequest:
+def text_of(length: int, seed: int, vocabulary: int = 24) -> tuple[int, ...]:
     rng = random.Random(seed)
-    return RowRequest(tuple(rng.randrange(24) for _ in range(length)), new, GREEDY)
+    return tuple(rng.randrange(vocabulary) for _ in range(length))
+
+
+def asked(length: int, new: int, seed: int = 0) -> RowRequest:
+    return RowRequest(text_of(length, seed), new, GREEDY)
 
 
 def begun(seen: Seen) -> bool:
@@ -286,11 +290,6 @@ def turn(engine: Stepped, model: PreTrainedModel, text: tuple[int, ...], new: in
     return int(next(event.cached for event in seen.events if hasattr(event, "cached")))
 
 
-def text_of(length: int, seed: int, vocabulary: int = 24) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(vocabulary) for _ in range(length))
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_next_turn_reads_what_is_new(model: PreTrainedModel, draft: str) -> None:
     engine = Stepped(selfspec.wrap(model, DRAFTS[draft], draft_length=3), kept=True)
@@ -351,10 +350,7 @@ def test_rows_of_mixes_that_begin_alike_are_what_they_are_alone(
         for at, each in enumerate(random_requests(rng, 16, engine.vocabulary, 12))
         if each.breaks is None and each.cancelled is None
     ]
-    mix = Mix(engine)
-    mix.run(asked)
-    check_mix(model, mix, asked, [alone(model, each) for each in asked])
-    assert engine.most_bytes <= engine.budget.bound
+    check_mix(model, engine, asked)
     if tokens is None:
         assert engine.scheduler.stats().cached_tokens > 0
 
@@ -399,10 +395,6 @@ def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
     kept.keep(text[:25], cache_of(25))
     assert kept.nbytes == cache_of(30).nbytes
     assert kept.find(text_of(30, 2), bool) is None
-
-
-def test_shared() -> None:
-    assert [shared((1, 2, 3), other) for other in ((), (1,), (1, 2, 4), (1, 2, 3, 4), (2,))] == [0, 1, 2, 3, 0]
 
 
 def test_usage_says_what_was_not_read(server: Running) -> None:
