@@ -89,9 +89,10 @@ def test_serve(server: dict[str, Any], smollm2: Real) -> None:
 
     def ask(question: str) -> str:
         body = {"model": server["model"], "messages": [{"role": "user", "content": question}]}
-        status, reply = asked(server["url"], "/v1/chat/completions", {**body, "max_tokens": NEW, "temperature": 0})
-        assert status == 200
-        text: str = reply["choices"][0]["message"]["content"]
+        port = int(server["url"].rpartition(":")[2])
+        reply = asked(port, "/v1/chat/completions", {**body, "max_tokens": NEW, "temperature": 0})
+        assert reply.status == 200
+        text: str = reply.body["choices"][0]["message"]["content"]
         return text
 
     with ThreadPoolExecutor(3) as pool:
