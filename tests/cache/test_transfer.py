@@ -12,16 +12,23 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import selfspec
 from helpers import tiny
+from selfspec import SelfSpeculative
 from selfspec.compat import OUTPUT_CACHE
-from selfspec.draft import Drafter
+from selfspec.draft import Drafter, EarlyExit, LayerSkip, LowPrecision
+from selfspec.errors import PromptError, UnsupportedOptionError
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 DRAFTS: list[Drafter | None] = [
     None,
-    selfspec.drafts.EarlyExit(2),
-    selfspec.drafts.LayerSkip(mlp=[3]),
-    selfspec.drafts.LowPrecision(4, layers=[2, 3]),
+    EarlyExit(2),
+    LayerSkip(mlp=[3]),
+    LowPrecision(4, layers=[2, 3]),
 ]
+
+
+@pytest.fixture
+def spec(llama: PreTrainedModel) -> SelfSpeculative:
+    return selfspec.wrap(llama, EarlyExit(2), draft_length=3)
 
 
 def next_turn(sequences: Tensor, new: int = 4) -> Tensor:
@@ -55,7 +62,7 @@ def test_turns_of_a_chat_are_what_fresh_runs_give(architecture: str, draft: Draf
 
 def test_what_comes_back_holds_what_a_stock_pass_computes(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    spec = selfspec.wrap(model, selfspec.drafts.LayerSkip(attention=[1]), draft_length=3)
+    spec = selfspec.wrap(model, LayerSkip(attention=[1]), draft_length=3)
     out = spec.generate(tiny.prompt(5, 2), return_dict_in_generate=True, **GREEDY)
     stock = DynamicCache()
     with torch.no_grad():
@@ -66,8 +73,7 @@ def test_what_comes_back_holds_what_a_stock_pass_computes(architecture: str) -> 
         torch.testing.assert_close(own.values, right.values)
 
 
-def test_a_left_padded_batch_continues_from_its_cache(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
+def test_a_left_padded_batch_continues_from_its_cache(llama: PreTrainedModel, spec: SelfSpeculative) -> None:
     ids, mask = tiny.prompt(8, 3), torch.ones(3, 8, dtype=torch.long)
     mask[0, :5] = mask[2, :2] = 0
     first = spec.generate(ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
@@ -80,9 +86,8 @@ def test_a_left_padded_batch_continues_from_its_cache(llama: PreTrainedModel) ->
 
 
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
-def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, way: str) -> None:
+def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, spec: SelfSpeculative, way: str) -> None:
     """As in `transformers`, whether or not the output is asked for as a whole."""
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
     past = DynamicCache()
     ids = tiny.prompt(5)
     for _ in range(2):
@@ -98,8 +103,7 @@ def test_a_cache_of_the_callers_own_is_read_and_filled(llama: PreTrainedModel, w
         ids = next_turn(wanted)
 
 
-def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTrainedModel, spec: SelfSpeculative) -> None:
     stock = llama.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     ids = next_turn(stock.sequences)
     wanted = llama.generate(ids, **GREEDY)
@@ -110,9 +114,8 @@ def test_caches_go_to_and_fro_between_selfspec_and_transformers(llama: PreTraine
     assert torch.equal(again, llama.generate(ids, **GREEDY))
 
 
-def test_rows_that_ended_apart_go_on_from_what_all_have_filled(llama: PreTrainedModel) -> None:
+def test_rows_that_ended_apart_go_on_from_what_all_have_filled(llama: PreTrainedModel, spec: SelfSpeculative) -> None:
     """Columns behind the end of a shorter row hold padding, which a pass has to read like any other token."""
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     ids, ones = tiny.prompt(8, 2), torch.ones(2, 8, dtype=torch.long)
     text = llama.generate(ids, attention_mask=ones, **GREEDY)
     ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
@@ -128,9 +131,10 @@ def test_rows_that_ended_apart_go_on_from_what_all_have_filled(llama: PreTrained
 
 @pytest.mark.parametrize("way", ["wrapper", "transformers"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_turn_may_be_given_by_itself_with_a_mask_over_all(llama: PreTrainedModel, way: str, padded: bool) -> None:
+def test_a_turn_may_be_given_by_itself_with_a_mask_over_all(
+    llama: PreTrainedModel, spec: SelfSpeculative, way: str, padded: bool
+) -> None:
     """As `transformers` takes it: ids of the new columns alone. Padding may stand before them, too."""
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     first = spec.generate(tiny.prompt(5, 2), return_dict_in_generate=True, **GREEDY)
     assert first.cache is not None
     ids = torch.cat([first.sequences[:, -1:], tiny.prompt(4, 2, seed=9)], 1)
@@ -146,8 +150,7 @@ def test_a_turn_may_be_given_by_itself_with_a_mask_over_all(llama: PreTrainedMod
     assert torch.equal(found, wanted)
 
 
-def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+def test_samples_are_those_of_a_fresh_run(spec: SelfSpeculative) -> None:
     first = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     ids = next_turn(first.sequences)
     sampled: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
@@ -155,8 +158,7 @@ def test_samples_are_those_of_a_fresh_run(llama: PreTrainedModel) -> None:
     assert torch.equal(spec.generate(ids, cache=first.cache, **sampled).sequences, fresh.sequences)
 
 
-def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedModel, spec: SelfSpeculative) -> None:
     past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).cache
     assert past is not None
     before = [layer.keys.clone() for layer in past.layers]
@@ -167,8 +169,7 @@ def test_a_run_that_fails_leaves_the_callers_cache_as_it_was(llama: PreTrainedMo
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(past.layers, before, strict=True))
 
 
-def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+def test_nothing_is_kept_for_those_who_do_not_ask(spec: SelfSpeculative) -> None:
     assert spec.generate(tiny.prompt(5), **GREEDY).cache is None
     stream = spec.stream(tiny.prompt(5), return_dict_in_generate=True, **GREEDY)
     next(stream)
@@ -176,19 +177,21 @@ def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel) -> Non
     assert stream.finish().cache is not None
 
 
-def test_what_cannot_be_taken_over_is_refused_before_anything_runs(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4)
+def test_what_cannot_be_taken_over_is_refused_before_anything_runs(
+    llama: PreTrainedModel, spec: SelfSpeculative
+) -> None:
     past = spec.generate(tiny.prompt(5), return_dict_in_generate=True, **GREEDY).cache
-    llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    refused = selfspec.errors.UnsupportedOptionError
-    with pytest.raises(selfspec.errors.PromptError, match="holds 13 tokens and input_ids 13"):
-        spec.generate(tiny.prompt(13), cache=past, **GREEDY)
-    with pytest.raises(refused, match="holds 1 rows, the batch has 2"):
-        spec.generate(tiny.prompt(20, 2), cache=past, **GREEDY)
-    with pytest.raises(refused, match="a cache of type StaticCache"):
-        spec.generate(tiny.prompt(20), cache=StaticCache(config=llama.config, max_cache_len=64), **GREEDY)
     sliding = tiny.mistral()
-    with pytest.raises(refused, match=r"DynamicSlidingWindowLayer.*without a config"):
-        selfspec.wrap(sliding, selfspec.drafts.EarlyExit(2), draft_length=4).generate(
-            tiny.prompt(20), cache=DynamicCache(config=sliding.config), **GREEDY
-        )
+    for model in (llama, sliding):
+        model.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    static = StaticCache(config=llama.config, max_cache_len=64)
+    windows = DynamicCache(config=sliding.config)
+    refused = UnsupportedOptionError
+    for given, ids, cache, error, words in (
+        (spec, tiny.prompt(13), past, PromptError, "holds 13 tokens and input_ids 13"),
+        (spec, tiny.prompt(20, 2), past, refused, "holds 1 rows, the batch has 2"),
+        (spec, tiny.prompt(20), static, refused, "a cache of type StaticCache"),
+        (selfspec.wrap(sliding), tiny.prompt(20), windows, refused, r"DynamicSlidingWindowLayer.*without a config"),
+    ):
+        with pytest.raises(error, match=words):
+            given.generate(ids, cache=cache, **GREEDY)

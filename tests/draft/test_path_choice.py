@@ -185,35 +185,35 @@ def chance(p: PassResult, q: PassResult) -> Tensor:
     return torch.minimum(p.logits.softmax(-1), q.logits.softmax(-1)).sum(-1)[:, 0]
 
 
-def tried(model: PreTrainedModel, trial: Trial, tree: Tree = TREE) -> tuple[Bench, PassResult]:
+def tried(model: PreTrainedModel, trial: Trial) -> Tried:
     found = bench(model)
-    return found, found.runner.run(PassRequest(found.full, found.block, tree=tree, behind=trial))
+    result = found.runner.run(PassRequest(found.full, found.block, tree=TREE, behind=trial))
+    assert found.cache.tree == TREE
+    assert isinstance(result.behind, Tried)
+    return result.behind
 
 
 @torch.no_grad()
 def test_each_column_is_a_pass_along_its_path(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    _, result = tried(model, PathTrial(TOKENS, False, 0, PATHS))
-    assert isinstance(result.behind, Tried)
-    assert result.behind.chances.shape == (ROWS, TOKENS, 1 + len(PATHS))
+    result = tried(model, PathTrial(TOKENS, False, 0, PATHS))
+    assert result.chances.shape == (ROWS, TOKENS, 1 + len(PATHS))
     for token in range(TOKENS):
         target = after(model, LayerPath.full(tiny.DEPTH), token)
         for column, skipped in enumerate((frozenset[int](), *PATHS)):
             expected = chance(target, after(model, without(skipped), token))
-            assert torch.allclose(result.behind.chances[:, token, column].double(), expected, atol=1e-5)
+            assert torch.allclose(result.chances[:, token, column].double(), expected, atol=1e-5)
 
 
 @torch.no_grad()
 def test_exits_are_read_off_the_pass(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    found, result = tried(model, ExitTrial(TOKENS, False, (3, 1)))
-    assert isinstance(result.behind, Tried)
-    assert found.cache.tree == TREE
+    result = tried(model, ExitTrial(TOKENS, False, (3, 1)))
     for token in range(TOKENS):
         target = after(model, LayerPath.full(tiny.DEPTH), token - 1)
         for column, path in enumerate((LayerPath.full(tiny.DEPTH), EarlyExit(3).path(4), EarlyExit(1).path(4))):
             expected = chance(target, after(model, path, token - 1))
-            assert torch.allclose(result.behind.chances[:, token, column].double(), expected, atol=1e-5)
+            assert torch.allclose(result.chances[:, token, column].double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("trial", [PathTrial(TOKENS, False, 2, PATHS), ExitTrial(TOKENS, False, (3, 1))], ids=str)
@@ -236,8 +236,7 @@ def test_the_rest_of_the_pass_is_as_ever(architecture: str, trial: Trial) -> Non
 @torch.no_grad()
 def test_a_set_of_one_layer_is_that_of_the_nearest_states(seed: int) -> None:
     model = tiny.llama(seed=seed)
-    _, result = tried(model, PathTrial(TOKENS, False, 1, ()))
-    assert isinstance(result.behind, Tried)
+    result = tried(model, PathTrial(TOKENS, False, 1, ()))
     for token in range(TOKENS):
         target = after(model, LayerPath.full(tiny.DEPTH), token, EVERYWHERE).features
         ends = [target[layer] for layer in range(1, tiny.DEPTH)] + [target["last"]]
@@ -250,27 +249,24 @@ def test_a_set_of_one_layer_is_that_of_the_nearest_states(seed: int) -> None:
                     cosine_similarity(each[row, 0], ends[layer][row, 0], -1) for each in (state, target[layer])
                 )
                 best = layer if other > own else best
-            assert result.behind.found(row, token) == [best]
+            assert result.found(row, token) == [best]
 
 
 @torch.no_grad()
 def test_a_set_that_is_found_is_worth_what_its_column_says(llama: PreTrainedModel) -> None:
     for most in (1, 2, 3):
-        _, result = tried(llama, PathTrial(1, False, most, ()))
-        assert isinstance(result.behind, Tried)
+        result = tried(llama, PathTrial(1, False, most, ()))
         for row in range(ROWS):
-            found = result.behind.found(row, 0)
+            found = result.found(row, 0)
             assert len(found) == most
             expected = chance(after(llama, LayerPath.full(tiny.DEPTH), 0), after(llama, without(frozenset(found)), 0))
-            assert torch.allclose(result.behind.chances[row, 0, most].double(), expected[row], atol=1e-5)
+            assert torch.allclose(result.chances[row, 0, most].double(), expected[row], atol=1e-5)
 
 
 @torch.no_grad()
 def test_greedy_decoding_asks_for_the_best_token_besides(llama: PreTrainedModel) -> None:
-    (_, sampled), (_, greedy) = (tried(llama, PathTrial(TOKENS, each, 0, PATHS)) for each in (False, True))
-    assert isinstance(sampled.behind, Tried)
-    assert isinstance(greedy.behind, Tried)
-    agrees = 2 * greedy.behind.chances - sampled.behind.chances
+    sampled, greedy = (tried(llama, PathTrial(TOKENS, each, 0, PATHS)) for each in (False, True))
+    agrees = 2 * greedy.chances - sampled.chances
     assert torch.allclose(agrees, agrees.round(), atol=1e-6)
     assert agrees[..., 0].round().eq(1).all()
     assert agrees.round().unique().tolist() == [0, 1]

@@ -17,19 +17,18 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, InLockstep, InTurns, ModelDrafts, Offering, _InLockstep
+from helpers.drafting import GREEDY, ByModel, InLockstep, InTurns, ModelDrafts, Offering, Told
 from helpers.exact import committed_in_step_of, conditionals
 from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, holm_rejects, joint, padded, small
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
-from selfspec.control.controller import Control, Controller
-from selfspec.control.costs import Costs, CostsByRows
+from selfspec.control.controller import Control
+from selfspec.control.costs import Costs
 from selfspec.draft import (
     Budget,
     Cascade,
     Draft,
-    Drafter,
     EarlyExit,
     FreeProposer,
     Proposer,
@@ -228,21 +227,13 @@ def test_nodes_of_a_model_say_nothing_of_the_sources_beside_it() -> None:
 
 
 @dataclass(frozen=True)
-class Guessing(Drafter):
+class Guessing(Stateless, FreeProposer):
     """Says always the same, for nothing, and seems to have found it."""
 
     token: int
 
-    def begin(self, rows: RowsView) -> Proposer:
-        return _Guesses(self.token)
-
-
-class _Guesses(FreeProposer):
-    def __init__(self, token: int) -> None:
-        self._token = token
-
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        tokens = torch.full((len(rows.running), budget.depth), self._token)
+        tokens = torch.full((len(rows.running), budget.depth), self.token)
         return Draft.chain(tokens, match_length=3)
 
 
@@ -287,16 +278,15 @@ def test_sources_without_a_model_alone_have_nothing_to_displace(sampled: bool) -
     assert out.stats.drafted
 
 
-class ModelInLockstep(FixedLength):
+class _ModelInLockstep(ByModel):
+    def keeps_lockstep(self) -> bool:
+        return True
+
+
+class ModelInLockstep(Told):
     """Rows at one place stay there, and of a union the model drafts in every round."""
 
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _ModelInLockstep(Budget(self.length, self.nodes or self.length))
-
-
-class _ModelInLockstep(_InLockstep):
-    def prefers(self, match: int, behind: Any) -> bool:
-        return False
+    controller = _ModelInLockstep
 
 
 def test_rows_of_prompts_of_one_length_are_in_lockstep() -> None:

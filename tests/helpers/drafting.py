@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,23 +70,24 @@ class Offering(Stateless, FreeProposer):
         return [(Offer(1, self.each[row % len(self.each)]),) for row in rows.running]
 
 
-class ModelDrafts(FixedLength):
-    """Has the model draft in every round."""
+class Told(FixedLength):
+    """Drafts of one length, under a controller of its own."""
+
+    controller: ClassVar[type[Controller]] = Controller
 
     def begin(self, costs: CostsByRows) -> Controller:
-        return _ModelDrafts(Budget(self.length, self.nodes or self.length))
+        return self.controller(Budget(self.length, self.nodes or self.length))
 
 
-class _ModelDrafts(Controller):
+class ByModel(Controller):
     def prefers(self, match: int, behind: Any) -> bool:
         return False
 
 
-class InTurns(FixedLength):
-    """Every source of a union or cascade drafts in some rounds, whatever it promises."""
+class ModelDrafts(Told):
+    """Has the model draft in every round."""
 
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _InTurns(Budget(self.length, self.nodes or self.length))
+    controller = ByModel
 
 
 class _InTurns(Controller):
@@ -97,16 +98,21 @@ class _InTurns(Controller):
         return self.asked % 3 > 0
 
 
-class InLockstep(FixedLength):
-    """Rows at one place stay there."""
+class InTurns(Told):
+    """Every source of a union or cascade drafts in some rounds, whatever it promises."""
 
-    def begin(self, costs: CostsByRows) -> Controller:
-        return _InLockstep(Budget(self.length, self.nodes or self.length))
+    controller = _InTurns
 
 
 class _InLockstep(_InTurns):
     def keeps_lockstep(self) -> bool:
         return True
+
+
+class InLockstep(Told):
+    """Rows at one place stay there."""
+
+    controller = _InLockstep
 
 
 def near(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
