@@ -28,6 +28,7 @@ from selfspec.draft import (
     PromptLookup,
     Recycling,
     ReducedVocabulary,
+    Suffixes,
     TopOfCache,
     Union,
 )
@@ -148,6 +149,8 @@ def _values() -> list[Refused]:
         for name, within in bounds.items()
         for x in numbers
     ]
+    most = "most_bytes must be an integer from 0 to"
+    found += [(lambda x=x: Suffixes(most_bytes=x), most) for x in (-1, (1 << 26) + 1, 2.0, True, "8")]
     joined: tuple[Any, ...] = ((), (EarlyExit(1),), (EarlyExit(1), "lookup"), (EarlyExit,))
     found += [(lambda k=k, x=x: k(*x), "two or more different drafters") for k in (Cascade, Union) for x in joined]
     tokens: tuple[Any, ...] = ((), (1, 1), (-1,), (1.0,), ("1",), (True,))

@@ -1,4 +1,4 @@
-"""Drafts of several sources: offers merged into one tree, beside what a model drew, and cascades of whole drafts."""
+"""Drafts of several sources: offers in one tree, beside what a model drew; cascades; rows with sources of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.drafting import GREEDY, ByModel, InLockstep, InTurns, ModelDrafts, Offering, Told
 from helpers.exact import committed_in_step_of, conditionals
 from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, holm_rejects, joint, padded, small
-from selfspec.accept import Block, Rule, TokenLevel
+from selfspec.accept import Block, Rule, TokenLevel, find_rule
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
 from selfspec.control.controller import Control
@@ -29,8 +29,10 @@ from selfspec.draft import (
     Budget,
     Cascade,
     Draft,
+    Drafter,
     EarlyExit,
     FreeProposer,
+    PromptLookup,
     Proposer,
     Recycling,
     RowsView,
@@ -40,7 +42,7 @@ from selfspec.draft import (
 )
 from selfspec.draft.draft import Offer, RowOutcome, TokenPath
 from selfspec.draft.suffixes import counted
-from selfspec.draft.union import FreeUnionProposer, Merged, Outcome, Trust, UnionProposer, merged
+from selfspec.draft.union import FreeUnionProposer, Merged, Outcome, Trust, UnionProposer, likeliest_path, merged
 
 
 def test_what_was_seen_stands_beside_the_models_draft(llama: PreTrainedModel) -> None:
@@ -316,3 +318,64 @@ def test_samples_of_a_union_in_lockstep_follow_the_exact_joint(rule: str) -> Non
     found = drawn(spec, EQUALLY_LONG, rows=2, batches=10_240, eos_token_id=EOS, **warp.options)
     assert found.accepted > 2048
     assert holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3) == []
+
+
+def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
+    """Have the wrapper judge by a rule, and note what it is shown."""
+    drafts: list[Draft] = []
+
+    class Watched(type(find_rule(rule))):  # type: ignore[misc]
+        def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+            drafts.append(draft)
+            found: Tensor = super().accept_probs(draft, p, logits)
+            return found
+
+    spec.rule = Watched()
+    return drafts
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rows_with_a_match_take_it_and_others_what_the_model_drafts(llama: PreTrainedModel, rule: str) -> None:
+    # The text of the first row comes again; that of the second never did.
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6], [11, 12, 13, 14, 15, 16]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "seed": 0}
+    spec = selfspec.wrap(llama, Cascade(PromptLookup(shortest=2), EarlyExit(2)), draft_length=3)
+    drafts = watched(spec, rule)
+    next(spec.stream(ids, **options))
+    (draft,) = drafts
+    assert draft.tokens[0].tolist() == [7, 8, 5]
+    assert draft.probs is not None
+    assert torch.equal(draft.probs[0], torch.nn.functional.one_hot(draft.tokens[0], tiny.VOCABULARY).to(draft.probs))
+    assert float(draft.probs[1].amax()) < 1
+    alone = watched(exits := selfspec.wrap(llama, EarlyExit(2), draft_length=3), rule)
+    next(exits.stream(ids, **options))
+    assert torch.equal(draft.tokens[1], alone[0].tokens[1])
+
+
+def test_the_likeliest_path_takes_the_likeliest_token_at_each_place() -> None:
+    reach = {(1,): 0.4, (2,): 0.5, (1, 3): 0.39, (2, 4): 0.1, (2, 5): 0.2, (2, 5, 6): 0.1}
+    assert likeliest_path(reach, 3) == (2, 5, 6)
+    assert likeliest_path(reach, 2) == (2, 5)
+    assert likeliest_path({}, 3) == ()
+
+
+def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
+    rows: Any = SimpleNamespace(size=2, memories={}, rows_apart=True, source=lambda row: [])
+    apart = Suffixes().begin(rows)
+    rows.rows_apart = False
+    together = Suffixes().begin(rows)
+    assert apart.trust(0) is apart.trust(0) is not apart.trust(1)
+    assert together.trust(0) is together.trust(1)
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(shortest=1), Suffixes(), Recycling()], ids=repr)
+def test_nothing_is_found_in_padding(llama: PreTrainedModel, draft: Drafter) -> None:
+    # Were it text, the last token would have stood before, with others after it.
+    ids = torch.tensor([[14, 20, 21, 11, 12, 13, 14], [5, 6, 7, 8, 9, 5, 6]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    spec = selfspec.wrap(llama, draft, draft_length=3)
+    for asked, length in (((0,), 0), ((1,), 3)):
+        rows = list(asked)
+        options: dict[str, Any] = {"attention_mask": mask[rows], "do_sample": False, "max_new_tokens": 9}
+        spec.forget()
+        assert len(next(spec.stream(ids[rows], **options)).rows[0].draft) == length
