@@ -1,4 +1,4 @@
-"""Look-ups and cascades: what is drafted, that it costs no pass, which of the two drafts; where a text ended so before."""
+"""Look-ups and cascades: what is drafted, that it costs no pass, and which drafts; where a text ended so before."""
 
 from __future__ import annotations
 
