@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from helpers import tiny
 from helpers.own_kernels import kernels
 from helpers.process_state import changed, process_state
 from helpers.running import Ending, Invoke, Said
+from helpers.stories import checkpoint_folder
 from selfspec.cli.app import main
 
 # The models are too small to share among threads, which on busy cores wait for each other.
@@ -139,6 +140,20 @@ def verbosity_as_before() -> Iterator[None]:
 def llama() -> PreTrainedModel:
     """A fresh tiny llama."""
     return tiny.llama()
+
+
+@pytest.fixture(scope="session")
+def stories() -> PreTrainedModel:
+    """The checkpoint of the tests."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Its tokenizer."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -312,24 +312,27 @@ STUDIES: dict[str, list[Any]] = {
     "seeds": ["x", [], [1.5], ["1"], [True], [1, 1]],
     "max_new_tokens": NO_COUNTS,
     "nothing": [3],
+    "texts": [3],
+    "seed": [True, 2**63],
 }
 for field, wrong in STUDIES.items():
     _each(f"ablate {field}", wrong, _field(field, lambda g: partial(selfspec.ablate, g.model, tiny.prompt(5))))
 for name in ("max_new_tokens", "longest_draft", "batch", "repeats"):
     _each(f"Measurements {name}", NO_COUNTS, _field(name, lambda g: Measurements))
 _each("Measurements temperature", [*NO_NUMBERS, 0.0, -0.1], lambda g, v: Measurements(temperature=v))
-_each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 10**6], lambda g, v: Measurements(nodes=v))
+_each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 257], lambda g, v: Measurements(nodes=v))
 _each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, "token"], lambda g, v: Settings(accept=v))
-for name in ("max_new_tokens", "draft_length", "samples"):
-    _each(f"Settings {name}", NO_COUNTS, _field(name, lambda g: Settings))
+for name, fewest in {"max_new_tokens": 2, "draft_length": 1, "samples": 100}.items():
+    _each(f"Settings {name}", [*NO_COUNTS, fewest - 1], _field(name, lambda g: Settings))
 _each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(level=v))
-_each("Settings seed", [1.5, "3", None, NAN, [1]], lambda g, v: Settings(seed=v))
+_each("Settings seed", [1.5, "3", None, NAN, [1], -1, 2**63], lambda g, v: Settings(seed=v))
 for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumulate"):
     _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))
 for name in ("warmup", "decay"):
     _each(f"Course {name}", [*NO_NUMBERS, -0.1], _field(name, lambda g: Course))
 _each("Course learning_rate", [v for v in NO_NUMBERS if v is not None] + [-0.1],  # None: what suits the model's size
     _field("learning_rate", lambda g: Course))
+CALLS["Course warmup and decay"] = lambda g: Course(warmup=0.8, decay=0.5)
 _each("export to", NO_PATHS, lambda g, v: export_checkpoint(g.model, None, drafts.EarlyExit(2), v))
 _each("export drafter", [3, "exit:2", drafts.PromptLookup()],
     lambda g, v: export_checkpoint(g.model, None, v, g.folder / "x"))

@@ -145,14 +145,6 @@ def test_a_hook_that_raises_leaves_everything_right(
     everyone.assert_unharmed()
 
 
-def test_an_exception_through_custom_generate_leaves_everything_right(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFTS["exit"], draft_length=4)
-    everyone = _Everyone(llama, spec)
-    with pytest.raises(PlantedError), _FailAt(500):
-        llama.generate(tiny.prompt(PROMPT), custom_generate=spec, max_new_tokens=12)
-    everyone.assert_unharmed()
-
-
 @pytest.mark.contract
 def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) -> None:
     """The deepest interleaving there is: a generation in the middle of another one's pass."""

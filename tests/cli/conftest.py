@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.stories import checkpoint_folder
 from selfspec.cli import terminal
@@ -24,20 +23,6 @@ def copied(tmp_path: Path) -> Path:
     copy = tmp_path / "model"
     shutil.copytree(checkpoint_folder(), copy)
     return copy
-
-
-@pytest.fixture(scope="session")
-def stories() -> PreTrainedModel:
-    """The embedded model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    return model
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    """Its tokenizer."""
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
-    return found
 
 
 @pytest.fixture(autouse=True)

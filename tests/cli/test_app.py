@@ -80,12 +80,6 @@ def test_a_shell_can_complete_commands() -> None:
     assert ended.stdout.split() == ["generate"]
 
 
-def test_an_unknown_command(invoke: Invoke) -> None:
-    ending = invoke("generat")
-    assert ending.status == 2
-    assert "error: No such command 'generat'. Did you mean 'generate'?" in ending.stderr
-
-
 def test_without_words_it_helps(invoke: Invoke) -> None:
     ending = invoke()
     assert ending.status == 2

@@ -1,4 +1,4 @@
-"""`selfspec bench`: arms side by side on a checkpoint, results that can be resumed, and the report."""
+"""`selfspec bench`, `ablate` and `search`: arms side by side, results that can be resumed, reports, and skip sets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 import selfspec
 from helpers.running import Invoke, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
+from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.timing import Call
 from selfspec.tools.lab.arms import Cell, Prompts, StockArm
 
+pandas = pytest.importorskip("pandas")
+
 QUICK = ("--prompts", "2", "--repeats", "1", "--warm-up", "1", "--max-new-tokens", "16", "--context", "12")
+STUDY = ("--texts", "2", "--max-new-tokens", "12", "--pricing", "weights", "--device", "cpu")
 ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
 
@@ -164,19 +168,6 @@ def test_arms_are_measured_within_a_budget(
 
 
 @pytest.mark.tools
-def test_texts_are_scored_beside_their_speed(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
-    words = ("bench", folder, "--workload", texts, *QUICK, "--temperature", "0", *ARMS)
-    ending = invoke(*words, "--measure", "quality", "--to", str(tmp_path / "to"), "--output", "json")
-    assert ending.status == 0, ending.stderr
-    (cell,) = json.loads(ending.stdout)["cells"]
-    perplexities = {arm["name"]: arm["quality"]["perplexity"]["value"] for arm in cell["arms"]}
-    # Greedy lossless texts are the same.
-    assert len({round(each, 4) for each in perplexities.values()}) == 1
-    assert not any(arm["quality"]["differs"] for arm in cell["arms"])
-    assert "perplexity" in (tmp_path / "to" / "report.md").read_text()
-
-
-@pytest.mark.tools
 def test_acceptance_alone_of_whole_prompts_times_nothing(
     invoke: Invoke, folder: str, texts: str, tmp_path: Path
 ) -> None:
@@ -191,10 +182,42 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
         assert arm["mean_accepted_length"]["value"] >= 1
         assert arm["decoding_tokens_per_second"] is None
     assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png", "tokens_a_pass.png"}
-    import pandas
-
     rows = pandas.read_parquet(tmp_path / "texts.parquet")
     assert set(rows["draft"]) == {"int8", "lookup"}
     assert rows["prompt"].str.len().min() > 0
     assert rows["text"].str.len().min() > 0
     assert "tokens a pass" in invoke(*words).stdout
+
+
+@pytest.mark.tools
+def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *STUDY)
+    to = tmp_path / "study"
+    ending = invoke(*words, "--to", str(to))
+    assert ending.status == 0, ending.stderr
+    assert "exit:4" in ending.stdout
+    assert "0 failed" in ending.stdout
+    names = {"runs.jsonl", "points.csv", "points.parquet", "report.html", "report.md", "pareto.png", "exits.svg"}
+    assert names <= {file.name for file in to.iterdir()}
+    again = invoke(*words, "--to", str(to), "--output", "json")
+    found = json.loads(again.stdout)
+    assert found["failed"] == []
+    assert {row["temperature"] for row in found["best"]} == {0.0}
+
+
+@pytest.mark.tools
+def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ("search", folder, "--to", str(file), "--evaluations", "8", "--keep", str(tmp_path / "kept"), *STUDY)
+    ending = invoke(*words)
+    assert ending.status == 0, ending.stderr
+    assert "8 sets evaluated" in ending.stdout
+    found = json.loads(invoke(*words, "--output", "json").stdout)
+    assert found["evaluations"] == 8
+    assert found["best"] == json.loads(file.read_text())["promises"]
+    plain = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
+    drafted = invoke(*plain, "--draft", f"skip-file:{file}")
+    assert drafted.stdout == invoke(*plain).stdout
+    other = invoke("generate", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
+    assert other.status == 2
+    assert "is of another base" in other.stderr

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from helpers.running import Invoke
@@ -121,127 +119,91 @@ def endless(folder: str, tmp_path: Path) -> str:
     return str(copied)
 
 
-class Terminal:
-    """A chat in a real terminal."""
-
-    def __init__(self, command: list[str], file: Path, kind: str = "dumb") -> None:
-        self.file = file
-        self._here, there = pty.openpty()
-        environment = {**os.environ, "TERM": kind}
-        self.process = subprocess.Popen(
-            command, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True
-        )
-        os.close(there)
-        self._seen = b""
-
-    def type(self, keys: bytes) -> None:
-        """Press keys."""
-        os.write(self._here, keys)
-
-    def sees(self, words: bytes, seconds: float = 0.3) -> bool:
-        """Whether words are there within some time; what comes before them is forgotten."""
-        until = time.monotonic() + seconds
-        while words not in self._seen:
-            if time.monotonic() > until:
-                return False
-            if select.select([self._here], [], [], 0.05)[0]:
-                self._seen += os.read(self._here, 4096)
-        self._seen = self._seen.partition(words)[2]
-        return True
-
-    def wait_for(self, words: bytes) -> None:
-        """Wait for words."""
-        assert self.sees(words, 60), self._seen
-
-    def line(self) -> bytes:
-        """What follows up to the end of the line."""
-        for _ in range(600):
-            if b"\n" in self._seen:
-                break
-            if select.select([self._here], [], [], 0.1)[0]:
-                self._seen += os.read(self._here, 4096)
-        return self._seen.partition(b"\n")[0]
-
-    def interrupt(self) -> None:
-        """Send what Ctrl-C sends."""
-        self.process.send_signal(signal.SIGINT)
-
-    def repeat(self, act: Callable[[], None], words: bytes) -> None:
-        """Do something until words are there, many times at most."""
-        for _ in range(50):
-            act()
-            if self.sees(words):
-                break
-
-    def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
-        os.close(self._here)
-
-
 @pytest.fixture
-def terminal(endless: str, template: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+def terminal(endless: str, template: str, request: pytest.FixtureRequest) -> Iterator[pexpect.spawn]:
+    """A chat in a real terminal, dumb or of another kind."""
     command = words(endless, template, "--max-new-tokens", "900000", "--device", "cpu")
-    kind = getattr(request, "param", "dumb")
-    opened = Terminal([sys.executable, "-m", "selfspec", *command], tmp_path / "talk.json", kind)
+    environment = {**os.environ, "TERM": getattr(request, "param", "dumb")}
+    opened = pexpect.spawn(sys.executable, ["-m", "selfspec", *command], env=environment, timeout=60)
+    # What is typed is typed at once.
+    opened.delaybeforesend = None
     yield opened
-    opened.close()
+    opened.close(force=True)
+
+
+def interrupted(terminal: pexpect.spawn, words: bytes) -> None:
+    """Send what Ctrl-C sends until words are there, many times at most."""
+    for _ in range(50):
+        terminal.kill(signal.SIGINT)
+        if sees(terminal, words):
+            break
+
+
+def sees(terminal: pexpect.spawn, words: bytes, seconds: float = 0.3) -> bool:
+    """Whether words are there within some time; what comes before them is forgotten then."""
+    return terminal.expect_exact([words, pexpect.TIMEOUT], timeout=seconds) == 0
+
+
+def ends_well(terminal: pexpect.spawn) -> bool:
+    """Whether it leaves by itself, with status 0."""
+    terminal.expect(pexpect.EOF)
+    return terminal.wait() == 0
 
 
 @pytest.mark.tools
-def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: Terminal) -> None:
+def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: pexpect.spawn) -> None:
     """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
     for message, ending in ((b"Tell me of Lily.", b"ended here"), (b"And?", b"; ")):
-        terminal.wait_for(b"> ")
-        terminal.type(message + b"\n")
-        terminal.wait_for(message + b"\r\n")
+        terminal.expect_exact(b"> ")
+        terminal.send(message + b"\n")
+        terminal.expect_exact(message + b"\r\n")
         # Some of the answer is there.
-        terminal.wait_for(b" ")
-        terminal.interrupt()
-        terminal.wait_for(ending)
+        terminal.expect_exact(b" ")
+        terminal.kill(signal.SIGINT)
+        terminal.expect_exact(ending)
     # What was asked, and as much of the answer as is cut into the tokens that the model wrote.
-    assert int(terminal.line().partition(b" of ")[0]) > 10
-    terminal.wait_for(b"> ")
+    assert int(terminal.readline().partition(b" of ")[0]) > 10
+    terminal.expect_exact(b"> ")
     # One that comes just before the line is read waits for the next key, so it is sent until it is seen.
-    terminal.repeat(terminal.interrupt, b"/quit leaves")
-    terminal.type(b"/reset\n")
-    terminal.wait_for(b"forgotten")
-    terminal.wait_for(b"> ")
-    terminal.type(b"\x04")
-    assert terminal.process.wait(60) == 0
+    interrupted(terminal, b"/quit leaves")
+    terminal.send(b"/reset\n")
+    terminal.expect_exact(b"forgotten")
+    terminal.expect_exact(b"> ")
+    terminal.send(b"\x04")
+    assert ends_well(terminal)
 
 
 @pytest.mark.parametrize("terminal", ["xterm"], indirect=True)
-def test_what_is_pasted_is_one_message(terminal: Terminal) -> None:
-    terminal.wait_for(b"> ")
-    terminal.type(b"\x1b[200~One day\nLily\nslept.\x1b[201~\r")
-    terminal.wait_for(b"slept.")
+def test_what_is_pasted_is_one_message(terminal: pexpect.spawn, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    terminal.expect_exact(b"> ")
+    terminal.send(b"\x1b[200~One day\nLily\nslept.\x1b[201~\r")
+    terminal.expect_exact(b"slept.")
     # Some of the answer is there: interrupted before it is read, the message would be dropped.
-    terminal.wait_for(b"\x1b[?2004l")
-    terminal.wait_for(b" ")
-    terminal.repeat(terminal.interrupt, b"ended")
-    terminal.wait_for(b"> ")
-    terminal.type(b"/save " + os.fsencode(terminal.file) + b"\r")
-    terminal.wait_for(b"saved 2 messages")
-    assert json.loads(terminal.file.read_text())["messages"][0]["content"] == "One day\nLily\nslept."
+    terminal.expect_exact(b"\x1b[?2004l")
+    terminal.expect_exact(b" ")
+    interrupted(terminal, b"ended")
+    terminal.expect_exact(b"> ")
+    terminal.send(b"/save " + os.fsencode(file) + b"\r")
+    terminal.expect_exact(b"saved 2 messages")
+    assert json.loads(file.read_text())["messages"][0]["content"] == "One day\nLily\nslept."
 
 
 @pytest.mark.tools
-def test_many_interrupts_end_one_answer_and_nothing_else(terminal: Terminal) -> None:
+def test_many_interrupts_end_one_answer_and_nothing_else(terminal: pexpect.spawn) -> None:
     """Also those that come while the answer is being ended."""
-    terminal.wait_for(b"> ")
+    terminal.expect_exact(b"> ")
     for _ in range(4):
-        terminal.type(b"Tell me of Lily.\n")
-        terminal.wait_for(b"Lily.\r\n")
-        terminal.wait_for(b" ")
+        terminal.send(b"Tell me of Lily.\n")
+        terminal.expect_exact(b"Lily.\r\n")
+        terminal.expect_exact(b" ")
         for _ in range(40):
-            terminal.interrupt()
+            terminal.kill(signal.SIGINT)
             time.sleep(0.001)
-        terminal.wait_for(b"ended here")
-        terminal.wait_for(b"> ")
+        terminal.expect_exact(b"ended here")
+        terminal.expect_exact(b"> ")
         # The last of them may come only now, and cuts the line that is being typed.
-        while terminal.sees(b"/quit leaves", 2):
+        while sees(terminal, b"/quit leaves", 2):
             pass
-    terminal.type(b"\n/quit\n")
-    assert terminal.process.wait(60) == 0
+    terminal.send(b"\n/quit\n")
+    assert ends_well(terminal)

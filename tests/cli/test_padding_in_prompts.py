@@ -104,6 +104,9 @@ def test_bench(said: Said, padded: str, place: Path) -> None:
     )
     (cell, *_) = said(*typed(words + BENCH, padded, place))["cells"]
     assert all(arm["absence"] is None for arm in cell["arms"])
+    # Greedy lossless texts are the same, and so is what they are worth.
+    assert len({round(arm["quality"]["perplexity"]["value"], 4) for arm in cell["arms"]}) == 1
+    assert not any(arm["quality"]["differs"] for arm in cell["arms"])
 
 
 @pytest.mark.tools

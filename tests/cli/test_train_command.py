@@ -51,12 +51,6 @@ def test_a_checkpoint_is_averaged_with_its_base(invoke: Invoke, folder: str, tex
     assert (again.status, "finished training" in again.stderr) == (2, True)
 
 
-def test_plain_training_is_there_to_compare_with(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
-    ending = invoke("train", "plain", folder, "--text", text, "--to", str(tmp_path / "model"), *_QUICK)
-    assert ending.status == 0
-    assert "full model" in ending.stdout
-
-
 def test_a_draft_head_drafts_for_its_base(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     to = str(tmp_path / "eagle")
     ending = invoke("train", "head", folder, "--kind", "eagle3", "--text", text, "--to", to, "--depth", "2", *_QUICK)

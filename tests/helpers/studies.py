@@ -28,6 +28,11 @@ from selfspec.tools.lab.study import StudiedModel, Study
 TEXTS, PROMPT = 3, 6
 
 
+def known(value: float) -> Estimate:
+    """An estimate without an interval."""
+    return Estimate(value, value, value)
+
+
 def declared(**changes: Any) -> Study:
     """A study of a few seconds."""
     return Study.of(

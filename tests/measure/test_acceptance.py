@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
@@ -295,8 +295,7 @@ def stories() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def prompt() -> Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+def prompt(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     ids: Tensor = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     return ids
 

@@ -87,22 +87,6 @@ def test_a_transcript_is_that_of_generate(
     speech.check(draft, inputs, return_timestamps=timestamps or whole, **more)
 
 
-# Of transformers' own code.
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-@pytest.mark.parametrize("numbers", [(8,), (16, 17, 18, 19)], ids=str)
-def test_words_are_where_generate_finds_them(speech: Speech, numbers: tuple[int, ...]) -> None:
-    options: dict[str, Any] = {**speech.inputs(*numbers), "return_timestamps": True, "return_token_timestamps": True}
-    found = speech.spec("int8").generate(**options)
-    kernel = speech.model.config._attn_implementation
-    try:
-        wanted = speech.model.generate(**options)
-    finally:
-        # transformers sets it, and leaves it so.
-        speech.model.config._attn_implementation = kernel
-    assert torch.equal(found.sequences, wanted["sequences"])
-    torch.testing.assert_close(found.token_timestamps, wanted["token_timestamps"])
-
-
 @pytest.mark.parametrize("numbers", [(8, 9, 10, 11), (19,)], ids=str)
 def test_a_fallback_by_seed_does_not_depend_on_the_draft(speech: Speech, numbers: tuple[int, ...]) -> None:
     """Segments that compress too well or are unlikely are drawn again, at higher temperatures."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.studies import counted
+from helpers.studies import counted, known
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
@@ -68,18 +68,14 @@ class Repeat(Stateless):
 SETTINGS = Measurements(max_new_tokens=8, repeats=1, longest_draft=1)
 
 
-def _estimate(value: float) -> Estimate:
-    return Estimate(value, value, value)
-
-
 def _costs(**steps: float) -> MeasuredCosts:
     """Drafts whose steps cost so much, with passes that cost one and no overhead."""
     names = {name.replace("_", ":"): cost for name, cost in steps.items()} | {"none": 0.0}
     return MeasuredCosts(
-        step_seconds=_estimate(0.01),
-        draft={name: _estimate(cost) for name, cost in names.items()},
-        verify={name: {2: _estimate(1.0), 5: _estimate(1.0)} for name in names},
-        overhead={name: _estimate(0.0) for name in names},
+        step_seconds=known(0.01),
+        draft={name: known(cost) for name, cost in names.items()},
+        verify={name: {2: known(1.0), 5: known(1.0)} for name in names},
+        overhead={name: known(0.0) for name in names},
         context=1,
         batch=1,
         lengths=(1, 4),
@@ -202,7 +198,7 @@ def test_trees_of_two_sizes_are_tried_along_the_best_path_and_recycling_and_a_un
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:
-    return [Confirmed(name.replace("_", ":"), _estimate(value), 0.5, 2.0, 1) for name, value in speedups.items()]
+    return [Confirmed(name.replace("_", ":"), known(value), 0.5, 2.0, 1) for name, value in speedups.items()]
 
 
 def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[int, float]) -> Any:
@@ -214,7 +210,7 @@ def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[i
         if rows < min(in_batches):
             return by_temperature[temperature]
         (name,) = given
-        return [replace(by_temperature[temperature][0], name=name, speedup=_estimate(in_batches[rows]))]
+        return [replace(by_temperature[temperature][0], name=name, speedup=known(in_batches[rows]))]
 
     return confirm
 
@@ -305,6 +301,7 @@ def found(model: PreTrainedModel) -> Profile:
 
 @pytest.mark.tools
 def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
+    assert set(found.report) == {"load", "doubts", "settings", "costs", "in_batches", "greedy", "sampled"}
     assert set(found.report["costs"]["draft"]) == {"none", "exit:3", "int8", "int4"}
     for name, chosen, temperature in (("greedy", found.greedy, 0.0), ("sampled", found.sampled, 0.8)):
         kind = found.report[name]
@@ -325,17 +322,6 @@ def test_drafts_of_any_kind_are_tried_by_name_and_as_objects_with_a_rule(model: 
     assert {"lookup+exit:3", f"{__name__}:Repeat"} <= tried
 
 
-def test_its_profile_can_be_written_read_and_drafted_with(
-    found: Profile, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    found.save(tmp_path / "profile.json")
-    read = Profile.load(tmp_path / "profile.json")
-    assert read == found
-    assert set(read.report) == {"load", "doubts", "settings", "costs", "in_batches", "greedy", "sampled"}
-    out = wrap(model, draft=read).generate(tiny.prompt(6), max_new_tokens=20, do_sample=False)
-    assert torch.equal(out.sequences, model.generate(tiny.prompt(6), max_new_tokens=20, do_sample=False))
-
-
 @pytest.mark.tools
 @pytest.mark.usefixtures("promising")
 def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -347,7 +333,9 @@ def test_a_tree_may_be_what_is_chosen(model: PreTrainedModel, monkeypatch: pytes
     assert (found.greedy.draft, found.greedy.nodes, found.greedy.longest) == ("exit:3", 8, 2)
     assert list(found.report["greedy"]["in_batches"]) == ["4", "16"]
     found.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json").choose_draft(greedy=True).control == CostAware(2, nodes=8)
+    read = Profile.load(tmp_path / "profile.json")
+    assert read == found
+    assert read.choose_draft(greedy=True).control == CostAware(2, nodes=8)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -408,9 +396,10 @@ def test_batches_in_which_drafts_lose_are_decoded_plainly(
         assert (stats.drafted > 0) is (most_rows is None or rows <= most_rows)
 
 
+@pytest.mark.parametrize(("ragged", "others"), [("mask", [4]), ("none", [])])
 @pytest.mark.tools
-def test_batches_that_memory_has_no_room_for_are_left_out(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+def test_batches_without_room_in_memory_or_whose_rows_cannot_be_told_apart_are_left_out(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ragged: Any, others: list[int]
 ) -> None:
     def short_of_memory(*args: Any, **options: Any) -> MeasuredCosts:
         if options["batch"] == 16:
@@ -420,22 +409,11 @@ def test_batches_that_memory_has_no_room_for_are_left_out(
     always = dict.fromkeys((0.0, 0.8), _confirmed(lookup=1.5))
     monkeypatch.setattr(running, "confirm", _confirming(always, {4: 1.1}))
     monkeypatch.setattr(running, "measure_costs", short_of_memory)
-    found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS)
-    assert [each["batch"] for each in found.report["in_batches"]] == [4]
-    assert found.greedy.costs is not None
-    assert [costs.rows for costs in found.greedy.costs.measured] == [1, 4]
-
-
-@pytest.mark.tools
-def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "confirm", lambda *_: _confirmed(lookup=1.5))
-    adapter = replace(find_adapter(model), ragged="none")
+    adapter = replace(find_adapter(model), ragged=ragged)
     found = calibrate(model, [tiny.prompt(6)], [EarlyExit(3)], SETTINGS, adapter=adapter)
-    assert found.report["in_batches"] == []
+    assert [each["batch"] for each in found.report["in_batches"]] == others
     assert found.greedy.costs is not None
-    assert [costs.rows for costs in found.greedy.costs.measured] == [1]
+    assert [costs.rows for costs in found.greedy.costs.measured] == [1, *others]
 
 
 @pytest.mark.parametrize(
@@ -444,15 +422,6 @@ def test_where_rows_cannot_be_told_apart_batches_are_not_measured(
 def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     with pytest.raises(PromptError):
         calibrate(model, prompts, measurements=SETTINGS)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"repeats": 0}, {"temperature": 0.0}, {"batch": 0}, {"nodes": -1}, {"nodes": 257}, {"temperature": float("inf")}],
-)
-def test_settings_out_of_range_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(DraftConfigError):
-        Measurements(**given)
 
 
 TIMES = TokenTimes(step=11, read=1)

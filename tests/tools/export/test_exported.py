@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from assisted_rounds import assisted
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import shrunken, tiny
@@ -66,6 +66,7 @@ def test_transformers_accepts_of_an_exit_what_selfspec_accepts(architecture: str
     assert report.layers == (0, 1)
     text = assisted(model, _loaded(tmp_path / "draft"), ids, LENGTH, max_new_tokens=24, **OPTIONS)
     assert_rounds_are(text, model, drafts.EarlyExit(2), ids, LENGTH, max_new_tokens=24, **OPTIONS)
+    assert sum(each.accepted for each in text.rounds) > 0
 
 
 def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: Path) -> None:
@@ -73,32 +74,13 @@ def test_a_skip_set_is_a_model_of_the_other_layers(architecture: str, tmp_path: 
     report = export_checkpoint(model, None, drafts.LayerSkip(layers=[0, 2]), tmp_path / "draft")
     assert report.layers == (1, 3)
     assert report.off < 1e-6
-    names = _loaded(tmp_path / "draft").state_dict()
-    kept = [name for name in model.state_dict() if ".3." in name]
-    assert kept
-    for name in kept:
-        assert torch.equal(names[name.replace(".3.", ".1.")], model.state_dict()[name])
 
 
-@pytest.mark.tools
-def test_on_a_trained_model_acceptance_is_equal_round_by_round(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
-    drafter = drafts.EarlyExit(3)
-    export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
-    draft = _loaded(tmp_path / "draft")
-    ids = checkpoint.encode("The dog and the cat")
-    text = assisted(checkpoint.model, draft, ids, LENGTH, max_new_tokens=40, **OPTIONS)
-    assert_rounds_are(text, checkpoint.model, drafter, ids, LENGTH, max_new_tokens=40, **OPTIONS)
-    assert sum(each.accepted for each in text.rounds) > 5
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "draft")("a dog").input_ids == checkpoint.tokenizer("a dog").input_ids
-    )
-
-
-def test_sampled_acceptance_is_equal_too(tmp_path: Path) -> None:
+def test_sampled_acceptance_is_equal_too(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     checkpoint = load_checkpoint(str(checkpoint_folder()), "float64", "cpu")
     model, drafter = checkpoint.model, drafts.EarlyExit(3)
-    export_checkpoint(model, None, drafter, tmp_path / "draft")
+    export_checkpoint(model, tokenizer, drafter, tmp_path / "draft")
+    assert AutoTokenizer.from_pretrained(tmp_path / "draft")("a dog").input_ids == tokenizer("a dog").input_ids
     ids = checkpoint.encode("Once upon a time there was a little girl who had a dog")
     wanted = teacher_forced(model, find_adapter(model), {"draft": drafter}, [ids])["draft"]
     with torch.no_grad():

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from helpers.studies import CELL, SETTINGS, cell_of, plain, record
+from helpers.studies import CELL, SETTINGS, cell_of, known, plain, record
 from selfspec.decode.output import Stats
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.estimate import Estimate
@@ -30,10 +30,6 @@ from selfspec.tools.lab.turns import TextAgreement
 WEIGHED = Cell("w", 0.0, 2, 8, 16)
 STOCK = record("generate", [[1.1, 2.1], [2.1, 4.1]], cycle_share=[[0.0, 0.5], [0.1, 0.5]])
 PLAIN = plain([[1.7, 1.7], [1.7, 1.7]])
-
-
-def known(value: float) -> Estimate:
-    return Estimate(value, value, value)
 
 
 def drafting(**fields: object) -> Record:

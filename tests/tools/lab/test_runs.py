@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.stories import checkpoint_folder
 from helpers.studies import GREEDY, cell_of, profile_of, record
 from selfspec.accept import TokenLevel, TopKTolerance
 from selfspec.draft import Assistant, ExitHead
@@ -70,32 +69,6 @@ def test_of_one_thing_the_latest_counts_where_the_first_was(tmp_path: Path) -> N
 def test_what_things_are_called_does_not_change_them() -> None:
     assert Asked("costs", {"a": 1}, {"model": "x"}).key == Asked("costs", {"a": 1}).key
     assert len({Asked("costs", {"a": 1}).key, Asked("texts", {"a": 1}).key, Asked("costs", {"a": 2}).key}) == 3
-
-
-def test_an_error_of_one_is_its_result_and_leaves_the_others(tmp_path: Path) -> None:
-    def fails(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
-        if ASKED[1] in asked:
-            raise ZeroDivisionError("of all things")
-        return found(asked)
-
-    runs = Runs(tmp_path)
-    runs.find_out(ASKED[:3], fails, {})
-    assert [runs[each].error is None for each in ASKED[:3]] == [True, False, True]
-    error = runs[ASKED[1]].error
-    assert error is not None
-    assert error.startswith("ZeroDivisionError: of all things (test_runs.py:")
-
-
-def test_an_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
-    def interrupted(asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
-        raise KeyboardInterrupt
-
-    runs = Runs(tmp_path)
-    runs.find_out(ASKED[:1], found, {})
-    with pytest.raises(KeyboardInterrupt):
-        runs.find_out(ASKED[1:], interrupted, {})
-    assert ASKED[0] in Runs(tmp_path)
-    assert ASKED[1] not in Runs(tmp_path)
 
 
 def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
@@ -260,13 +233,6 @@ def kept(folder: Path) -> list[MeasuredCell]:
     return [MeasuredCell.of(each) for each in Runs(folder).of_kind(KIND)]
 
 
-def test_cells_are_read_back_as_they_were(llama: PreTrainedModel, tmp_path: Path) -> None:
-    measured = run(llama, tmp_path)
-    assert kept(tmp_path) == measured
-    assert all(record.rounds for each in measured for record in each.arms[1:])
-    assert measured[0].load.cores >= 1
-
-
 def test_whatever_may_be_kept_is_read_back(tmp_path: Path) -> None:
     some = Estimate(0.2, 0.1, 0.3, 0.9)
     costs = PassCosts(some, some, {2: some, 4: some}, {1: some, 4: some}, some)
@@ -317,6 +283,8 @@ def test_another_arm_or_model_is_measured_with_all_the_others(llama: PreTrainedM
 
 def test_texts_and_counts_of_each_prompt_are_rows(llama: PreTrainedModel, tmp_path: Path) -> None:
     measured = run(llama, tmp_path)
+    assert all(record.rounds for each in measured for record in each.arms[1:])
+    assert measured[0].load.cores >= 1
     rows = by_prompt(measured)
     assert len(rows) == len(CELLS) * len(SPECS)
     assert all(len(row["token_ids"]) == row["new_tokens"] == 16 for row in rows)
@@ -370,24 +338,18 @@ class Loose(TopKTolerance):
 RELAXED = ArmSpec("draft", "exit:2", length=3, accept=f"{__name__}:Loose", lossless=False)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
-    return found
-
-
 def made(arm: ArmSpec, nats: Sequence[float]) -> Record:
     """Texts of 16 tokens with so many nats a token, one for each call."""
     base = record("plain", [[1.0] * len(nats)])
     return replace(base, arm=arm, nats=[[[16 * each] for each in nats]])
 
 
-def test_nats_are_those_of_the_text_after_its_prompt(model: PreTrainedModel) -> None:
+def test_nats_are_those_of_the_text_after_its_prompt(stories: PreTrainedModel) -> None:
     prompt, row = [5, 6, 7], [8, 9]
     ids = torch.tensor([[*prompt, *row]])
-    ((found,),) = nats_of(model, [Prompts.of_one_length(torch.tensor([prompt]))], [[row]])
+    ((found,),) = nats_of(stories, [Prompts.of_one_length(torch.tensor([prompt]))], [[row]])
     with torch.no_grad():
-        logs = model(ids).logits[0].log_softmax(-1)
+        logs = stories(ids).logits[0].log_softmax(-1)
     assert found == pytest.approx(-float(logs[2, 8] + logs[3, 9]), rel=1e-5)
 
 
@@ -437,14 +399,14 @@ def test_a_rule_that_is_not_lossless_is_not_refused_for_its_texts() -> None:
 
 
 @pytest.mark.statistical
-def test_sampled_lossless_texts_differ_by_chance_alone(model: PreTrainedModel) -> None:
+def test_sampled_lossless_texts_differ_by_chance_alone(stories: PreTrainedModel) -> None:
     prompts = [Prompts.of_one_length(torch.randint(3, 400, (1, 8))) for _ in range(80)]
     records = []
     for spec in (PLAIN, EXIT, RELAXED):
-        arm = make_arm(spec, model)
+        arm = make_arm(spec, stories)
         texts = [arm.decode(each, Cell("w", 0.8, 1, 8, 16), n).rows for n, each in enumerate(prompts)]
         base = replace(record("plain", [[1.0] * 80]), arm=spec, texts=[texts])
-        records.append(replace(base, nats=[nats_of(model, prompts, texts)]))
+        records.append(replace(base, nats=[nats_of(stories, prompts, texts)]))
     found = qualities(records)
     lossless, relaxed = found[EXIT].p_value, found[RELAXED].p_value
     assert lossless is not None

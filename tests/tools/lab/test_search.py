@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import tiny
-from helpers.studies import declared, stories_loader
+from helpers.studies import declared, known, stories_loader
 from selfspec.control.costs import Costs
 from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -97,9 +97,9 @@ def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(
 ) -> None:
     runs = Runs(tmp_path)
     work_on(STUDY, lambda name: studied, runs)
-    known = len(runs.of_kind("estimate"))
+    before = len(runs.of_kind("estimate"))
     # There are no more sets of one sublayer.
-    assert len(search(studied, STUDY, _space(studied, 1, 1), 40, runs)) == known == len(runs.of_kind("estimate")) == 10
+    assert len(search(studied, STUDY, _space(studied, 1, 1), 40, runs)) == before == len(runs.of_kind("estimate")) == 10
     pairs = search(studied, STUDY, _space(studied, 2, 2), 4, runs)
     assert [row["skipped"] for row in pairs] == [2] * 4
 
@@ -149,16 +149,12 @@ def test_a_space_without_sets_is_refused(fewest: int, most: int | None) -> None:
 _DEPTH = 4
 
 
-def _known(value: float) -> Estimate:
-    return Estimate(value, value, value)
-
-
 def _measured(draft: dict[str, Estimate]) -> MeasuredCosts:
     """Passes of two widths, and an overhead, that are the same for all drafts."""
-    draft = {**draft, "none": _known(0.0)}
-    verify = {name: {1: _known(1.0), 3: _known(1.2)} for name in draft}
-    overhead = dict.fromkeys(draft, _known(0.05))
-    return MeasuredCosts(_known(0.01), draft, verify, overhead, context=8, batch=1, lengths=(1,))
+    draft = {**draft, "none": known(0.0)}
+    verify = {name: {1: known(1.0), 3: known(1.2)} for name in draft}
+    overhead = dict.fromkeys(draft, known(0.05))
+    return MeasuredCosts(known(0.01), draft, verify, overhead, context=8, batch=1, lengths=(1,))
 
 
 def _judged(draft: str, **found: Any) -> Run:
@@ -180,7 +176,7 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     def path_of(path: LayerPath) -> list[Sublayer]:
         return [Sublayer(layer, part) for layer in range(_DEPTH) for part in Part if path.runs(Sublayer(layer, part))]
 
-    measured = _measured({name: _known(cost(each.path(_DEPTH))) for name, each in drafters.items()})
+    measured = _measured({name: known(cost(each.path(_DEPTH))) for name, each in drafters.items()})
     prices = prices_by_measurement(measured, drafters, _DEPTH)
     assert prices.sublayers.fixed == pytest.approx(fixed)
     assert prices.of_part(Part.ATTENTION) == pytest.approx(attention)
@@ -234,8 +230,8 @@ def test_what_is_promised_is_tokens_by_cost_of_a_round() -> None:
     }
     estimated = Run(Asked("estimate", {"draft": "exit:2"}), {"lengths": lengths})
     parts = SublayerPrices(0.0, [0.25] * 4, [0.25] * 4)
-    known, c = {"exit:2": Costs(0.2, 1.0, 0.1, 0.05)}, {"exit:2": _known(0.2)}
-    prices = Prices(parts, parts, parts, Costs(0.0), known=known, known_draft=c)
+    timed, c = {"exit:2": Costs(0.2, 1.0, 0.1, 0.05)}, {"exit:2": known(0.2)}
+    prices = Prices(parts, parts, parts, Costs(0.0), known=timed, known_draft=c)
     promised = speedups(estimated, prices)
     assert best_length(promised) == 2
     assert promised[2].value == pytest.approx(2.5 / (0.4 + 1.2 + 0.05))

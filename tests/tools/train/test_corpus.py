@@ -31,12 +31,6 @@ from selfspec.tools.train.corpus import (
 from selfspec.tools.train.recipe import Course, Texts
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
-    return found
-
-
 def _jsonl(*texts: str) -> bytes:
     return "\n".join(json.dumps({"text": text}) for text in texts).encode() + b"\n"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import selfspec
@@ -61,18 +61,18 @@ def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(
+    tmp_path_factory: pytest.TempPathFactory, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Path:
     """Stories that the embedded model itself tells, so that it knows their like."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     file = tmp_path_factory.mktemp("text") / "stories.jsonl"
     ids = tokenizer(list(PROMPTS), return_tensors="pt", padding=True, padding_side="left", pad_token="<unk>")
     torch.manual_seed(0)
-    told = model.generate(
+    told: Any = stories.generate(
         **ids, max_new_tokens=200, do_sample=True, pad_token_id=0, eos_token_id=None, num_return_sequences=8
     )
-    stories = tokenizer.batch_decode(told, skip_special_tokens=True)
-    file.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    written = tokenizer.batch_decode(told, skip_special_tokens=True)
+    file.write_text("".join(json.dumps({"text": story}) + "\n" for story in written))
     return file
 
 
@@ -93,7 +93,16 @@ def training(text: Path) -> Training:
     return train
 
 
-def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path: Path) -> None:
+def assert_drafts(stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft: str) -> None:
+    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    out = selfspec.wrap(stories, draft, draft_length=3).generate(ids, max_new_tokens=30)
+    assert torch.equal(out.sequences, selfspec.wrap(stories).generate(ids, max_new_tokens=30).sequences)
+    assert out.stats.accepted > 0
+
+
+def test_exit_heads_learn_and_draft_for_their_base(
+    training: Training, tmp_path: Path, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     to = tmp_path / "heads"
     report = training(_HEADS, to, course=replace(_COURSE, steps=30))
     for exit_layer in _HEADS.exits:
@@ -101,15 +110,7 @@ def test_exit_heads_learn_and_draft_for_their_base(training: Training, tmp_path:
     assert {file.name for file in to.iterdir()} == _WRITTEN
     assert (to / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((to / "training.json").read_text())["after"] == report["after"]
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
-    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    drafted = selfspec.wrap(model, draft=selfspec.drafts.ExitHead.from_pretrained(to, layer=3), draft_length=4)
-    out = drafted.generate(ids, max_new_tokens=30, do_sample=False)
-    plain = selfspec.wrap(model).generate(ids, max_new_tokens=30, do_sample=False)
-    assert torch.equal(out.sequences, plain.sequences)
-    assert out.stats.accepted > 0
+    assert_drafts(stories, tokenizer, f"head:{to}@3")
 
 
 @pytest.mark.tools
@@ -134,7 +135,11 @@ def test_weights_are_the_same_after_an_interrupt(
 @pytest.mark.tools
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
-    training: Training, tmp_path: Path, precision: Literal["float32", "bfloat16"]
+    training: Training,
+    tmp_path: Path,
+    precision: Literal["float32", "bfloat16"],
+    stories: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     plan = HeadRecipe(kind="eagle3", depth=3, vocabulary=200, own_texts=40, beginning=4, temperature=0.7)
     course = replace(_COURSE, steps=24, learning_rate=5e-3, precision=precision)
@@ -147,12 +152,7 @@ def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     assert report["after"]["alpha_1"] > report["before"]["alpha_1"] + 0.1
     assert report["after"]["accepted_greedily"] > report["before"]["accepted_greedily"]
     _tensors(tmp_path, "model.safetensors")
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    ids = AutoTokenizer.from_pretrained(checkpoint_folder())(PROMPTS[0], return_tensors="pt").input_ids
-    out = selfspec.wrap(model, draft=f"eagle:{tmp_path / 'whole'}", draft_length=3).generate(ids, max_new_tokens=30)
-    assert torch.equal(out.sequences, selfspec.wrap(model).generate(ids, max_new_tokens=30).sequences)
-    assert out.stats.accepted > 0
+    assert_drafts(stories, tokenizer, f"eagle:{tmp_path / 'whole'}")
 
 
 def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Training, tmp_path: Path) -> None:
@@ -302,14 +302,8 @@ def _trained(folder: Path) -> Tensor:
 
 
 def _broken_off(folder: Path, last: int) -> None:
-    """Train, and die as a step is made."""
-
-    def die(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        if step == last:
-            raise MemoryError
-
     with pytest.raises(MemoryError):
-        train(_Lesson(), _SMALL, _text(), folder, "cpu", die)
+        train(_Lesson(), _SMALL, _text(), folder, "cpu", _dies_at(last))
 
 
 def _newest(folder: Path) -> str | None:
@@ -422,9 +416,3 @@ def test_weights_that_are_infinite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"after step 3 .*0\.weight"):
         train(lesson, _SMALL, _text(), tmp_path, "cpu", spoil)
     assert _newest(tmp_path) is None
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"warmup": 0.8, "decay": 0.5}])
-def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(TrainingError):
-        Course(**wrong)  # type: ignore[arg-type]

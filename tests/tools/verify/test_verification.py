@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
@@ -23,11 +23,9 @@ from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import draft_name
-from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError
 from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import Part
 from selfspec.runtime import BatchInvariant, Eager
 from selfspec.runtime.request import PassResult
 from selfspec.runtime.runner import ModelRunner
@@ -45,16 +43,8 @@ DRAFTS = (selfspec.drafts.LayerSkip(attention=[1]), selfspec.drafts.EarlyExit(4)
 
 
 @pytest.fixture(scope="module")
-def stories() -> PreTrainedModel:
-    """The embedded model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float32)
-    return model
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[Tensor]:
+def prompts(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """Beginnings of stories, of different lengths."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     return [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS[1:]]
 
 
@@ -97,17 +87,13 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
 
 
 @pytest.mark.tools
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_an_exact_model_in_other_dtypes(stories: PreTrainedModel, prompts: list[Tensor], dtype: torch.dtype) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=dtype)
+def test_an_exact_model_in_half_precision(prompts: list[Tensor]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.bfloat16)
     report = verified(model, prompts, TEXTS, DRAFTS[:1])
     assert report.exact
-    assert report.dtype == str(dtype).removeprefix("torch.")
-    if dtype is torch.float64:
-        assert report.exactness is Exactness.EXACT
-    else:
-        assert 1e-3 < report.bound.largest < 1
-        assert all(divergence.is_near_tie(report.bound) for divergence in report.divergences)
+    assert report.dtype == "bfloat16"
+    assert 1e-3 < report.bound.largest < 1
+    assert all(divergence.is_near_tie(report.bound) for divergence in report.divergences)
 
 
 @pytest.mark.kernels
@@ -334,24 +320,6 @@ def test_a_difference_beyond_rounding_is_not_excused(monkeypatch: pytest.MonkeyP
     assert failed(report, "exit:2: logits are off by 0.01")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
-        ({"accept": ("token", "token")}, "name each acceptance rule once"),
-        ({"accept": ()}, "at least one"),
-        ({"accept": ("tokn",)}, "no acceptance rule 'tokn'"),
-        ({"max_new_tokens": 1}, "at least 2"),
-        ({"draft_length": 0}, "at least 1"),
-        ({"samples": 99}, "at least 100"),
-        ({"level": 0.0}, "between 0 and 1"),
-        ({"seed": 2**63}, "from 0 to 2\\*\\*63"),
-    ],
-)
-def test_settings_are_checked(wrong: dict[str, object], remedy: str) -> None:
-    with pytest.raises((UnsupportedOptionError, DraftConfigError), match=remedy):
-        Settings(**wrong)  # type: ignore[arg-type]
-
-
 EXIT, PROMPT = selfspec.drafts.EarlyExit(2), tiny.prompt(5)
 
 
@@ -391,13 +359,6 @@ def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
         assert isinstance(draft, LayerPathDrafter)
         paths.add(draft.path(depth))
     assert len(paths) == len(drafts)
-
-
-def test_the_spread_covers_every_kind_of_resuming() -> None:
-    names = [draft_name(draft) for draft in default_drafts(12)]
-    assert names == ["exit:6", "exit:11", "skip:layers=6", "skip:attn=4", "skip:mlp=8"]
-    paths = [draft.path(12) for draft in default_drafts(12) if isinstance(draft, LayerPathDrafter)]
-    assert {path.resume_point.part for path in paths if path.resume_point} == {Part.ATTENTION, Part.MLP}
 
 
 # A pass as `counted` prices it.
