@@ -141,13 +141,14 @@ def interrupted(terminal: pexpect.spawn, words: bytes) -> None:
 
 def sees(terminal: pexpect.spawn, words: bytes, seconds: float = 0.3) -> bool:
     """Whether words are there within some time; what comes before them is forgotten then."""
-    return terminal.expect_exact([words, pexpect.TIMEOUT], timeout=seconds) == 0
+    found: int = terminal.expect_exact([words, pexpect.TIMEOUT], timeout=seconds)
+    return found == 0
 
 
-def ends_well(terminal: pexpect.spawn) -> bool:
-    """Whether it leaves by itself, with status 0."""
+def assert_ends_well(terminal: pexpect.spawn) -> None:
+    """That it leaves by itself, with status 0."""
     terminal.expect(pexpect.EOF)
-    return terminal.wait() == 0
+    assert terminal.wait() == 0
 
 
 @pytest.mark.tools
@@ -170,7 +171,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: pexpect.spaw
     terminal.expect_exact(b"forgotten")
     terminal.expect_exact(b"> ")
     terminal.send(b"\x04")
-    assert ends_well(terminal)
+    assert_ends_well(terminal)
 
 
 @pytest.mark.parametrize("terminal", ["xterm"], indirect=True)
@@ -206,4 +207,4 @@ def test_many_interrupts_end_one_answer_and_nothing_else(terminal: pexpect.spawn
         while sees(terminal, b"/quit leaves", 2):
             pass
     terminal.send(b"\n/quit\n")
-    assert ends_well(terminal)
+    assert_ends_well(terminal)
