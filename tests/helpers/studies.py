@@ -17,6 +17,7 @@ from selfspec.decode.output import Stats
 from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.expected_time import TokenTimes
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate.confirm import Confirmed
@@ -104,6 +105,10 @@ def plain(seconds: Sequence[Sequence[float]]) -> Record:
     calls = sum(map(len, seconds))
     counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
     return record("plain", seconds, counts=counts)
+
+
+# A pass as `counted` prices it.
+TIMES = TokenTimes(step=11, read=1)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.studies import counted, known
+from helpers.studies import TIMES, counted, known
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
@@ -34,7 +34,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, ProfileError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import TokenTimes, Unwatched
+from selfspec.measure.expected_time import Unwatched
 from selfspec.measure.own_text import Continuation, continued
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
@@ -294,13 +294,9 @@ def promising(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_MOST_PATHS", 9)
 
 
-@pytest.fixture(scope="module")
-def found(model: PreTrainedModel) -> Profile:
-    return calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
-
-
 @pytest.mark.tools
-def test_a_calibration_reports_all_it_measured(found: Profile) -> None:
+def test_a_calibration_reports_all_it_measured(model: PreTrainedModel) -> None:
+    found = calibrate(model, [tiny.prompt(5)], [EarlyExit(3)], SETTINGS)
     assert set(found.report) == {"load", "doubts", "settings", "costs", "in_batches", "greedy", "sampled"}
     assert set(found.report["costs"]["draft"]) == {"none", "exit:3", "int8", "int4"}
     for name, chosen, temperature in (("greedy", found.greedy, 0.0), ("sampled", found.sampled, 0.8)):
@@ -422,9 +418,6 @@ def test_batches_without_room_in_memory_or_whose_rows_cannot_be_told_apart_are_l
 def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     with pytest.raises(PromptError):
         calibrate(model, prompts, measurements=SETTINGS)
-
-
-TIMES = TokenTimes(step=11, read=1)
 
 
 @pytest.mark.tools

@@ -15,7 +15,7 @@ import torch
 import selfspec
 from helpers import tiny
 from helpers.shrunken import shrunken
-from helpers.studies import counted, declared, stories_loader
+from helpers.studies import TIMES, counted, declared, stories_loader
 from selfspec.accept import TokenLevel
 from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.errors import StudyError
@@ -165,9 +165,6 @@ def test_greedily_generation_counts_what_teacher_forcing_says(load: Load) -> Non
     for length, expected in said["lengths"].items():
         for name in ("judged", "accepted", "tokens_by_text", "rounds_by_text"):
             assert found["lengths"][length][name] == pytest.approx(expected[name])
-
-
-TIMES = TokenTimes(step=11, read=1)
 
 
 @pytest.mark.tools

@@ -18,13 +18,12 @@ import selfspec
 from helpers import tiny
 from helpers.snapshot import Snapshot
 from helpers.stories import PROMPTS, checkpoint_folder
-from helpers.studies import counted
+from helpers.studies import TIMES, counted
 from selfspec.accept import Block, TokenLevel
 from selfspec.decode.noise import Noise
 from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError
-from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.gated_view import ExactStates
 from selfspec.runtime import BatchInvariant, Eager
 from selfspec.runtime.request import PassResult
@@ -359,10 +358,6 @@ def test_every_depth_has_drafts_that_fit_and_differ(depth: int) -> None:
         assert isinstance(draft, LayerPathDrafter)
         paths.add(draft.path(depth))
     assert len(paths) == len(drafts)
-
-
-# A pass as `counted` prices it.
-TIMES = TokenTimes(step=11, read=1)
 
 
 @pytest.mark.tools
