@@ -30,7 +30,6 @@ def _adapter_merged(model: PreTrainedModel) -> None:
 
 
 CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
-    "row": lambda model: model.get_input_embeddings().weight[1234, :].mul_(1.5),
     "value": lambda model: model.get_input_embeddings().weight[1234, 5].mul_(1.5),
     "rows swapped": _rows_swapped,
     "adapter merged": _adapter_merged,

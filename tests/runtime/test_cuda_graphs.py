@@ -16,12 +16,11 @@ from helpers.captures import StandIn, StandInRecorder
 from helpers.proving import assert_stock, check_inference_mode, greedy_together, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
-from selfspec.cache.shared_cache import Slots
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime import CudaGraphs, Eager, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.pass_function import PassTensors, SlotCache
+from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.runtime import Function, OtherSizesError
 
 PROMPT, NEW, BUCKET = 5, 20, 8
@@ -200,14 +199,6 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
     assert len(seen) == 2 * tiny.DEPTH
     assert [candidate.program is not None for candidate in spec.programs._candidates.values()] == [True]
     assert [ref for ref in seen if ref() is not None] == []
-
-
-def test_the_length_of_the_past_is_for_the_device_to_know() -> None:
-    written = torch.tensor([[5, 6], [3, 4]])
-    slots = Slots(written, written, torch.arange(16), (torch.zeros(2, 1, 16, 1), torch.zeros(2, 1, 16, 1)))
-    length = SlotCache(slots, padded=True).get_seq_length()
-    assert isinstance(length, Tensor)
-    assert length == 5
 
 
 def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:

@@ -335,16 +335,9 @@ def test_drafts_may_be_further_off() -> None:
         assert close((logits * (1 + error),), (logits,), 0.25) is closes
 
 
-NAMED = {
-    RuntimeName.EAGER: Eager(),
-    RuntimeName.NATIVE: Native(),
-    RuntimeName.GRAPHS: CudaGraphs(),
-    RuntimeName.INVARIANT: BatchInvariant(),
-}
-
-
-@pytest.mark.parametrize("name", RuntimeName)
-def test_every_name_has_its_runtime(name: RuntimeName) -> None:
-    runtime: Runtime = NAMED[name]
+@pytest.mark.parametrize(
+    ("name", "runtime"), [*zip(RuntimeName, (Eager(), Native(), CudaGraphs(), BatchInvariant()), strict=True)]
+)
+def test_every_name_has_its_runtime(name: RuntimeName, runtime: Runtime) -> None:
     assert runtime_named(name) == runtime
     assert runtime_named(name, after=3).after == (3 if name in (RuntimeName.NATIVE, RuntimeName.GRAPHS) else None)

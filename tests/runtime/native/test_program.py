@@ -28,6 +28,7 @@ from selfspec.runtime.native import program
 from selfspec.runtime.native.instructions import Kind, Operation, Place, Storage
 from selfspec.runtime.native.noting import noted
 from selfspec.runtime.native.program import planned, with_waits
+from selfspec.runtime.pass_function import PassKind
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -104,19 +105,21 @@ def test_samples_of_a_ragged_batch_are_those_of_the_stock_modules(draft: str) ->
     assert any(not kind.uniform for kind in spec.programs.proved)
 
 
+def proved_of(model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = None) -> set[PassKind]:
+    """The kinds of passes that a generation made programs of, none of which was refused."""
+    spec = wrapped(model, Native(after=0), draft)
+    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
+    assert not spec.programs.refusals
+    return set(spec.programs.proved)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_bfloat16_agrees_to_half_its_digits(family: str) -> None:
-    spec = wrapped(built(family, torch.bfloat16), Native(after=0), selfspec.drafts.LowPrecision())
-    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
-    assert spec.programs.proved
-    assert not spec.programs.refusals
+    assert proved_of(built(family, torch.bfloat16), selfspec.drafts.LowPrecision())
 
 
 def test_other_dtypes_run_on_the_stock_modules() -> None:
-    doubles = wrapped(built("llama", torch.float64), Native(after=0))
-    doubles.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
-    assert not doubles.programs.proved
-    assert not doubles.programs.refusals
+    assert not proved_of(built("llama", torch.float64))
 
 
 def test_threads_share_programs() -> None:
@@ -130,10 +133,7 @@ def test_threads_share_programs() -> None:
 def test_programs_are_made_in_any_mode(mode: type[torch.inference_mode]) -> None:
     model = built("llama")
     with mode():
-        spec = wrapped(model, Native(after=0), selfspec.drafts.EarlyExit(1))
-        spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
-        assert spec.programs.proved
-        assert not spec.programs.refusals
+        assert proved_of(model, selfspec.drafts.EarlyExit(1))
 
 
 def test_models_run_beside_each_other(threads: None) -> None:
@@ -307,10 +307,7 @@ def test_columns_of_unlike_size_keep_their_program(draft: str) -> None:
             layer.input_layernorm.weight /= sizes
             for name in ("q_proj", "k_proj", "v_proj"):
                 layer.self_attn.get_submodule(name).weight *= sizes
-    spec = wrapped(model, Native(after=0), DRAFTS[draft])
-    spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
-    assert not spec.programs.refusals
-    assert {kind.path.copy is not None for kind in spec.programs.proved} == {True, False}
+    assert {kind.path.copy is not None for kind in proved_of(model, DRAFTS[draft])} == {True, False}
 
 
 def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
