@@ -938,6 +938,6 @@ CATALOGUE = (
     Mutation("calls are learned from a template that does not write them", "ChatTemplate.calls",
         "source = self._calling", "source = self._plain", ("test_calls_of_published_shapes",)),
     Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",
-        '_SAID in (text or "").lower()', "text is not None", ("test_chat_template.py",)),
+        '_SAID in (text or "").lower()', "text is not None", ("test_call_formats.py",)),
 )
 # fmt: on

@@ -1,20 +1,26 @@
-"""Random mixes of requests that come, go, are cancelled and fail: each row is what it is alone, and nothing is left."""
+"""Random mixes of requests that come, go, are cancelled and fail: each row is what it is alone, and nothing is left.
+
+Rows without a seed, in a crowded batch beside greedy and seeded ones, are draws from their exact joint.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import tiny
-from helpers.serving import Stepped, check_mix, random_requests, small
+from helpers import tiny, tiny_joint
+from helpers.joints import Warp, holm_rejects, p_value
+from helpers.serving import Seen, Stepped, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Control, CostAware, FixedLength
+from selfspec.serve.row_request import RowRequest, SamplingParams
 
 DRAFTS: dict[str, tuple[str | None, int | Control | None]] = {
     "exit": ("exit:1", 3),
@@ -89,3 +95,50 @@ def test_no_cache_outlives_its_rows() -> None:
     engine = run_mix(small(), 3, 6, "cascade")
     assert alive() == before
     assert not engine.scheduler.busy
+
+
+WARPS = (Warp(), Warp(temperature=0.6), Warp(temperature=1.4, top_k=4))
+
+
+def draws(draft: str, accept: str | None) -> dict[str, float]:
+    """How well rows of each kind fit their joint, p-values: drawn ones of several settings, and coupled ones."""
+    model = tiny_joint.network()
+    name, length = DRAFTS[draft]
+    engine = Stepped(selfspec.wrap(model, name, draft_length=length, accept=accept), 32, 64)
+    drawn: dict[Warp, list[Seen]] = {warp: [] for warp in WARPS}
+    coupled: list[Seen] = []
+    for number in range(500):
+        for warp, seen in drawn.items():
+            seen.append(engine.submit(_request(warp, None)))
+        coupled.append(engine.submit(_request(WARPS[0], number)))
+        # Beside them rows of other lengths, which change how long drafts are, and greedy ones.
+        engine.submit(RowRequest((3, 1, 4), 1 + number % 9, SamplingParams(temperature=0.0 if number % 2 else 2.0)))
+    engine.run()
+    joints = {warp: tiny_joint.joint(model, warp) for warp in WARPS}
+    found = {str(warp): p_value(_texts(seen), joints[warp]) for warp, seen in drawn.items()}
+    return {**found, "coupled": p_value(_texts(coupled), joints[WARPS[0]])}
+
+
+def _request(warp: Warp, seed: int | None) -> RowRequest:
+    sampling = SamplingParams(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
+    return RowRequest(tiny_joint.PROMPT, tiny_joint.TOKENS, sampling)
+
+
+def _texts(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
+    return [tuple(each.tokens) for each in seen]
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("draft", "accept"),
+    [
+        ("exit", None),
+        ("exit", "coupled"),
+        ("tree", "token"),
+        ("cascade", None),
+        ("cascade", "coupled"),
+        ("recycle", "token"),
+    ],
+)
+def test_sampled_rows_of_a_crowded_batch_follow_the_joint(draft: str, accept: str | None) -> None:
+    assert holm_rejects(draws(draft, accept), 0.01) == []

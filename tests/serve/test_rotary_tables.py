@@ -7,7 +7,6 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 import selfspec
-from helpers.http_server import running
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
 CHANGE = 64
@@ -73,13 +72,3 @@ def test_a_seeded_row_that_crosses_is_the_same_in_any_company() -> None:
         assert engine.submit(request).tokens(timeout=60) == first
         assert all(len(other.tokens(timeout=60)) == 20 for other in others)
         assert len(first) == 40
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_server_writes_across_the_place_and_reads_prompts_beyond_it() -> None:
-    with running(model=phi3(), draft="lookup") as server:
-        chat = server.chat(max_tokens=None, ignore_eos=True).body
-        assert chat["usage"]["total_tokens"] == 256
-        reply = server.complete(max_tokens=100, ignore_eos=True).body
-        assert reply["usage"]["completion_tokens"] == 100
-        assert server.complete(prompt="Lily said " * 40).status == 200

@@ -1,4 +1,4 @@
-"""Tokens as text and bytes; what those of a prompt wrote, and how likely they are."""
+"""Tokens as text and bytes, how likely those of a prompt are, answers as they grow, and stop strings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from helpers import tiny
 from helpers.shrunken import shrunken
 from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
+from selfspec.decode.output import TokenLogprobs
+from selfspec.decode.text_stream import continuation
+from selfspec.serve.choice import Choice, Counts, StopStrings
+from selfspec.serve.events import Committed, Finished
 from selfspec.serve.served import TokenTexts, prompt_logprobs, prompt_text
 
 TEXTS = st.text("on ce,\n\u00eb\N{PARTY POPPER}END", max_size=8)
@@ -74,3 +78,85 @@ def test_a_prompts_pieces() -> None:
     assert pieces["word_piece"] == ["on", " \u00eb\N{PARTY POPPER}", " on"]
     # The first of its tokens has the space before it too.
     assert prompt_text(KINDS["byte_level"](), "on \N{PARTY POPPER}").pieces == ("on", " ", "", "\N{PARTY POPPER}")
+
+
+LETTERS = st.text("ab", max_size=30)
+
+
+@given(text=LETTERS, stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), cuts=st.data())
+def test_what_is_let_through_is_before_the_first_stop(text: str, stops: list[str], cuts: st.DataObject) -> None:
+    stop, given_out, at = StopStrings(stops), "", 0
+    while at < len(text) and not stop.found:
+        size = cuts.draw(st.integers(1, 3))
+        given_out += stop.push(text[at : at + size])
+        # Nothing that is sent can be part of a stop string.
+        assert text.startswith(given_out)
+        at += size
+    given_out += stop.finish()
+    # A string may be found only once its last letter came, and another one may have begun before it.
+    places = [text[:at].find(each) for each in stops if each in text[:at]]
+    assert given_out == (text[: min(places)] if places else text)
+
+
+@given(text=LETTERS, stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_letter_by_letter_the_stop_that_ends_first_counts(text: str, stops: list[str]) -> None:
+    stop, given_out = StopStrings(stops), ""
+    for letter in text:
+        given_out += stop.push(letter)
+    given_out += stop.finish()
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(each) for each in stops)]
+    if not ends:
+        assert given_out == text
+    else:
+        first = [each for each in stops if text[: ends[0]].endswith(each)]
+        assert given_out == text[: ends[0] - max(map(len, first))]
+
+
+def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+    """A round may commit some: what they are counts for nobody."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
+    ids = tokenizer("Once upon a time there was a cat").input_ids
+    choice = Choice(tokenizer, ids[:1], ["time"])
+    piece = choice.take(Committed(tuple(ids[1:]), None, len(ids) - 2, len(ids) - 2))
+    until = next(count for count in range(len(ids)) if "time" in tokenizer.decode(ids[1 : 1 + count]))
+    assert (piece.text, piece.finish_reason) == ("Once upon a ", "stop")
+    assert choice.counts == Counts(until, len(ids) - 2, until)
+    assert until < len(ids) - 2
+
+
+NOTHING = TokenLogprobs(-1.0, ())
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
+def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.DataObject, kind: str) -> None:
+    """Whatever its tokens are; and what each of them wrote is where its offset says."""
+    tokenizer = KINDS[kind]()
+    ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=10)
+    prompt = data.draw(ids | TEXTS.map(lambda text: tokenizer(text).input_ids))
+    tokens = data.draw(ids | TEXTS.map(lambda text: tokenizer(text, add_special_tokens=False).input_ids))
+    stops = data.draw(st.lists(st.text("on \n\u00eb\N{PARTY POPPER}EN", min_size=1, max_size=2), max_size=2))
+    choice, pieces, at = Choice(tokenizer, prompt, stops), [], 0
+    while at < len(tokens) and choice.finish_reason is None:
+        part = tuple(tokens[at : at + data.draw(st.integers(1, 3))])
+        pieces.append(choice.take(Committed(part, (NOTHING,) * len(part), 0, 0)))
+        at += len(part)
+    if choice.finish_reason is None:
+        pieces.append(choice.end(Finished("length", None, len(prompt), len(tokens), 0, 0)))
+    wholes = [continuation(tokenizer, prompt, tokens[:count]) for count in range(len(tokens) + 1)]
+    ended = [count for count, whole in enumerate(wholes) if any(stop in whole for stop in stops)]
+    if ended:
+        places = [wholes[ended[0]].find(stop) for stop in stops]
+        assert choice.text == wholes[ended[0]][: min(place for place in places if place >= 0)]
+        assert (choice.counts.tokens, choice.finish_reason) == (ended[0], "stop")
+    else:
+        assert choice.text == wholes[-1]
+        assert (choice.counts.tokens, choice.finish_reason) == (len(tokens), "length")
+    assert "".join(piece.text for piece in pieces) == choice.text
+    assert [each for piece in pieces for each in piece.scored] == choice.scored
+    assert [each.token for each in choice.scored] == tokens[: choice.counts.tokens]
+    assert "".join(each.text for each in choice.scored) == choice.text
+    assert all(choice.text[each.offset :].startswith(each.text) for each in choice.scored)
+    sent = ""
+    for piece in pieces:
+        sent += piece.text
+        assert all(each.offset + len(each.text) <= len(sent) for each in piece.scored)
