@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -78,30 +77,6 @@ def test_openai_reads_errors(server: Running, client: OpenAI) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-
-
-def test_openai_leaves(server: Running, client: OpenAI) -> None:
-    with client.completions.create(model=NAME, prompt="Once", max_tokens=400, stream=True) as stream:
-        next(iter(stream))
-    server.settled()
-
-
-def test_openai_asks_for_json(server: Running, client: OpenAI) -> None:
-    pytest.importorskip("xgrammar")
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [3, 4]}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "child", "schema": schema, "strict": True}}
-    for temperature in (0, 1):
-        answer = client.chat.completions.create(
-            model=NAME, messages=MESSAGES, max_tokens=200, temperature=temperature, seed=1, response_format=form
-        )
-        found = json.loads(answer.choices[0].message.content)
-        assert found.keys() == {"name", "age"}
-        assert found["age"] in (3, 4)
 
 
 def test_langchain(server: Running) -> None:
