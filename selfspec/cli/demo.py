@@ -220,14 +220,15 @@ class DemoScreen:
 
     def show_scores(self, standings: Sequence[Standing], headed: Standing, temperature: float) -> None:
         """Print the table: a line each, the one of the headline in bold."""
-        self.say(_row("times as fast", "greedy", f"temperature {temperature:g}", "tokens per pass"))
+        self.say(_row("times as fast", "greedy", f"temperature {temperature:g}", "prompt", "decoding", "a pass"))
         for each in standings:
             greedy, sampled = (
                 f"1.00  {score.tokens_per_second:.0f} tokens/s" if each is standings[0] else _speed(score.speedup, 2)
                 for score in (each.greedy, each.sampled)
             )
-            passes = f"{each.greedy.tokens_per_pass:.1f}, {each.sampled.tokens_per_pass:.1f}"
-            self.say(_row(each.name, greedy, sampled, passes), style="bold" if each is headed else "")
+            prompt, decoding = f"{each.greedy.first_seconds * 1e3:.0f} ms", f"{each.greedy.decoding:.0f}/s"
+            row = _row(each.name, greedy, sampled, prompt, decoding, f"{each.greedy.tokens_per_pass:.1f}")
+            self.say(row, style="bold" if each is headed else "")
 
     def _write(self, text: str) -> None:
         self._console.out(text.replace("\n", "\n" + _INDENT), end="")
@@ -242,8 +243,8 @@ def headline(headed: Standing, identical: bool) -> str:
     return f"{said} model.generate, {headed.greedy.tokens_per_pass:.1f} tokens per pass, {text}"
 
 
-def _row(name: str, greedy: str, sampled: str, passes: str) -> str:
-    return f"{name[:16]:<17}{greedy:<20}{sampled:<20}{passes}"
+def _row(name: str, greedy: str, sampled: str, prompt: str, decoding: str, passes: str) -> str:
+    return f"{name[:14]:<15}{greedy:<19}{sampled:<19}{prompt:<9}{decoding:<10}{passes}"
 
 
 def _speed(speed: Estimate, digits: int, unit: str = "") -> str:
@@ -316,7 +317,11 @@ def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
 
     turns = result.turns
     measured = f"Medians of {turns} turns and their interval" if turns > 1 else "One turn: too few for intervals"
-    notes = [f"{measured}; {result.seconds:.0f} seconds in all."]
+    notes = [
+        f"{measured}; {result.seconds:.0f} seconds in all.",
+        "Times as fast: whole calls. The rest is greedy: time to the first tokens, tokens",
+        "a second after them, and tokens for each pass of the whole model.",
+    ]
     if all_drafts:
         notes += [
             "exit:4 needs a model that was trained to exit early, as this one was. The other",

@@ -77,7 +77,7 @@ def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("speed", "said"), [(2.14, "2.1x faster than"), (0.97, "0.97x the speed of")])
 def test_the_headline_claims_no_more_than_was_measured(speed: float, said: str) -> None:
-    score = Score(Estimate(speed, speed, speed), 1.0, 3.12)
+    score = Score(Estimate(speed, speed, speed), 1.0, 3.12, 0.01, 1.0)
     line = f"{said} model.generate, 3.1 tokens per pass, identical text"
     assert headline(Standing("exit:4", score, score), identical=True) == line
 

@@ -132,11 +132,15 @@ class Score:
         speedup: how many times as fast as the first arm on the same prompt in the same turn: the median over turns.
         tokens_per_second: median over turns.
         tokens_per_pass: new tokens for each target pass, over all turns.
+        first_seconds: until the first tokens were there, which is what the prompt takes: median over turns.
+        decoding: tokens a second after those, median over turns.
     """
 
     speedup: Estimate
     tokens_per_second: float
     tokens_per_pass: float
+    first_seconds: float
+    decoding: float
 
 
 def race(
@@ -180,11 +184,21 @@ def scores(turns: Sequence[Turn], cell: Cell) -> list[Score]:
         firsts = [turn.calls[cell][0] for turn in turns]
         speeds = [call.tokens / call.seconds for call in calls]
         ratios = [speed / (first.tokens / first.seconds) for speed, first in zip(speeds, firsts, strict=True)]
-        passes = sum(call.passes for call in calls)
         found.append(
-            Score(Estimate.of_median(ratios), statistics.median(speeds), sum(call.tokens for call in calls) / passes)
+            Score(
+                Estimate.of_median(ratios),
+                statistics.median(speeds),
+                sum(call.tokens for call in calls) / sum(call.passes for call in calls),
+                statistics.median(call.first_seconds for call in calls),
+                statistics.median(_decoding(call) for call in calls),
+            )
         )
     return found
+
+
+def _decoding(call: Call) -> float:
+    """Return tokens a second behind the first ones; 0 where the first were all."""
+    return (call.tokens - call.first_tokens) / max(call.seconds - call.first_seconds, 1e-9)
 
 
 def agreements(
