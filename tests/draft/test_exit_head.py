@@ -79,15 +79,6 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         selfspec.wrap(tiny.mistral(), draft=drafter, draft_length=4)
 
 
-def test_one_changed_weight_makes_another_base() -> None:
-    model = tiny.llama()
-    before = fingerprint(model)
-    assert fingerprint(tiny.llama()) == before
-    with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight[3, 4] += 0.5
-    assert fingerprint(model) != before
-
-
 @pytest.mark.parametrize("file", [WEIGHTS, CONFIG])
 def test_what_is_missing_is_named(tmp_path: Path, file: str) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())

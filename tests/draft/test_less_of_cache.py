@@ -74,16 +74,11 @@ def one_layer() -> PreTrainedModel:
 
 
 def test_they_are_written_behind_other_drafts() -> None:
-    bits, window, top = (parse_draft(f"int8+{behind}") for behind in ("kv8", "window:512", "top:512"))
-    assert isinstance(bits, CacheInBits)
-    assert (bits.cache_bits, bits.format) == (8, LowPrecision(8).format)
-    assert isinstance(window, CacheWindow)
-    assert (window.recent, window.sinks, window.format) == (512, 4, LowPrecision(8).format)
-    assert isinstance(top, TopOfCache)
-    assert (top.keys, top.format) == (512, LowPrecision(8).format)
-    both = parse_draft("int8+window:512+kv4")
-    assert isinstance(both, CacheInBits)
-    assert both.path(4).view == CacheView(window=Window(512, 4), bits=4)
+    window = CacheWindow(LowPrecision(8), 512)
+    assert window.sinks == 4
+    found = [parse_draft(f"int8+{behind}") for behind in ("window:512", "top:512", "window:512+kv4")]
+    assert repr(found) == repr([window, TopOfCache(LowPrecision(8), 512), CacheInBits(window, 4)])
+    assert CacheInBits(window, 4).path(4).view == CacheView(window=Window(512, 4), bits=4)
 
 
 @pytest.mark.parametrize("kind", [CacheInBits, CacheWindow, TopOfCache])

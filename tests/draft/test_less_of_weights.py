@@ -15,19 +15,8 @@ from helpers.drafting import GREEDY, stock
 from helpers.shrunken import shrunken
 from selfspec.draft import EarlyExit, ExitHead, FewerExperts, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.tools.train.corpus import count_vocabulary, most_frequent
-
-
-def test_it_is_written_before_other_drafts() -> None:
-    found = parse_draft("experts:1+int8")
-    assert isinstance(found, FewerExperts)
-    assert (found.most, found.format) == (1, LowPrecision(8).format)
-    path = found.path(4)
-    assert path.experts == 1
-    assert path.copy is not None
-    assert path.resume_point is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

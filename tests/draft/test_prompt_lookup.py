@@ -233,15 +233,16 @@ def test_finds_what_a_search_through_all_of_the_text_finds(pieces: list[list[int
         assert last_match(own.tokens, shortest, shortest + more) == searched(text, shortest, shortest + more)
 
 
-def test_what_followed_a_match_goes_round_at_the_end_of_the_text() -> None:
-    text = np.array([5, 1, 2, 9, 1, 2], dtype=np.int32)
-    match = last_match(text, 1, 3)
-    assert match == Match(end=3, length=2)
-    assert following(text, match, 8) == [9, 1, 2, 9, 1, 2, 9, 1]
-
-
-def test_a_loop_is_continued() -> None:
-    text = np.array([1, 2, 3] * 3, dtype=np.int32)
-    match = last_match(text, 2, 5)
-    assert match is not None
-    assert following(text, match, 7) == [1, 2, 3, 1, 2, 3, 1]
+@pytest.mark.parametrize(
+    ("text", "match", "followed"),
+    [
+        ([5, 1, 2, 9, 1, 2], Match(end=3, length=2), [9, 1, 2, 9, 1, 2, 9, 1]),
+        ([1, 2, 3] * 3, Match(end=6, length=6), [1, 2, 3, 1, 2, 3, 1, 2]),
+    ],
+)
+def test_what_followed_a_match_goes_round_at_the_end_of_the_text(
+    text: list[int], match: Match, followed: list[int]
+) -> None:
+    tokens = np.array(text, dtype=np.int32)
+    assert last_match(tokens, 1, 5) == match
+    assert following(tokens, match, 8) == followed

@@ -17,8 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY
-from helpers.joints import padded
+from helpers.joints import assert_rows_are_stock
 from selfspec.compat import over_cache
 from selfspec.draft import Draft, RowsView
 
@@ -48,11 +47,10 @@ def drafts_of(
     prompts: list[Tensor] = PROMPTS,
     new: int = 12,
 ) -> list[Drafted]:
-    """What a draft by name drafts for a ragged batch."""
+    """What a draft by name drafts for a ragged batch, whose text is the model's own."""
     found = recorded_drafts(patch, proposer)
-    ids, mask = padded(prompts)
     spec = selfspec.wrap(model, name, draft_length=control)
-    spec.generate(ids, attention_mask=mask, max_new_tokens=new, **GREEDY)
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=7)
     return found
 
 

@@ -16,6 +16,7 @@ from helpers.captures import StandIn
 from helpers.joints import assert_rows_are_stock, padded
 from helpers.process_state import tensor_bytes
 from helpers.proving import ticking
+from helpers.reference_heads import PROMPTS
 from helpers.running import Invoke
 from helpers.serving import Stepped
 from selfspec.draft.registry import parse_draft
@@ -28,7 +29,6 @@ from selfspec.placement.weight_source import FromDisk
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.row_request import RowRequest, SamplingParams
 
-PROMPTS = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 9, 1, 6)]
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 GREEDY = SamplingParams(temperature=0.0)
 
