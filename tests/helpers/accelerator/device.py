@@ -217,19 +217,6 @@ class Accelerator:
         else:
             repointed(mine, self.made(its).untyped_storage(), its)
 
-    def resize(self, tensor: Tensor, size: Any, memory_format: Any = None) -> Tensor:
-        """Give a tensor another size."""
-        fresh = torch.empty(size, dtype=tensor.dtype)
-        room = memory_of(tensor).nbytes - tensor.storage_offset() * tensor.element_size() if tensor.numel() else 0
-        if fresh.nbytes <= room:
-            like = torch.empty(0, dtype=tensor.dtype).set_(
-                memory_of(tensor).held, tensor.storage_offset(), fresh.shape, fresh.stride()
-            )
-            return repointed(tensor, tensor.untyped_storage(), like)
-        if tensor.numel():
-            fresh.flatten()[: tensor.numel()].copy_(self.host(tensor).flatten())
-        return repointed(tensor, self.made(fresh).untyped_storage(), fresh)
-
     def item(self, tensor: Tensor) -> Any:
         """Read one value."""
         self.host_waits("item")
@@ -406,7 +393,6 @@ def _registered() -> list[torch.library.Library]:
     kernels.impl("empty_strided", empty_strided, "PrivateUse1")
     kernels.impl("_copy_from", lambda *args: _present[0].copy(*args), "PrivateUse1")
     kernels.impl("_local_scalar_dense", lambda tensor: _present[0].item(tensor), "PrivateUse1")
-    kernels.impl("resize_", lambda *args, **kwargs: _present[0].resize(*args, **kwargs), "PrivateUse1")
     kernels.impl("_to_copy", lambda *args, **kwargs: _present[0].moved(*args, **kwargs), "PrivateUse1")
     kernels.impl("is_pinned", _is_pinned, "CPU")
     kernels.impl("_pin_memory", lambda tensor, device=None: pinned(tensor.clone()), "CPU")

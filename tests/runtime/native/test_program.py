@@ -20,12 +20,13 @@ from helpers.proving import assert_stock, greedy_together, ragged_samples, ticki
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
+from selfspec.kernels.native import Kind
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
-from selfspec.runtime.native.instructions import Kind, Operation, Place, Storage
+from selfspec.runtime.native.instructions import Operation, Place, Storage
 from selfspec.runtime.native.noting import noted
 from selfspec.runtime.native.program import planned, with_waits
 from selfspec.runtime.pass_function import PassKind
