@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +40,7 @@ _FEWEST, _MOST = 24, 64
 _SHOWN, _SEED = 40, 3
 # Seconds to compare, print and end the process when the race is over.
 _REST = 2.0
-_INDENT = "    "
+_INDENT, _COLUMNS = "    ", 80
 _NEXT = (
     "  selfspec MODEL             # what it can do here, which draft, what that gains",
     '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
@@ -331,5 +332,5 @@ def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
     else:
         notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
     if on_cpu and not result.cpu_kernels:
-        notes.append(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.")
+        notes += wrap(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.", _COLUMNS)
     return notes
