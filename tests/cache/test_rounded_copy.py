@@ -151,7 +151,7 @@ def test_the_kernels_round_alike(bits: CacheBits, size: int, dtype: torch.dtype)
     exact = states(3, 2, 9, size).to(dtype)
     expected, factors = rounded(exact, bits)
     found = (torch.zeros_like(expected), torch.zeros(factors.shape))
-    native.round_slots(exact, *found, torch.tensor([0, 4, 2]), torch.tensor([9, 9, 2]))
+    native.round_slots(exact, found[0], found[1], torch.tensor([0, 4, 2]), torch.tensor([9, 9, 2]))
     for row, begin in enumerate((0, 4)):
         assert torch.equal(found[0][row, :, begin:], expected[row, :, begin:])
         assert torch.equal(found[1][row, ..., begin:], factors[row, ..., begin:])
