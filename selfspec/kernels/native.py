@@ -164,13 +164,13 @@ def bits(number: float) -> int:
 def run_one(kind: Kind, operands: Iterable[Operand], threads: int) -> None:
     """Run one operation. An operand that is a tensor is read or written where it lies; None: there is none."""
     addresses: list[int] = []
-    fixed: list[int | float | type[Tensor] | None] = []
+    fixed: list[int | type[Tensor] | None] = []
     for each in operands:
         if isinstance(each, Tensor):
             addresses.append(each.data_ptr())
             fixed.append(Tensor)
         else:
-            fixed.append(each)
+            fixed.append(bits(each) if isinstance(each, float) else each)
     held = library()
     if held is None:
         raise UnsupportedOptionError(f"there are no CPU kernels here: {absence()}")
@@ -178,7 +178,7 @@ def run_one(kind: Kind, operands: Iterable[Operand], threads: int) -> None:
 
 
 @lru_cache(1024)
-def _of_one(kind: Kind, operands: tuple[int | float | type[Tensor] | None, ...]) -> Words:
+def _of_one(kind: Kind, operands: tuple[int | type[Tensor] | None, ...]) -> Words:
     """Return a program of one operation over as many addresses as operands are tensors."""
     program, tensors = [0, int(kind)], 0
     for each in operands:
@@ -188,7 +188,7 @@ def _of_one(kind: Kind, operands: tuple[int | float | type[Tensor] | None, ...])
             program += (tensors, 0)
             tensors += 1
         else:
-            program.append(bits(each) if isinstance(each, float) else int(each))
+            program.append(int(each))
     return words([*program, int(Kind.END)])
 
 
