@@ -836,7 +836,7 @@ CATALOGUE = (
         "head.packed(self.weight_format, substitutes)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
     Mutation("a masked slot of P-EAGLE takes the place of the token before it", "PairState._after_committed",
         "inputs[rows, places[:, 1:]] = self.head.masked", "inputs[rows, places[:, :-1]] = self.head.masked",
-        ("test_peagle.py",)),
+        ("test_a_peagle_head_drafts_what_it_was_published_for",)),
     Mutation("the mask of a block draft is causal", "ContextState.levels_after_text",
         "visible[:, None, None]",
         "(torch.arange(visible.shape[1]) < (ends[:, None] - config.size + 1 + torch.arange(config.size))[..., None])"
@@ -848,7 +848,8 @@ CATALOGUE = (
         "'last' if own is None else 'normed'", "'last'",
         ("test_a_dflash_head_drafts_what_it_was_published_for[last-layer-2]",)),
     Mutation("a Hydra head reads the token before each of its path", "HydraProposer.reader",
-        "to_device(paths, embedded.device) + 1", "to_device(paths, embedded.device).clamp(min=0)", ("test_hydra.py",)),
+        "to_device(paths, embedded.device) + 1", "to_device(paths, embedded.device).clamp(min=0)", (
+            "test_hydra_heads_draft_what_they_were_published_for",)),
     Mutation("the pair of a row without a state is kept", "PairState._close",
         "each is not None and each.first_read and len(each.states) > 1",
         "each is not None and len(each.states) > 1", ("test_a_row_without_a_state_waits",)),

@@ -33,9 +33,9 @@ EXIT = selfspec.drafts.EarlyExit(1)
 
 def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrainedModel) -> None:
     spec = wrapped(llama, Again(after=10))
-    spec.generate(tiny.prompt(PROMPT), max_new_tokens=10, do_sample=False)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=11, do_sample=False)
     assert not spec.programs.proved
-    spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=5, do_sample=False)
     proved = spec.programs.proved
     assert [(kind.rows, kind.width, kind.uniform) for kind in proved] == [(1, 1, True)]
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
@@ -83,7 +83,7 @@ def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
     with Counting() as mode:  # type: ignore[no-untyped-call]
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     linears = sum(isinstance(module, nn.Linear) for module in llama.modules())
-    assert mode.products == linears * (NEW + 1) - 1  # No head in the prefill.
+    assert mode.products == linears * NEW  # The prompt's pass gives the first token.
 
 
 def test_models_that_decide_by_values_run_unrecorded() -> None:
@@ -266,11 +266,11 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
 
     monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
-        wanted = llama.generate(prompt, max_new_tokens=1, do_sample=False).tolist()
+        wanted = llama.generate(prompt, max_new_tokens=2, do_sample=False).tolist()
         for _ in range(runs):
-            assert spec.generate(prompt, max_new_tokens=1, do_sample=False).sequences.tolist() == wanted
+            assert spec.generate(prompt, max_new_tokens=2, do_sample=False).sequences.tolist() == wanted
     # Three comparisons, and one over another number of slots, after which the pass was run once more.
-    assert runtime.calls == [PROMPT] * 8 + [PROMPT + 1]
+    assert runtime.calls == [PROMPT + 1] * 8 + [PROMPT + 2]
     assert len(stock) == 3 + 2
     assert "something else" in next(iter(spec.programs.refusals.values()))
 
