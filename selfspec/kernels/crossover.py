@@ -8,9 +8,7 @@ trial of half a second decides, whose result is kept in the user's cache.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +20,8 @@ import torch
 from torch.nn.functional import linear
 
 from selfspec.device import device_name
+from selfspec.errors import StorageError
+from selfspec.files.writing import write_json
 from selfspec.kernels import native
 from selfspec.process import cache_folder
 
@@ -107,9 +107,5 @@ def _read(file: Path, processor: str) -> Crossover | None:
 
 def _keep(file: Path, processor: str, found: Crossover) -> None:
     # A folder that cannot be written to costs a trial for each process.
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as half:
-            json.dump({processor: astuple(found)}, half)
-        Path(name).replace(file)
+    with suppress(StorageError):
+        write_json(file, {processor: astuple(found)})

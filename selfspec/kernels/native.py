@@ -71,7 +71,7 @@ Words = ctypes.Array[ctypes.c_int64]
 """Words of 64 bits."""
 
 Operand = int | float | Tensor | None
-"""What an operation is given."""
+"""An operand of an operation: a number, a tensor where it lies, or none."""
 
 
 class Library:
@@ -200,14 +200,16 @@ def few_rows(
     An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
     `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
     """
-    product: Tensor = _by(states, _multiply, torch.ops.selfspec.few_rows)(states, weight, bias, scales, factors)
+    product: Tensor = _by((states, weight), _multiply, torch.ops.selfspec.few_rows)(
+        states, weight, bias, scales, factors
+    )
     return product
 
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
     operator = torch.ops.selfspec.few_rows_in_four_bits
-    product: Tensor = _by(states, _multiply_in_four_bits, operator)(states, weight, factors)
+    product: Tensor = _by((states, weight), _multiply_in_four_bits, operator)(states, weight, factors)
     return product
 
 
@@ -237,7 +239,7 @@ def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Normalize each token, `[..., size]`, by RMSNorm in float32: `weight * states / sqrt(mean square + epsilon)`."""
-    normalized: Tensor = _by(states, _normalize, torch.ops.selfspec.rms_norm)(states, weight, epsilon)
+    normalized: Tensor = _by((states, weight), _normalize, torch.ops.selfspec.rms_norm)(states, weight, epsilon)
     return normalized
 
 
@@ -292,9 +294,13 @@ def _threads(work: int) -> int:
     return torch.get_num_threads() if work >= _WORTH_A_THREAD else 1
 
 
-def _by(states: Tensor, kernel: Callable[..., Tensor], operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what runs: the kernel itself, or its operator where a graph is made. Operators take ten times as long."""
-    return kernel if type(states) is Tensor and not torch.compiler.is_compiling() else operator
+def _by(
+    given: tuple[Tensor, Tensor], kernel: Callable[..., Tensor], operator: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return the kernel itself, or its operator, which is slower, where a graph is made or something lies elsewhere."""
+    states, weight = given
+    here = type(states) is Tensor and states.is_cpu and weight.is_cpu
+    return kernel if here and not torch.compiler.is_compiling() else operator
 
 
 def _multiply(
@@ -400,6 +406,6 @@ for _name, _of, _kernel, _shape in (
 
 @cache
 def _sources() -> str:
-    """Return what names the sources of the library, as `setup.py` computes it."""
+    """Return the hash that names the sources of the library, as `setup.py` computes it."""
     files = sorted(each for each in _SOURCES.iterdir() if each.suffix in (".cpp", ".h"))
     return hashlib.sha256(b"\n".join(each.read_bytes() for each in files)).hexdigest()[:16]

@@ -46,7 +46,7 @@ _DTYPES = (torch.float32, torch.float64)
 def for_few_rows(module: nn.Module) -> nn.Module:
     """Make a view of a model, or a part of one, that computes few rows fast; itself if there is nothing to gain."""
     # Choose by processor, not by timing: the product decides the last bits, and a seed must give the same tokens.
-    on_the_left = partial(_on_the_left, _pays_with_avx512 if _has_avx512() else _pays_without_avx512)
+    on_the_left = partial(_on_the_left, _pays_with_avx512 if has_avx512() else _pays_without_avx512)
     products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
     if native.available():
         products |= {dtype: partial(_native, products.get(dtype, _stock)) for dtype in native.DTYPES}
@@ -63,7 +63,8 @@ def _pays_with_avx512(width: int, rows: int) -> bool:
     return 16 <= rows <= 48 and torch.get_num_threads() > 1
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
+    """Return whether torch runs its kernels for AVX-512 here."""
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 

@@ -158,7 +158,7 @@ def test_where_memory_runs_out_the_model_is_as_it_was_and_the_next_call_is_right
 
 
 def chunks(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int) -> Iterator[list[list[int]]]:
-    """What each row has after each round."""
+    """Return the tokens of each row after each round."""
     rows: list[list[int]] = [[] for _ in ids]
     for chunk in spec.stream(ids, torch.ones_like(ids), max_new_tokens=new, **GREEDY):
         for row, found in zip(rows, chunk.rows, strict=True):

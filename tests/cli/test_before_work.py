@@ -1,4 +1,4 @@
-"""What commands say before they work: that results cannot be written, in one line, and how long it is going to take."""
+"""Commands say before they work that results cannot be written, in one line, and how long it is going to take."""
 
 from __future__ import annotations
 

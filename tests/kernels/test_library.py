@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from helpers import tiny
@@ -30,6 +31,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_without_them_torch_multiplies(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "few_rows", lambda *_: pytest.fail("not chosen"))
     for_few_rows(llama)(tiny.prompt(5))
+
+
+@pytest.mark.kernels
+def test_states_elsewhere_reach_no_kernel() -> None:
+    elsewhere, weight = torch.ones(2, 4, device="meta"), torch.ones(3, 4)
+    assert native.few_rows(elsewhere, weight, None).shape == (2, 3)
+    assert native.rms_norm(elsewhere, torch.ones(4), 1e-6).device.type == "meta"
 
 
 def test_why_none_run_is_said(folder: Path) -> None:

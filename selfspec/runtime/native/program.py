@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
-from selfspec.runtime.few_rows import with_kernel
+from selfspec.runtime.few_rows import has_avx512, with_kernel
 from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.native.noting import Noted, noted
@@ -81,7 +81,7 @@ class Native(Runtime):
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
         known = slots.device.type == "cpu" and slots.dtype in _DTYPES
         # Products in bfloat16 take longer than torch's, but between them a program saves the time of Python.
-        wide = slots.dtype == torch.float32 and "AVX512" in torch.backends.cpu.get_cpu_capability()
+        wide = slots.dtype == torch.float32 and has_avx512()
         most = _MOST_TOKENS if wide else _NARROW
         return known and rows <= most and native.available()
 
@@ -178,7 +178,7 @@ class _Program:
         return all(each.is_contiguous() and each.shape[2] == capacity for each in buffers)
 
     def _addresses(self, memory: Tensor, tensors: Sequence[Tensor]) -> native.Words:
-        """Return what a program reads of a call, in the order of `Given` in `program.cpp`; tensors are contiguous."""
+        """Return addresses and sizes of a call, in the order of `Given` in `program.cpp`; tensors are contiguous."""
         addresses = [each.data_ptr() for each in tensors]
         start, depths, sees = (0 if place < 0 else addresses[place] for place in self._block)
         nodes = 0 if self._block[1] < 0 else len(tensors[self._block[1]])
