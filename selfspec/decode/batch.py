@@ -11,9 +11,8 @@ from torch import Tensor
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.control import Controller
-from selfspec.decode.group import Group
+from selfspec.decode.group import BatchSampling, Group, proper
 from selfspec.decode.noise import Noise, Purpose
-from selfspec.decode.sampling import BatchSampling, proper
 from selfspec.device import to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft

@@ -1,18 +1,26 @@
-"""Rows of one call with their own state, which processors and criteria see side by side, padded to one length."""
+"""Rows of one call with their own state, and how the next tokens of several calls' rows are chosen together.
+
+Processors and criteria see the rows of a call side by side, padded to one length. Processed logits become
+probabilities in the same way for target p and draft q.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 from transformers.generation import InfNanRemoveLogitsProcessor
 
-from selfspec.decode.noise import Noise
+from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.output import ScoreRecords
 from selfspec.decode.processors import Processing, SequentialProcessing, Suppression, Warping, choice_of
-from selfspec.decode.sequences import Sequences
+from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
+from selfspec.device import to_device
+from selfspec.draft.draft import Draft
 from selfspec.runtime.request import Choice
 
 
@@ -141,3 +149,160 @@ class Group:
                 raise
             self.error = error
             return [0] * len(runs)
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """Tokens of a round without a draft, `[rows, 1]`; arbitrary where `finite` is False (None: all are finite)."""
+
+    tokens: Tensor
+    finite: Tensor | None
+
+
+class BatchSampling:
+    """Turns the running rows' logits into the distribution that plain decoding of each group would draw from.
+
+    Groups of one kind are processed together, those whose processors read prefixes one by one. Flags say of all rows
+    (`in_order`, `reads_prefixes`: of some) what `Sampling` says of a group.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        samplings = [group.sampling for group in groups]
+        self.greedy = all(each.greedy for each in samplings)
+        self.decided = all(each.decided for each in samplings)
+        self.mends = all(each.mends for each in samplings)
+        self.in_order = any(each.in_order for each in samplings)
+        self.reads_prefixes = any(each.reads_prefixes for each in samplings)
+        ends = list(accumulate(len(group.running) for group in groups))
+        self._rows = [list(range(end - len(group.running), end)) for group, end in zip(groups, ends, strict=True)]
+        self._mending = self._rows_of(lambda group: group.sampling.mends)
+        self._greedy = self._rows_of(lambda group: group.sampling.greedy)
+        self._choosing = self._rows_of(lambda group: group.sampling.decided and not group.sampling.greedy)
+        self._drawn = self._rows_of(lambda group: not group.sampling.decided)
+        self._together: dict[Hashable, list[int]] = {}
+        for index, group in enumerate(groups):
+            self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
+
+    def choice(self) -> Choice | None:
+        """Return how all rows choose tokens if the last logits suffice; None: they do not, or rows differ."""
+        choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
+        return choices.pop() if len(choices) == 1 else None
+
+    def _rows_of(self, which: Callable[[Group], bool]) -> list[int]:
+        return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
+
+    def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        """Return the logits after processors and warpers, `[rows, places, vocab]`, float32; see `Prefixes`.
+
+        If a processor of isolated rows raises, their group stores the error, and their scores are NaN.
+        """
+
+        def failed(group: Group, error: Exception, given: Tensor) -> Tensor:
+            group.error = error
+            return torch.full_like(given, torch.nan, dtype=torch.float32)
+
+        return self._scores(logits, drafted, failed)
+
+    def draft_scores(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Return scores of draft tokens; raw logits if a processor raises, since the target may never read them."""
+        return self._scores(logits, drafted, lambda group, error, given: given.float())
+
+    def _scores(
+        self, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+    ) -> Tensor:
+        if len(self._together) == 1:
+            return _processed(self._groups[0], logits, drafted, failed)
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        for indices in self._together.values():
+            rows = to_device([row for index in indices for row in self._rows[index]], logits.device)
+            pieces = [piece[rows] for piece in drafted] if self._groups[indices[0]].sampling.reads_prefixes else []
+            scores[rows] = _processed(self._groups[indices[0]], logits[rows], pieces, failed)
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return the distribution at each place, `[rows, places, vocab]`, from what `scores` returns."""
+        if self.greedy:
+            p = _one_hot(scores, scores.argmax(-1))
+        else:
+            p = scores.softmax(-1)
+            if self._greedy:
+                greedy = to_device(self._greedy, p.device)
+                p[greedy] = _one_hot(p[greedy], scores[greedy].argmax(-1))
+        if broken := self._broken:
+            p[broken] = torch.nan
+        return p
+
+    def decide(self, p: Tensor, positions: Tensor, noise: Noise) -> Tensor:
+        """Return the distributions to draw from: p, or one-hot at the choice of the positions' noise."""
+        if not self._choosing:
+            return p
+        if len(self._choosing) == len(p):
+            return _one_hot(p, noise.choose(p, positions))
+        own, rows = noise.narrowed(self._choosing), to_device(self._choosing, p.device)
+        decided = p.clone()
+        decided[rows] = _one_hot(p[rows], own.choose(p[rows], positions.expand(len(p), -1)[rows]))
+        return decided
+
+    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
+        """Return each row's token without a draft; scores are `[rows, 1, vocab]`, positions `[rows or 1, 1]`."""
+        if not self.greedy:
+            p = self.probabilities(scores)
+            tokens = self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER)
+            return NextTokens(tokens, p.sum(-1).isfinite())
+        tokens, finite = scores.argmax(-1), None
+        if broken := self._broken:
+            finite = torch.ones_like(tokens, dtype=torch.bool)
+            finite[broken] = False
+        return NextTokens(tokens, finite)
+
+    def legible(self, logits: Tensor) -> Tensor | None:
+        """Return which logits without a draft are usable, `[rows, places]`; None: all, processors mend them."""
+        if self.mends:
+            return None
+        finite = logits.amax(-1).isfinite()
+        if self._mending:
+            finite[self._mending] = True
+        return finite
+
+    def judged(self, draft: Draft) -> Draft:
+        """Return the draft with the distributions that judge its tokens: one-hot where all is decided."""
+        if draft.probs is None or len(self._drawn) == len(draft.probs):
+            return draft
+        if self.decided:
+            return replace(draft, probs=None)
+        probs = _one_hot(draft.probs, draft.tokens)
+        probs[self._drawn] = draft.probs[self._drawn]
+        return replace(draft, probs=probs)
+
+    def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
+        """Return a token of each distribution, `[rows, places]`: decided, or drawn as in `Noise.draw`."""
+        return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
+
+    @property
+    def _broken(self) -> list[int]:
+        """Rows whose processors raised in this round."""
+        return self._rows_of(lambda group: group.error is not None)
+
+
+def _processed(
+    group: Group, logits: Tensor, drafted: Sequence[Tensor], failed: Callable[[Group, Exception, Tensor], Tensor]
+) -> Tensor:
+    if not group.sampling.processing.processors:
+        return logits.float()
+    try:
+        return group.sampling.processing.scores(logits, Prefixes(group.sequences, drafted))
+    except Exception as error:
+        if not group.isolated:
+            raise
+        return failed(group, error, logits)
+
+
+def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(-1, tokens[..., None], 1.0)
+
+
+def proper(q: Tensor) -> Tensor:
+    """Return q, `[..., vocab]`, with the uniform distribution wherever it is not finite."""
+    # A draft path may overflow where the target does not. Any q is exact if the q drawn from is the q judged.
+    return torch.where(q.sum(-1, keepdim=True).isfinite(), q, 1.0 / q.shape[-1])

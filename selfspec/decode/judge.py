@@ -27,9 +27,9 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         # An error at a draft token of the last round may not occur again.
         group.error = None
     # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
-    in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
-    if not in_order:
+    if not batch.sampling.in_order:
         return _settled(batch, draft, _accepted(batch, draft, logits, rule))
+    in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     together = [index for index in range(len(batch.groups)) if index not in in_order]
     found: dict[int, RowVerdict] = {}
     last_tokens = batch.last_tokens.clone()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +17,9 @@ from selfspec.cache.transfer import can_store, load_past, store_past
 from selfspec.control import Evidence
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge
-from selfspec.decode.output import PhaseClock, Round, RowRound, Stats
+from selfspec.decode.output import Round, RowRound, Stats
 from selfspec.decode.request import Request
+from selfspec.device import backend, has_streams
 from selfspec.draft import Draft, Proposer, Verdict
 from selfspec.draft.draft import Budget
 from selfspec.draft.drafter import Exit
@@ -271,3 +275,35 @@ def _gives_evidence(batch: Batch, unread: Sequence[int]) -> bool:
         and (batch.prefill_width is None or unread[0] <= batch.prefill_width)
         and (unread[0] <= _MOST or batch.runner.keeps_last_logits)
     )
+
+
+class PhaseClock:
+    """Sums wall time by phase; on devices with streams by events that are read at the end, so no phase waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_streams = has_streams(device)
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block towards `name`."""
+        if self._has_streams:
+            begin, end = (backend(self._device).Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+            return
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase so far. Waits for the device."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)

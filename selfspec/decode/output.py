@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from transformers import Cache
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from selfspec.compat import OUTPUT_CACHE
-from selfspec.device import backend, has_streams
 from selfspec.draft.draft import Verdict
 
 
@@ -248,38 +246,6 @@ def _add(counts: list[int], positions: int, first: int) -> None:
     counts.extend([0] * (positions - len(counts)))
     for position in range(first):
         counts[position] += 1
-
-
-class PhaseClock:
-    """Sums wall time by phase; on devices with streams by events that are read at the end, so no phase waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._has_streams = has_streams(device)
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, Any, Any]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a `with` block towards `name`."""
-        if self._has_streams:
-            begin, end = (backend(self._device).Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-            return
-        started = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase so far. Waits for the device."""
-        for name, begin, end in self._events:
-            end.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
-        self._events.clear()
-        return dict(self._seconds)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from selfspec.control.by_load import ControllerByLoad
 from selfspec.decode.batch import Batch
 from selfspec.decode.generation import Target
 from selfspec.decode.group import Group
-from selfspec.decode.loop import Prefill, run_round
+from selfspec.decode.loop import PhaseClock, Prefill, run_round
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import LogprobRecord, PhaseClock, Round, ScoreRecords, Stats
+from selfspec.decode.output import LogprobRecord, Round, ScoreRecords, Stats
 from selfspec.decode.request import read_request
 from selfspec.decode.sequences import Sequences
 from selfspec.draft import Drafter

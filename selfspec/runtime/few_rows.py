@@ -46,11 +46,7 @@ _DTYPES = (torch.float32, torch.float64)
 def for_few_rows(module: nn.Module) -> nn.Module:
     """Make a view of a model, or a part of one, that computes few rows fast; itself if there is nothing to gain."""
     # Choose by processor, not by timing: the product decides the last bits, and a seed must give the same tokens.
-    on_the_left = partial(_on_the_left, _pays_with_avx512 if has_avx512() else _pays_without_avx512)
-    products: dict[torch.dtype, Product] = dict.fromkeys(_DTYPES, on_the_left)
-    if native.available():
-        products |= {dtype: partial(_native, products.get(dtype, _stock)) for dtype in native.DTYPES}
-    return view_of(module, partial(_in_few_rows, products))
+    return view_of(module, partial(_in_few_rows, _pays_with_avx512 if has_avx512() else _pays_without_avx512))
 
 
 def _pays_without_avx512(_: int, rows: int) -> bool:
@@ -68,12 +64,16 @@ def has_avx512() -> bool:
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
-def _in_few_rows(
-    products: Mapping[torch.dtype, Product], module: nn.Module, _: Mapping[str, nn.Module]
-) -> nn.Module | None:
-    if not is_plain(module) or module.weight.dtype not in products:
+def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    if not is_plain(module):
         return None
-    return view_running(module, partial(_of_tokens, products[module.weight.dtype], module))
+    product: Product = _stock
+    dtype = module.weight.dtype
+    if dtype in _DTYPES:
+        product = partial(_on_the_left, pays)
+    if dtype in native.DTYPES and native.available():
+        product = partial(_native, product, crossover().rows(dtype, module.in_features))
+    return None if product is _stock else view_running(module, partial(_of_tokens, product, module))
 
 
 def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
     return functional.linear(states, linear.weight, linear.bias)
 
 
-def _native(otherwise: Product, linear: nn.Linear, states: Tensor) -> Tensor:
+def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) -> Tensor:
     rows = math.prod(int(size) for size in states.shape[:-1])
     # Autocast changes what torch's own products compute in.
-    if rows > crossover().rows(linear.weight.dtype, linear.in_features) or torch.is_autocast_enabled("cpu"):
+    if rows > most or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
     return native.few_rows(states, linear.weight, linear.bias)
 

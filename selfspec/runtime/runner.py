@@ -51,6 +51,7 @@ class ModelRunner:
         self.depth = len(adapter.decoder_layers(model))
         self.vocabulary = vocabulary_size(model)
         self.device = cache.device
+        self._attending = for_new_lengths(cache.device)
         self._stock_model = model
         self._model = Eager().viewed(model) if view is None else view
         self._placed = None
@@ -59,6 +60,8 @@ class ModelRunner:
             self._model = self._placed.module
         self._adapter = adapter
         self._base = adapter.base(model)
+        # None: code around the base acts on a pass, too, so that the whole model runs for states alone.
+        self._runs_alone = self._base if base_alone(model, self._base) else None
         self._cache = cache
         self.substitutes = substitutes or Substitutes.of(model)
         self._config = model.config.get_text_config(decoder=True)
@@ -133,7 +136,7 @@ class ModelRunner:
         """
         view = compared_view(self._model, self._adapter, exit_layer, head)
         kept = self._kept(min(most, tokens.shape[1]))
-        with for_new_lengths(self.device):
+        with self._attending:
             target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
         return (draft if head is None else head.alone(draft)), target
 
@@ -142,7 +145,7 @@ class ModelRunner:
 
         Row i has `counts[i]` tokens; what comes behind them is scrap.
         """
-        with for_new_lengths(self.device):
+        with self._attending:
             if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
                 request = PassRequest(LayerPath.full(self.depth), tokens, taps=taps, headless=True)
                 return self._run_stock(request).features
@@ -154,7 +157,7 @@ class ModelRunner:
 
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
-        with for_new_lengths(self.device):
+        with self._attending:
             logits: Tensor = self._model(**self._called_with(self._model, tokens), **self._kept(1)).logits
         return logits
 
@@ -186,7 +189,7 @@ class ModelRunner:
             self._cache.open(request.tree)
         if self._cache.tree is not None and not self._cache.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(request.width, request.first, request.path.view), for_new_lengths(self.device):
+        with self._cache.reading(request.width, request.first, request.path.view), self._attending:
             yield
 
     def _run_stock(self, request: PassRequest) -> PassOutput:
@@ -207,11 +210,6 @@ class ModelRunner:
     def _base_of(self, request: PassRequest) -> str | None:
         """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""
         return self._runs_alone if request.headless else None
-
-    @property
-    def _runs_alone(self) -> str | None:
-        """Base of the model, if it may run alone for the states of a pass; None: code around it acts on a pass, too."""
-        return self._base if base_alone(self._stock_model, self._base) else None
 
     def _run_for_states(self, module: nn.Module, tokens: Tensor) -> None:
         """Run a view of the stock model over tokens for what they leave in the cache."""

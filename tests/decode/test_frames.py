@@ -86,9 +86,9 @@ def test_a_round_enters_few_files_before_its_verdict(stacks: list[list[CodeType]
     starts = [index for index, stack in enumerate(in_rounds) if stack[-1] is run_round.__code__]
     verdicts = [index for index, stack in enumerate(in_rounds) if stack[-1] is VERDICT]
     entered_before = files(in_rounds[starts[1] : verdicts[1] + 1])
-    assert len(entered_before) <= 31, entered_before
+    assert len(entered_before) <= 24, entered_before
     assert len({code.co_filename for code in in_rounds[verdicts[1]]}) <= 5
 
 
 def test_a_whole_call_enters_few_files(stacks: list[list[CodeType]]) -> None:
-    assert len(files(stacks)) <= 67, files(stacks)
+    assert len(files(stacks)) <= 60, files(stacks)

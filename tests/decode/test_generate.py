@@ -33,7 +33,7 @@ from helpers.joints import (
 )
 from helpers.tiny import in_turns
 from selfspec.accept import TokenLevel
-from selfspec.decode.sampling import BatchSampling
+from selfspec.decode.group import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
 

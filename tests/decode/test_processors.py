@@ -28,10 +28,9 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import Altered, Propose
 from helpers.joints import EOS, drawn, enumerated, holm_rejects, small
-from selfspec.decode.group import Group, Sampling
+from selfspec.decode.group import BatchSampling, Group, Sampling, proper
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
-from selfspec.decode.sampling import BatchSampling, proper
 from selfspec.decode.sequences import Prefixes, Sequences
 from selfspec.decode.stopping import Stopping
 from selfspec.draft import Budget, Drafter
