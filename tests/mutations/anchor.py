@@ -1,4 +1,4 @@
-"""Where a bug is planted: a definition by its dotted name, and in it a piece of code by its syntax."""
+"""What an entry of the catalogue names: code, by a dotted name and its syntax, and tests, wherever they are."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from mutations.catalogue import Mutation
 _CODE = ("selfspec", "adapters")
 _PLACEHOLDER = re.compile(r"_[1-9]")
 _NO_SYNTAX = {"ctx", "kind", "type_comment"}
+_TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
+_OF_NAME = re.compile(r"(?:(?P<file>test_\w+\.py)(?:::|$))?(?P<function>test_\w+)?(?P<parameters>\[.*\])?")
 
 
-class AnchorError(Exception):
-    """A bug cannot be planted. The message names the entry and says what to change in it."""
+class EntryError(Exception):
+    """A bug cannot be planted or its tests are not found. The message names the entry and what to change in it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Sources:
         """Plant a bug in the one file that has its anchor.
 
         Raises:
-            AnchorError: the anchor is not found exactly once, or the bug changes nothing or does not compile.
+            EntryError: the anchor is not found exactly once, or the bug changes nothing or does not compile.
         """
         right, wrong = _parsed(mutation.right, mutation), _parsed(mutation.wrong, mutation)
         if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (right, wrong)):
@@ -61,7 +63,7 @@ class Sources:
         matches = [match for file, node in places for match in _matches(right, file, node)]
         if len(matches) != 1:
             files = ", ".join(str(file) for file, _ in places)
-            raise AnchorError(f"{mutation.name!r}: {self._remedy(mutation, right, files, len(matches))}")
+            raise EntryError(f"{mutation.name!r}: {self._remedy(mutation, right, files, len(matches))}")
         (match,) = matches
         before = ast.unparse(self._trees[match.file])
         memo: dict[int, ast.AST] = {}
@@ -71,11 +73,9 @@ class Sources:
         try:
             compile(after, str(match.file), "exec", dont_inherit=True)
         except SyntaxError as error:
-            raise AnchorError(
-                f"{mutation.name!r}: {match.file} does not compile with the bug in it: {error}"
-            ) from error
+            raise EntryError(f"{mutation.name!r}: {match.file} does not compile with the bug in it: {error}") from error
         if after == before:
-            raise AnchorError(f"{mutation.name!r}: `wrong` is the same code as `right`. Write what is wrong.")
+            raise EntryError(f"{mutation.name!r}: `wrong` is the same code as `right`. Write what is wrong.")
         return Planted(match.file, after)
 
     def _remedy(self, mutation: Mutation, right: list[ast.AST], files: str, found: int) -> str:
@@ -108,7 +108,7 @@ def _parsed(code: str, mutation: Mutation) -> list[ast.AST]:
     try:
         return [*ast.parse(code).body]
     except SyntaxError as error:
-        raise AnchorError(f"{mutation.name!r}: {code!r} is no whole expression, and no whole statements.") from error
+        raise EntryError(f"{mutation.name!r}: {code!r} is no whole expression, and no whole statements.") from error
 
 
 def _matches(pattern: list[ast.AST], file: Path, node: ast.AST) -> Iterator[_Match]:
@@ -154,3 +154,37 @@ class _Planting(ast.NodeTransformer):
         if node is self._nodes[0]:
             return self._wrong[0] if isinstance(node, ast.expr) else self._wrong
         return None if any(node is each for each in self._nodes) else self.generic_visit(node)
+
+
+class Suite:
+    """The tests of a project, by function and by file."""
+
+    def __init__(self, root: Path) -> None:
+        files = sorted((root / "tests").rglob("test_*.py"))
+        self._functions = {
+            str(file.relative_to(root)): set(_TEST.findall(file.read_text(encoding="utf-8"))) for file in files
+        }
+
+    def arguments(self, mutation: Mutation) -> list[str]:
+        """What pytest is to be given, in the root of the project, to run the tests that an entry names.
+
+        Raises:
+            EntryError: a name is that of no test, or of several.
+        """
+        return [self._resolved(each, mutation) if each.startswith("test_") else each for each in mutation.tests]
+
+    def _resolved(self, name: str, mutation: Mutation) -> str:
+        parts = _OF_NAME.fullmatch(name)
+        file, function = (parts["file"], parts["function"]) if parts else (None, name)
+        found = [
+            path
+            for path, functions in self._functions.items()
+            if (file is None or Path(path).name == file) and (function is None or function in functions)
+        ]
+        if len(found) != 1:
+            where = f" ({', '.join(found)}): name the file too, as in test_file.py::{function}" if found else ""
+            raise EntryError(
+                f"{mutation.name!r}: {len(found)} tests below tests/ are named {name}{where}. "
+                "Correct `tests` of the entry."
+            )
+        return "::".join([found[0], *([f"{function}{parts['parameters'] or ''}"] if parts and function else [])])

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from typing import Literal
 import pytest
 from hypothesis import Phase, settings
 
-from mutations.anchor import Planted, Sources
+from mutations.anchor import Planted, Sources, Suite
 from mutations.catalogue import Mutation
-from mutations.selection import Suite
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROJECT = ("selfspec", "adapters", "tests", "docs", "examples", "benchmarks", "README.md", "pyproject.toml")
@@ -53,12 +51,10 @@ class Outcome:
         verdict: "caught": a test failed that passes without the bug. "survived": tests passed, and none failed. "too
             long": the time limit ended them. "no verdict": none ran, or one fails without any bug.
         said: the test that failed, or the last lines of pytest.
-        seconds: how long it took.
     """
 
     verdict: Verdict
     said: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -82,19 +78,19 @@ def try_all(
     """Plant each bug in a copy of the project and run its tests; return outcomes by the names of the bugs."""
     sources, suite = Sources(root), Suite(root)
     trials = [(mutation, sources.planted(mutation), suite.arguments(mutation)) for mutation in catalogue]
-    with tempfile.TemporaryDirectory() as folder, _Runs(limit, libraries) as runs, ThreadPoolExecutor(jobs) as pool:
+    runs = _Runs(limit, libraries)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for job in range(jobs):
             trees.put(_copied(root, Path(folder) / str(job)))
 
         def tried(trial: tuple[Mutation, Planted, list[str]]) -> tuple[str, Outcome]:
             mutation, planted, arguments = trial
-            tree, started = trees.get(), time.monotonic()
+            tree = trees.get()
             try:
-                verdict, said = runs.verdict(tree, planted, arguments)
+                outcome = runs.outcome(tree, planted, arguments)
             finally:
                 trees.put(tree)
-            outcome = Outcome(verdict, said, time.monotonic() - started)
             tell(mutation, outcome)
             return mutation.name, outcome
 
@@ -119,7 +115,7 @@ def _copied(root: Path, tree: Path) -> Path:
     return tree
 
 
-class _Runs(contextlib.AbstractContextManager["_Runs"]):
+class _Runs:
     """Runs of pytest in children of a process that has imported the libraries; those that last too long are ended."""
 
     def __init__(self, limit: float, libraries: Sequence[str]) -> None:
@@ -130,15 +126,12 @@ class _Runs(contextlib.AbstractContextManager["_Runs"]):
         # Tests that are known to pass without a bug.
         self._sound: set[str] = set()
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def end(self) -> None:
         """End what is running."""
         for child in list(self._running):
             _end(child)
 
-    def verdict(self, tree: Path, planted: Planted, arguments: list[str]) -> tuple[Verdict, str]:
+    def outcome(self, tree: Path, planted: Planted, arguments: list[str]) -> Outcome:
         """Plant a bug, run the tests it has to meet, and run the one that failed without the bug."""
         file = tree / planted.file
         right = file.read_bytes()
@@ -148,18 +141,18 @@ class _Runs(contextlib.AbstractContextManager["_Runs"]):
         finally:
             file.write_bytes(right)
         if found is None:
-            return "too long", f"ended after {self._limit:.0f} s"
+            return Outcome("too long", f"ended after {self._limit:.0f} s")
         if found.status == pytest.ExitCode.OK and found.passed:
-            return "survived", found.said
+            return Outcome("survived", found.said)
         if found.status != pytest.ExitCode.TESTS_FAILED or found.failed is None:
-            return "no verdict", found.said
+            return Outcome("no verdict", found.said)
         if found.failed not in self._sound:
             without = self._pytest(tree, [found.failed])
             if without is None or without.status != pytest.ExitCode.OK:
                 said = "" if without is None else without.said
-                return "no verdict", f"{found.failed} fails without any bug: {said}"
+                return Outcome("no verdict", f"{found.failed} fails without any bug: {said}")
             self._sound.add(found.failed)
-        return "caught", found.failed
+        return Outcome("caught", found.failed)
 
     def _pytest(self, tree: Path, arguments: list[str]) -> _Report | None:
         receiver, sender = self._context.Pipe(duplex=False)

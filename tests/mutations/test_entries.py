@@ -1,15 +1,16 @@
-"""Anchors are found by names and syntax, and what is wrong with one is said with its remedy."""
+"""Entries are found by names and syntax, what is wrong with one is said with its remedy, and all of them are sound."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from mutations.anchor import AnchorError, Sources
-from mutations.catalogue import Mutation
-from mutations.selection import SelectionError, Suite
+from mutations.anchor import EntryError, Sources, Suite
+from mutations.catalogue import CATALOGUE, Mutation
+from mutations.run import ROOT
 
 _CODE = '''\
 LIMIT = 3
@@ -83,7 +84,7 @@ def test_code_is_found_by_its_syntax(
     ],
 )
 def test_what_cannot_be_planted_says_what_to_do(tmp_path: Path, at: str, right: str, wrong: str, message: str) -> None:
-    with pytest.raises(AnchorError, match=message):
+    with pytest.raises(EntryError, match=message):
         _planted(tmp_path, at, right, wrong)
 
 
@@ -98,7 +99,22 @@ def test_tests_are_found_wherever_they_are(tmp_path: Path) -> None:
 
     assert arguments("test_one[x-1]", "-k", "y") == ["tests/a/test_a.py::test_one[x-1]", "-k", "y"]
     assert arguments("test_b.py", "test_a.py::test_two") == ["tests/b/c/test_b.py", "tests/a/test_a.py::test_two"]
-    with pytest.raises(SelectionError, match=r"'a bug': 2 tests .* named test_two .*name the file too"):
+    with pytest.raises(EntryError, match=r"'a bug': 2 tests .* named test_two .*name the file too"):
         arguments("test_two")
-    with pytest.raises(SelectionError, match=r"'a bug': 0 tests .* named test_three. Correct"):
+    with pytest.raises(EntryError, match=r"'a bug': 0 tests .* named test_three. Correct"):
         arguments("test_three")
+
+
+@pytest.mark.parametrize("part", ["names", "bugs"])
+def test_none_is_there_twice(part: str) -> None:
+    each = [
+        mutation.name if part == "names" else (mutation.at, mutation.right, mutation.wrong) for mutation in CATALOGUE
+    ]
+    assert [what for what, count in Counter(each).items() if count > 1] == []
+
+
+def test_bugs_can_be_planted_and_have_tests_to_meet() -> None:
+    sources, suite = Sources(ROOT), Suite(ROOT)
+    for mutation in CATALOGUE:
+        sources.planted(mutation)
+        suite.arguments(mutation)
