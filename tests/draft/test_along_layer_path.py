@@ -1,6 +1,12 @@
-"""Drafting along a path: how often each token passes each sublayer, in prefill and in a round."""
+"""Drafts along a path: how often each token passes each sublayer; skip sets and exit heads, by value and from files."""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,23 +15,26 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.reference import Calls, first_linear, layers_of, sublayer_module, with_layers
-from selfspec.draft import Drafter, EarlyExit, LayerSkip
-from selfspec.model.layer_path import sublayers
+from selfspec.draft import Drafter, EarlyExit, ExitHead, LayerSkip
+from selfspec.draft.early_exit import CONFIG, WEIGHTS
+from selfspec.draft.layer_skip import SkipFile, write_skip_file
+from selfspec.draft.registry import draft_name, parse_draft
+from selfspec.errors import DraftConfigError, ExitHeadError
+from selfspec.model.identity import fingerprint
+from selfspec.model.layer_path import Part, sublayers
+from selfspec.tools.train.exit_heads import ExitHeads
 
 ALL = sublayers(tiny.DEPTH)
 PROMPT = 7
 
 DRAFTS = {
-    **{f"exit {layer}": EarlyExit(layer) for layer in (1, 2, 3)},
+    "exit 1": EarlyExit(1),
+    "exit 3": EarlyExit(3),
     "attention 0": LayerSkip(attention=[0]),
     "mlp 0": LayerSkip(mlp=[0]),
-    "layer 0": LayerSkip(layers=[0]),
     "attention 2 first": LayerSkip(attention=[2], mlp=[2, 3]),
     "mlp 1 first": LayerSkip(attention=[3], mlp=[1]),
-    "attention 1, layer 3": LayerSkip(attention=[1], layers=[3]),
     "last layer": LayerSkip(layers=[3]),
-    "last attention": LayerSkip(attention=[3]),
-    "last mlp": LayerSkip(mlp=[3]),
 }
 
 
@@ -72,7 +81,11 @@ def test_no_token_passes_an_exact_sublayer_twice(
     calls = _watched(model)
     expected = _expected(draft, draft_length)
     before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
-    stream = selfspec.wrap(model, draft, draft_length=draft_length).stream(tiny.prompt(PROMPT), max_new_tokens=50)
+    # Rows of different lengths share the passes.
+    prompts = tiny.prompt(PROMPT, 3)
+    mask = prompts.new_ones(prompts.shape)
+    mask[0, :4] = mask[2, :6] = 0
+    stream = selfspec.wrap(model, draft, draft_length=draft_length).stream(prompts, mask, max_new_tokens=50)
     for _ in range(3):
         chunk = next(stream)
         assert len(chunk.rows[0].draft) == draft_length
@@ -93,12 +106,6 @@ def test_without_a_draft_each_token_is_read_once_and_the_head_gives_one_row_a_pa
         calls.tokens["head"] = number
 
 
-def test_a_prompt_of_one_token_has_no_prefill(llama: PreTrainedModel) -> None:
-    calls = _watched(llama)
-    next(selfspec.wrap(llama).stream(tiny.prompt(1), max_new_tokens=5))
-    assert set(calls.tokens.values()) == {1}
-
-
 @pytest.mark.parametrize("draft", [EarlyExit(2), LayerSkip(mlp=[1])], ids=str)
 def test_the_last_round_drafts_no_more_than_can_be_committed(llama: PreTrainedModel, draft: Drafter) -> None:
     calls = _watched(llama)
@@ -112,20 +119,6 @@ def test_the_last_round_drafts_no_more_than_can_be_committed(llama: PreTrainedMo
         before = calls.tokens["head"]
         committed += len(chunk.tokens)
     assert committed == wanted
-
-
-def test_rows_of_different_lengths_share_the_passes(llama: PreTrainedModel) -> None:
-    calls = _watched(llama)
-    prompts = tiny.prompt(PROMPT, 3)
-    mask = prompts.new_ones(prompts.shape)
-    mask[0, :4] = mask[2, :6] = 0
-    draft = LayerSkip(attention=[2])
-    stream = selfspec.wrap(llama, draft, draft_length=3).stream(prompts, mask, max_new_tokens=40)
-    before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
-    for _ in range(3):
-        next(stream)
-        assert {name: count - before[name] for name, count in calls.tokens.items()} == _expected(draft, 3)
-        before = dict(calls.tokens)
 
 
 def test_a_sampled_draft_is_scored_by_what_it_was_drawn_from(llama: PreTrainedModel) -> None:
@@ -157,3 +150,142 @@ def greedy_text(model: PreTrainedModel, prefix: list[int], length: int) -> list[
         for _ in range(length):
             text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].float().argmax()))
     return text[len(prefix) :]
+
+
+def _skipped(draft: LayerSkip, depth: int = 4) -> list[tuple[int, Part]]:
+    path = draft.path(depth)
+    return [(s.layer, s.part) for s in sublayers(depth) if not path.runs(s)]
+
+
+def test_it_leaves_out_what_it_names() -> None:
+    attention, mlp = Part.ATTENTION, Part.MLP
+    assert _skipped(LayerSkip(attention=[1])) == [(1, attention)]
+    assert _skipped(LayerSkip(mlp=[0, 3])) == [(0, mlp), (3, mlp)]
+    assert _skipped(LayerSkip(layers=[2])) == [(2, attention), (2, mlp)]
+    assert _skipped(LayerSkip(attention=[3, 0], mlp=[1], layers=[2])) == [
+        (0, attention),
+        (1, mlp),
+        (2, attention),
+        (2, mlp),
+        (3, attention),
+    ]
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), range(1, 3), iter((1, 2))])
+def test_a_set_is_a_value_of_any_layer_numbers(numbers: Any) -> None:
+    one, other = LayerSkip(attention=[1, 2], mlp=[2]), LayerSkip(mlp=(2,), attention=numbers)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != LayerSkip(attention=[1, 2])
+    assert LayerSkip(attention=[1], mlp=[1]).path(4) == LayerSkip(layers=[1]).path(4)
+    with pytest.raises(AttributeError):
+        one.layers = (1,)  # type: ignore[misc]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    skip = LayerSkip(attention=[1, 2], mlp=[3])
+    write_skip_file(skip, fingerprint(tiny.llama()), tmp_path / "found.json", {"alpha": 0.5})
+    return tmp_path / "found.json"
+
+
+def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
+    drafter = parse_draft(f"skip-file:{file}")
+    assert isinstance(drafter, SkipFile)
+    assert draft_name(drafter) == f"skip-file:{file}"
+    model, prompt = tiny.llama(), tiny.prompt(5)
+    found = selfspec.wrap(model, drafter, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    itself = selfspec.wrap(model, drafter.skip, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    assert found.sequences.tolist() == itself.sequences.tolist()
+    assert found.stats.accepted_per_depth == itself.stats.accepted_per_depth
+
+
+def test_another_model_is_refused(file: Path) -> None:
+    with pytest.raises(DraftConfigError, match="is of another base"):
+        selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "base": "x"}', '{"format": 2}'])
+def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DraftConfigError, match="selfspec search wrote"):
+        SkipFile.from_file(tmp_path / "x.json")
+    with pytest.raises(DraftConfigError, match="cannot be read"):
+        SkipFile.from_file(tmp_path / "none.json")
+
+
+def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:
+    """Heads of random weights for a tiny model, exits 1 and 2."""
+    torch.manual_seed(1)
+    heads = ExitHeads(32, 16, (1, 2), tokens)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    folder.mkdir()
+    heads.save(folder, torch.float32, fingerprint(model), 2, {"alpha_2": 0.5})
+    return folder
+
+
+def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
+    """A head that changes nothing drafts as the plain exit does; a random one does not."""
+    model = tiny.llama()
+    ids = tiny.prompt(7)
+    heads = ExitHeads(32, 16, (2,))
+    (tmp_path / "new").mkdir()
+    heads.save(tmp_path / "new", torch.float32, fingerprint(model), 2, {})
+    drafters = (
+        EarlyExit(2),
+        ExitHead.from_pretrained(tmp_path / "new"),
+        ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
+    )
+    drafts = [
+        [
+            row.rows[0].draft
+            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
+                ids, max_new_tokens=20, do_sample=False
+            )
+        ]
+        for drafter in drafters
+    ]
+    assert drafts[0] == drafts[1] != drafts[2]
+
+
+def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    assert drafter.layer == 2
+    assert repr(drafter) == f"head:{tmp_path / 'heads'}@2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny.llama(dtype=torch.float32)
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", model))
+    spec = selfspec.wrap(model.to(dtype), draft=drafter, draft_length=4)
+    assert spec.generate(tiny.prompt(4), max_new_tokens=6, do_sample=False).lengths == (6,)
+    # The drafter may serve other models at the same time.
+    adapter = drafter.draft_head.adapter
+    assert adapter is not None
+    assert {weight.dtype for weight in adapter.parameters()} == {torch.float32}
+
+
+def test_what_is_no_such_head_is_refused(tmp_path: Path) -> None:
+    folder = _side_car(tmp_path / "heads", tiny.llama())
+    config = (folder / CONFIG).read_text()
+    with pytest.raises(ExitHeadError, match="it has 1, 2"):
+        ExitHead.from_pretrained(folder, layer=3)
+    changes: list[dict[str, object]] = [{"format": 1}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}]
+    for change in (*changes, {"base": 3}, {"default": 3}):
+        (folder / CONFIG).write_text(json.dumps({**json.loads(config), **change}))
+        with pytest.raises(ExitHeadError):
+            ExitHead.from_pretrained(folder)
+    for file in (CONFIG, WEIGHTS):
+        (folder / CONFIG).write_text(config)
+        (folder / file).unlink()
+        with pytest.raises(ExitHeadError, match=re.escape(file)):
+            ExitHead.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("other", [lambda: tiny.llama(seed=1), tiny.mistral], ids=["weights", "architecture"])
+def test_another_base_is_refused(tmp_path: Path, other: Callable[[], PreTrainedModel]) -> None:
+    drafter = ExitHead.from_pretrained(_side_car(tmp_path / "heads", tiny.llama()))
+    with pytest.raises(ExitHeadError, match="another base"):
+        selfspec.wrap(other(), draft=drafter, draft_length=4)

@@ -12,10 +12,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, stock
-from helpers.joints import Warp, holm_rejects, p_values
 from helpers.shrunken import shrunken
-from helpers.tiny import taking_turns
-from helpers.tiny_joint import PROMPT, network
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.cache.view import CHUNK, EVERY, CacheView, TopSlots, Window
@@ -35,7 +32,6 @@ from selfspec.draft import (
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError
-from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -172,17 +168,6 @@ def test_greedy_text_over_the_top_is_stock_text(long_llama: PreTrainedModel, dra
         assert output.stats.drafted > 0
 
 
-@pytest.mark.statistical
-@pytest.mark.parametrize(
-    ("rule", "draft"), taking_turns(["token", "block", "coupled"], [EarlyExit(1), CacheInBits(LowPrecision())])
-)
-def test_samples_over_the_top_follow_the_exact_joint(rule: str, draft: LayerPathDrafter) -> None:
-    model = network(width=16, context=256)
-    spec = selfspec.wrap(model, TopOfCache(draft, KEYS), draft_length=2, accept=rule)
-    prompts = [(PROMPT * KEYS)[: KEYS + 5]]
-    assert holm_rejects(p_values(spec, Warp(), prompts=prompts, rows=2048, batches=2), 0.01) == []
-
-
 @pytest.mark.parametrize("runtime", [None, selfspec.runtime.Eager()], ids=["default", "eager"])
 def test_behind_prompts_of_one_token_nothing_is_copied_yet(runtime: selfspec.runtime.Runtime | None) -> None:
     model = tiny.mistral(dtype=torch.float64)
@@ -260,18 +245,6 @@ def test_each_row_chooses_by_its_own_shares_and_in_its_own_time() -> None:
     top.narrow([2, 3])
     assert torch.equal(top.seen(400)[0], kept[2])
     assert top.due([300, 200]) == [1]
-
-
-@torch.no_grad()
-def test_choosing_changes_nothing_that_the_target_reads(long_llama: PreTrainedModel) -> None:
-    ids, block = tiny.prompt(LONG, 2).clamp(min=1), tiny.prompt(3, 2, seed=5).clamp(min=1)
-    found = []
-    for chooses in (False, True):
-        runner, _ = _runner(long_llama, ids)
-        if chooses:
-            runner.choose_top(KEYS, block[:, :1])
-        found.append(runner.run(PassRequest(LayerPath.full(runner.depth), block)).logits)
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,23 +1,27 @@
-"""Drafts with the model's own weights in fewer bits."""
+"""Drafts with less of the weights: in fewer bits, with fewer experts, and with fewer rows of the head."""
 
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import selfspec
-from helpers import tiny
+from helpers import stories, tiny
 from helpers.captures import Again, StandIn
 from helpers.proving import ticking
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.auto import uncalibrated_draft
+from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.formats.int4 import Int4, Int4Linear
@@ -32,6 +36,7 @@ from selfspec.runtime import Runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
+from selfspec.tools.train.corpus import count_vocabulary, most_frequent
 
 EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
 
@@ -395,10 +400,7 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
         (lambda: selfspec.drafts.LowPrecision(3), "8 and 4"),
         (lambda: selfspec.drafts.LowPrecision(4, group_size=32.0), "choose one of 32, 64, 128, 256"),  # type: ignore[arg-type]
         (lambda: selfspec.drafts.LowPrecision(head=1), "write True"),  # type: ignore[arg-type]
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[-1])), "layer"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=0)), "layer"),
         (lambda: parse_draft("int8+exit:"), "not understood"),
-        (lambda: selfspec.drafts.LowPrecision(4, group_size=48), "group_size"),
         (lambda: selfspec.drafts.LowPrecision(layers=[]), "at least one"),
         (lambda: selfspec.drafts.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
@@ -416,3 +418,96 @@ def test_what_makes_no_sense_is_refused(make: Any, match: str) -> None:
 def test_it_cannot_be_teacher_forced() -> None:
     with pytest.raises(UnsupportedOptionError, match="fewer bits"):
         DraftPath(selfspec.drafts.LowPrecision().path(5))
+
+
+_KEPT = tuple(range(1, 50, 3))
+
+
+@pytest.mark.parametrize("inner", [EarlyExit(2), LayerSkip(attention=[1], mlp=[2])])
+def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str, inner: LayerPathDrafter) -> None:
+    model = tiny.BUILDERS[architecture]()
+    ids = tiny.prompt(7)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    spec = selfspec.wrap(model, draft=ReducedVocabulary(inner, _KEPT), draft_length=4)
+    rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+    assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
+    assert {token for row in rounds for token in row.draft} <= set(_KEPT)
+
+
+def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
+    model = tiny.gpt2()
+    ids = tiny.prompt(5)
+    rounds = [
+        [
+            row.rows[0]
+            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
+                ids, max_new_tokens=15, do_sample=False
+            )
+        ]
+        for drafter in (EarlyExit(2), ReducedVocabulary(EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))))
+    ]
+    assert rounds[0] == rounds[1]
+
+
+def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
+    from selfspec.model.identity import fingerprint
+    from selfspec.tools.train.exit_heads import ExitHeads
+
+    model = tiny.llama()
+    ExitHeads(32, 8, (2,)).save(tmp_path, torch.float32, fingerprint(model), 2, {})
+    drafter = ReducedVocabulary(ExitHead.from_pretrained(tmp_path), _KEPT)
+    rounds = [
+        row.rows[0]
+        for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
+    ]
+    assert {token for row in rounds for token in row.draft} <= set(_KEPT)
+    with pytest.raises(selfspec.errors.ExitHeadError):
+        selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
+
+
+def test_the_most_frequent_tokens_are_counted() -> None:
+    assert most_frequent(torch.tensor([[3, 3, 3, 7], [7, 1, 0, 3]]), 2, 10).tolist() == [3, 7]
+    with pytest.raises(selfspec.errors.TrainingError, match="out of range"):
+        most_frequent(torch.zeros(1, 1, dtype=torch.long), 11, 10)
+
+
+def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "v.json"
+    text.write_text("Once upon a time there was a little girl. She was happy and she was little.\n" * 9)
+    coverage = count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
+    tokens = ReducedVocabulary.from_file(EarlyExit(1), file).tokens
+    ids = AutoTokenizer.from_pretrained(stories.checkpoint_folder())(text.read_text()).input_ids
+    assert len(tokens) == 8
+    assert coverage == pytest.approx(sum(map(ids.count, tokens)) / len(ids))
+    assert coverage == json.loads(file.read_text())["coverage"]
+    with pytest.raises(selfspec.errors.TrainingError, match="exists"):
+        count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"tokens": 3}), json.dumps({"tokens": ["a"]})])
+def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "v.json").write_text(content)
+    with pytest.raises(DraftConfigError):
+        ReducedVocabulary.from_file(EarlyExit(1), tmp_path / "v.json")
+
+
+def test_rows_in_fewer_bits_are_kept_and_follow_the_head() -> None:
+    model, ids = tiny.llama(dtype=torch.float32), tiny.prompt(7)
+    spec = selfspec.wrap(model, draft=ReducedVocabulary(LowPrecision(), _KEPT))
+    whole = selfspec.wrap(model, draft=LowPrecision())
+
+    def drafted() -> set[int]:
+        rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
+        return {token for row in rounds for token in row.draft}
+
+    assert drafted() <= set(_KEPT)
+    kept = spec.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    assert kept == spec.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    assert kept < whole.generate(ids, max_new_tokens=4, do_sample=False).stats.substitute_bytes
+    with torch.no_grad():
+        model.lm_head.weight[:] = 0
+        model.lm_head.weight[4] = model.model.norm.weight
+    # All else has the same logit, and no draft is of another token.
+    assert drafted() <= {1, 4}

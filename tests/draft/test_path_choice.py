@@ -39,8 +39,6 @@ from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.runtime.request import PassRequest, PassResult
 
-DRAFTS = {"clasp": ChosenSkips(2), "del": ChosenExit(1, 3)}
-
 
 def idle(model: PreTrainedModel, *layers: int) -> PreTrainedModel:
     """The model, some of whose layers add nothing."""
@@ -270,11 +268,3 @@ def test_greedy_decoding_asks_for_the_best_token_besides(llama: PreTrainedModel)
     assert torch.allclose(agrees, agrees.round(), atol=1e-6)
     assert agrees[..., 0].round().eq(1).all()
     assert agrees.round().unique().tolist() == [0, 1]
-
-
-def test_nodes_of_a_trial_see_what_their_tokens_see() -> None:
-    trial = PathTrial(2, False, 1, (frozenset({1}),))
-    assert trial.tree(Tree((-1, 0, 0))).parents == (-1, 0, 0, -1, -1, -1, 0, 0, 0)
-    assert trial.tree(Tree((-1, -1))).parents == (-1, -1, -1, -1, -1)
-    block = torch.tensor([[9, 4, 5, 6]])
-    assert trial.added_to(block, Tree((-1, 0, 0))).tolist() == [[9, 4, 5, 6, 4, 4, 4, 5, 5, 5]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +15,11 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, ByModel, InLockstep, InTurns, ModelDrafts, Offering, Told
+from helpers.drafting import GREEDY, ModelDrafts, Offering
 from helpers.exact import committed_in_step_of, conditionals
-from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, Text, Warp, drawn, holm_rejects, joint, padded, small
 from selfspec.accept import Block, Rule, TokenLevel, find_rule
 from selfspec.cache.tree import Tree
 from selfspec.control import CostAware, FixedLength
-from selfspec.control.controller import Control
 from selfspec.control.costs import Costs
 from selfspec.draft import (
     Budget,
@@ -278,46 +274,6 @@ def test_sources_without_a_model_alone_have_nothing_to_displace(sampled: bool) -
     spec = selfspec.wrap(tiny.llama(), Cascade(Guessing(7), selfspec.drafts.Suffixes()), draft_length=3)
     out = spec.generate(tiny.prompt(5), max_new_tokens=40, do_sample=sampled, eos_token_id=None, seed=0)
     assert out.stats.drafted
-
-
-class _ModelInLockstep(ByModel):
-    def keeps_lockstep(self) -> bool:
-        return True
-
-
-class ModelInLockstep(Told):
-    """Rows at one place stay there, and of a union the model drafts in every round."""
-
-    controller = _ModelInLockstep
-
-
-def test_rows_of_prompts_of_one_length_are_in_lockstep() -> None:
-    def first(control: Control, prompts: Sequence[Text], seed: int) -> set[int]:
-        spec = selfspec.wrap(small(), EarlyExit(1), draft_length=control)
-        ids, mask = padded([torch.tensor([prompt]) for _ in range(4) for prompt in prompts])
-        options: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "attention_mask": mask}
-        return {
-            len(row.tokens)
-            for row in next(spec.stream(ids, seed=seed, **options, **Warp(temperature=0.7).options)).rows
-        }
-
-    assert all(len(first(InLockstep(2, nodes=5), EQUALLY_LONG, seed)) == 1 for seed in range(5))
-    # Rows of other prompts, or under another control, do not stay together.
-    assert any(len(first(InLockstep(2, nodes=5), PROMPTS, seed)) > 1 for seed in range(5))
-    assert any(len(first(InTurns(2, nodes=5), EQUALLY_LONG, seed)) > 1 for seed in range(5))
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_of_a_union_in_lockstep_follow_the_exact_joint(rule: str) -> None:
-    model, warp = small(), Warp(temperature=0.5)
-    # Where a row of the first prompt draws all that it is offered, there is room beside first tokens of the second.
-    draft = Union(Offering([{(3,): 0.98, (3, 3): 0.98}, {(3,): 0.4}]), EarlyExit(1))
-    spec = selfspec.wrap(model, draft, draft_length=ModelInLockstep(2, nodes=3), accept=rule)
-    # What one other row accepts of a model's draft says most.
-    found = drawn(spec, EQUALLY_LONG, rows=2, batches=10_240, eos_token_id=EOS, **warp.options)
-    assert found.accepted > 2048
-    assert holm_rejects(found.fits(partial(joint, model, warp=warp, eos=EOS)), 1e-3) == []
 
 
 def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:

@@ -166,20 +166,6 @@ def test_fewer_bits_are_refused_where_there_are_no_kernels(tmp_path: Path, monke
 
 
 @families
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_head_has_the_dtype_of_its_model(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    model, draft = published_heads.with_head(kind, tmp_path)
-    exact = selfspec.wrap(model, draft, draft_length=3).generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
-    model.to(dtype)
-    spec = selfspec.wrap(model, draft, draft_length=3)
-    found = spec.generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
-    assert found.stats.draft_bytes * 8 == pytest.approx(exact.stats.draft_bytes * dtype.itemsize, rel=0.02)
-    if dtype == torch.float32:
-        wanted = selfspec.wrap(model).generate(PROMPTS[1], max_new_tokens=9, **OPTIONS)
-        assert torch.equal(found.sequences, wanted.sequences)
-
-
-@families
 @pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+int8+{}", "union:suffix+recycle+{}"])
 def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
@@ -197,25 +183,6 @@ def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: st
         said = f"write {own}:" if kind not in ("eagle1", "mtp", "mtp2") else "holds no|cannot be used"
         with pytest.raises(HeadError, match=said):
             selfspec.wrap(model, f"{name}:{folder or tmp_path}")
-
-
-@families
-def test_a_head_and_another_draft_that_runs_a_model_are_refused(tmp_path: Path, kind: str) -> None:
-    _, draft = published_heads.with_head(kind, tmp_path)
-    for joined in (f"{draft}+int8", f"int8+exit:2+{draft}", f"union:{draft}+exit:2"):
-        with pytest.raises(DraftConfigError, match="at most one draft runs a model"):
-            parse_draft(joined)
-
-
-@families
-@pytest.mark.parametrize("control", [3, selfspec.FixedLength(3, nodes=6)], ids=str)
-def test_processors_judge_what_a_head_drafts(tmp_path: Path, kind: str, control: Any) -> None:
-    model, draft = published_heads.with_head(kind, tmp_path)
-    options: dict[str, Any] = {**OPTIONS, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 16}
-    ids, mask = padded(PROMPTS)
-    found = selfspec.wrap(model, draft, draft_length=control).generate(ids, attention_mask=mask, **options)
-    assert torch.equal(found.sequences, model.generate(ids, attention_mask=mask, **options))
-    assert found.stats.drafted > 0
 
 
 @families
