@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from helpers.exact import Chain, Committed, committed, committed_in_step, committed_when_cut, conditionals
+from helpers.exact import Chain, Committed, committed_in_step, conditionals
 from selfspec.accept import Block, Rule, TokenLevel
 from selfspec.cache.tree import Tree
-from selfspec.draft import Draft
 
 RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
 
@@ -59,40 +57,3 @@ def test_a_tree_that_grows_deep_first_as_its_tokens_say_is_not_cut_exactly() -> 
     # second token of this row.
     p, result = pairs_in_step(TokenLevel(), DEEP_FIRST, 13)
     assert (result.joint - p.joint()).abs().max() > 1e-3
-
-
-class ByTheDraftsLength(TokenLevel):
-    """Lossless at each length: drafts of two tokens are judged one by one, others as a block."""
-
-    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        return self._rule(draft.tree).accept_probs(draft, p, logits)
-
-    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        return self._rule(tree).accepted(mask, tree)
-
-    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        return self._rule(draft.tree).recovery_probs(draft, p, place)
-
-    @staticmethod
-    def _rule(tree: Tree) -> Rule:
-        return TokenLevel() if len(tree) == 2 else Block()
-
-
-def test_the_proof_sees_a_cut_by_what_the_row_itself_drafted() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = conditionals(3, range(1, 4), generator), conditionals(3, range(1, 3), generator)
-    # One token where the second draft token is 0, else all.
-    second = torch.arange(9) % 3
-    chances = torch.stack([second == 0, torch.zeros(9), second != 0], -1).double()
-    for rule in (TokenLevel(), Block()):
-        assert (committed_when_cut(rule, p, q, chances).joint - p.joint()).abs().max() > 1e-3
-
-
-def test_the_proof_sees_a_rule_whose_acceptance_of_a_beginning_depends_on_the_rest() -> None:
-    generator = torch.Generator().manual_seed(1)
-    rows = [(conditionals(2, range(1, 5), generator), conditionals(2, range(1, 4), generator)) for _ in range(2)]
-    goes_on = [torch.ones(2, 2, dtype=torch.bool), torch.rand(4, 4, generator=generator) < 0.5]
-    for chain, draft in rows:
-        assert (committed(ByTheDraftsLength(), chain, draft).joint - chain.joint()).abs().max() < 1e-12
-    result = committed_in_step(ByTheDraftsLength(), rows[0], rows[1], goes_on)
-    assert (result.joint - rows[0][0].joint()).abs().max() > 1e-3

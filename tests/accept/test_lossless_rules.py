@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from helpers.exact import (
     Case,
@@ -16,11 +15,12 @@ from helpers.exact import (
     committed,
     committed_when_cut,
     committed_with_stops,
-    conditionals,
     tree_cases,
+    trees,
     without,
 )
 from selfspec.accept import Block, Rule, TokenLevel
+from selfspec.accept.tree_paths import first_path, longest_path
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 
@@ -153,15 +153,6 @@ def test_a_sibling_more_is_never_worse(rule: Rule, case: Case) -> None:
         assert committed(rule, case.p, case.q, tree=case.tree).length >= fewer.length - case.tolerance
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.integers(2, 64), st.integers(0, 2**32))
-def test_token_by_token_accepts_one_minus_total_variation(vocab: int, seed: int) -> None:
-    p, q = torch.rand(2, vocab, generator=generated(seed), dtype=torch.float64).softmax(-1)
-    follow = torch.full((vocab, vocab), 1 / vocab, dtype=torch.float64)
-    result = committed(TokenLevel(), Chain((p, follow)), Chain((q,)))
-    assert result.length == pytest.approx(1 - 0.5 * float((p - q).abs().sum()), abs=1e-12)
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(2, 5), st.integers(0, 2**32))
 def test_all_tokens_drawn_without_replacement_hold_the_target_token(vocab: int, seed: int) -> None:
@@ -173,69 +164,29 @@ def test_all_tokens_drawn_without_replacement_hold_the_target_token(vocab: int, 
     assert result.length == pytest.approx(1, abs=1e-12)
 
 
-# What the proof is good for: planted errors.
+# Paths in trees that a mask accepts.
 
 
-def ratios(draft: Draft, p: Tensor) -> Tensor:
-    index = draft.tokens[..., None]
-    assert draft.probs is not None
-    return (p.gather(-1, index) / draft.probs.gather(-1, index))[..., 0]
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trees(12), st.integers(0, 2**32))
+def test_paths_of_a_mask(tree: Tree, seed: int) -> None:
+    mask = torch.rand(20, len(tree), generator=torch.Generator().manual_seed(seed)) < 0.7
+    first, longest = first_path(mask, tree).tolist(), longest_path(mask, tree).tolist()
+    for row, accepts in enumerate(mask.tolist()):
+        place = 0
+        while children := [node for node in tree.children[place] if accepts[node]]:
+            place = children[0] + 1
+        assert first[row] == place
+        whole = [node for node, path in enumerate(tree.paths) if all(accepts[each] for each in path)]
+        assert longest[row] == max(whole, key=lambda node: tree.depths[node], default=-1) + 1
 
 
-class SwappedRatio(TokenLevel):
-    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        return (1 / ratios(draft, p[:, :-1])).clamp(max=1.0)
+def test_a_chain_is_read_as_a_tree_would_be() -> None:
+    mask = torch.tensor([[True, True, False, True], [False] * 4, [True] * 4])
+    chain = Tree.chain(4)
+    assert first_path(mask, chain).tolist() == longest_path(mask, chain).tolist() == [2, 0, 4]
 
 
-class ResidualFromP(TokenLevel):
-    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        return p[torch.arange(len(p)), place]
-
-
-class BonusFromQ(TokenLevel):
-    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        assert draft.probs is not None
-        weights = super().recovery_probs(draft, p, place)
-        return torch.where((place == draft.tokens.shape[1])[:, None], draft.probs[:, -1], weights)
-
-
-class EveryDrawCounts(TokenLevel):
-    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        return mask.long().sum(-1)
-
-
-class SiblingsForgotten(TokenLevel):
-    """Each sibling against the whole of p."""
-
-    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-        return ratios(draft, p[:, torch.tensor(draft.tree.parents) + 1]).clamp(max=1.0)
-
-
-class ParentsForgotten(TokenLevel):
-    """The last node whose own draw fell within its chance."""
-
-    def accepted(self, mask: Tensor, tree: Tree) -> Tensor:
-        return (mask * torch.arange(1, len(tree) + 1)).amax(-1)
-
-
-class LastChildOnly(TokenLevel):
-    """The residual of the last child of a place, taken from p itself."""
-
-    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-        children = draft.tree.children[int(place[0])]
-        assert draft.probs is not None
-        here = p[:, int(place[0])]
-        return (here - draft.probs[:, children[-1]]).clamp_min(0.0) if children else here
-
-
-@pytest.mark.parametrize(
-    ("planted", "tree"),
-    [(each, Tree.chain(2)) for each in (SwappedRatio(), ResidualFromP(), BonusFromQ(), EveryDrawCounts())]
-    + [(each, FORK) for each in (SiblingsForgotten(), ParentsForgotten(), LastChildOnly())],
-    ids=lambda each: type(each).__name__,
-)
-def test_the_proof_sees_a_planted_error(planted: TokenLevel, tree: Tree) -> None:
-    generator = generated(1)
-    p, q = (conditionals(3, range(1, length + 1), generator) for length in (tree.depth + 1, len(tree)))
-    assert (committed(TokenLevel(), p, q, tree=tree).joint - p.joint()).abs().max() < 1e-12
-    assert (committed(planted, p, q, tree=tree).joint - p.joint()).abs().max() > 1e-3
+def test_a_draft_has_as_many_tokens_as_its_tree_has_nodes() -> None:
+    with pytest.raises(ValueError, match="3 tokens a row has a tree of 6 nodes"):
+        Draft(torch.zeros(1, 3, dtype=torch.long), Tree((-1, -1, 0, 0, 1, 2)))

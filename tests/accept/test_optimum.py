@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -31,20 +30,9 @@ def candidates_of(q: Tensor, count: int, replaced: bool) -> Chain:
 def optimum(p: Tensor, candidates: Chain) -> float:
     """The largest chance that the token drawn from p is among the candidates, over all couplings of the two.
 
-    It is the flow from sets of candidates to the tokens in them. By its smallest cut that is the least of p(A) + 1 -
-    P(all candidates lie in A), over all sets A of tokens (Sun et al., 2023, arXiv 2310.15141; Khisti et al., 2024,
-    arXiv 2410.18234).
+    As a linear program: how much of each set of candidates goes to each of its tokens (Sun et al., 2023, arXiv
+    2310.15141; Khisti et al., 2024, arXiv 2410.18234).
     """
-    chances, drawn = candidates.joint().flatten(), all_drafts(len(p), len(candidates.tables))
-    cuts = []
-    for inside in itertools.product([False, True], repeat=len(p)):
-        chosen = torch.tensor(inside)
-        cuts.append(p[chosen].sum() + 1 - chances[chosen[drawn].all(-1)].sum())
-    return float(torch.stack(cuts).min())
-
-
-def _by_transport(p: Tensor, candidates: Chain) -> float:
-    """The same as a linear program: how much of each set of candidates goes to each of its tokens."""
     chances, drawn = candidates.joint().flatten().numpy(), all_drafts(len(p), len(candidates.tables)).tolist()
     ways = [(row, token) for row, tokens in enumerate(drawn) for token in set(tokens)]
     rows, tokens = np.zeros((len(drawn), len(ways))), np.zeros((len(p), len(ways)))
@@ -66,13 +54,6 @@ def _accepted(rule: Rule, p: Tensor, candidates: Chain) -> float:
     return committed(rule, Chain((p, p.expand(len(p), -1))), candidates, tree=tree).length
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_smallest_cut_is_the_optimal_transport(seed: int) -> None:
-    p, q = _distributions(seed, 4)
-    candidates = candidates_of(q, 2, replaced=seed % 2 == 0)
-    assert optimum(p, candidates) == pytest.approx(_by_transport(p, candidates), abs=1e-8)
-
-
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 3), st.booleans())
 def test_no_rule_accepts_more_than_the_optimum_and_of_one_candidate_both_reach_it(
@@ -83,10 +64,10 @@ def test_no_rule_accepts_more_than_the_optimum_and_of_one_candidate_both_reach_i
     best = optimum(p, candidates)
     for rule in (TokenLevel(), Block()):
         found = _accepted(rule, p, candidates)
-        assert found <= best + 1e-12
+        assert found <= best + 1e-8
         if count == 1:
-            assert found == pytest.approx(best, abs=1e-12)
-            assert best == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
+            assert found == pytest.approx(best, abs=1e-8)
+            assert best == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-8)
 
 
 def test_recursive_rejection_without_replacement_comes_near_the_optimum() -> None:
@@ -96,7 +77,7 @@ def test_recursive_rejection_without_replacement_comes_near_the_optimum() -> Non
         with_, without_ = (candidates_of(q, 2, replaced) for replaced in (True, False))
         found, best = _accepted(TokenLevel(), p, without_), optimum(p, without_)
         # Two different candidates are worth more than two that may be one, to any rule.
-        assert best >= optimum(p, with_) - 1e-12
+        assert best >= optimum(p, with_) - 1e-8
         shares.append(found / best)
     assert 0.93 < sum(shares) / len(shares) < 0.95
     assert min(shares) > 0.8

@@ -55,7 +55,6 @@ _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
 _RULES_PROOF = "test_lossless_rules.py"
-_TREE_PATHS = "test_trees.py"
 _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
@@ -86,9 +85,9 @@ CATALOGUE = (
     Mutation("the recovered token forgets all rejected siblings but the last", "TokenLevel.recovery_probs",
         "_normalised(left) if rank else left", "p[rows, place]", (_RULES_PROOF,)),
     Mutation("a later sibling is accepted beside an earlier one", "first_path",
-        "mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)", "mask", (_TREE_PATHS,)),
+        "mask & ~(mask[:, None] & tables.earlier_siblings).any(-1)", "mask", (_RULES_PROOF,)),
     Mutation("a child is judged by the place of its own number, not its parent's", "tree_tables",
-        "[parent + 1 for parent in tree.parents]", "list(range(len(tree)))", (_TREE_PATHS,)),
+        "[parent + 1 for parent in tree.parents]", "list(range(len(tree)))", (_RULES_PROOF,)),
     Mutation("a row commits the first nodes of a tree, not its accepted path", "_on_host",
         "[drafted[node] for node in path]", "drafted[: len(path)]", (_TREE_DRAFTS,)),
     Mutation("scores kept for the first nodes of a tree, not for the accepted path", "_Accepted.along_path",
