@@ -164,7 +164,6 @@ GROUP_SIZE = 64
 """Numbers of a key or a value that share a scale; all of them do if its size is no multiple of this."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class RoundedCopy:
@@ -304,7 +303,7 @@ def _round_slots(
     exact: Sequence[Tensor], parts: Sequence[Tensor], begins: Sequence[int], ends: Sequence[int], bits: int
 ) -> None:
     """Round each row's slots from `begins` up to, but not including, `ends`."""
-    if exact[0].device.type == "cpu" and exact[0].dtype in _DTYPES and native.available():
+    if exact[0].device.type == "cpu" and exact[0].dtype in native.IN_FLOAT32 and native.available():
         some = torch.tensor(begins), torch.tensor(ends)
         for slots, levels, factors in zip(exact, parts[::2], parts[1::2], strict=True):
             native.round_slots(slots, levels, factors, *some)

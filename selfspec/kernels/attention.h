@@ -11,6 +11,7 @@
 
 #include "functions.h"
 #include "lanes.h"
+#include "numbers.h"
 #include "rounded_slots.h"
 
 // Slots that are chosen together, as in `selfspec/cache/top_slots.py`.
@@ -36,36 +37,6 @@ struct Sight {
     if (!sees || slot < block) return false;
     return !sees[slot - block] || (depths && depths[slot - block] < reach);
   }
-};
-
-struct BFloat16Slots {
-  using Stored = uint16_t;
-  static inline FloatLanes lanes(const uint16_t* from) {
-    const auto bits = __builtin_convertvector(read<uint16_t, kLanes<float>>(from), Lanes<uint32_t, kLanes<float>>::Vector) << 16;
-    return read<float, kLanes<float>>(&bits);
-  }
-  static float number(uint16_t stored) {
-    const uint32_t bits = static_cast<uint32_t>(stored) << 16;
-    return read_number(bits);
-  }
-  static float read_number(uint32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, sizeof number);
-    return number;
-  }
-  static uint16_t stored(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    if (number != number) return 0x7fc0;
-    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  }
-};
-
-struct FloatSlots {
-  using Stored = float;
-  static inline FloatLanes lanes(const float* from) { return read<float, kLanes<float>>(from); }
-  static float number(float stored) { return stored; }
-  static float stored(float number) { return number; }
 };
 
 // Queries that go over slots together, and how many slots at a time: so keys and values are read from memory once for
@@ -167,8 +138,8 @@ struct WithCopy {
   void ask(int64_t, int64_t) const {}
 
   // Some slots as floats, in `room`, so that all queries over them share the work.
-  Head<FloatSlots> slots(int64_t first, int64_t end, float* room) const {
-    if constexpr (std::is_same_v<Slots, FloatSlots>) {
+  Head<Plain<float>> slots(int64_t first, int64_t end, float* room) const {
+    if constexpr (std::is_same_v<Slots, Plain<float>>) {
       if (first >= copied) return exact;
     }
     for (int64_t slot = first; slot < end; ++slot) {

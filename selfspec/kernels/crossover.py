@@ -40,18 +40,24 @@ class Crossover:
     Attributes:
         narrow: with weights of up to 2,048 inputs.
         wide: with more.
-        bfloat16: with weights in bfloat16, for which torch uses instructions of its own at more rows.
+        bfloat16: with weights in bfloat16, for which torch uses instructions of its own at more rows, where there are
+            some.
+        float16: with weights in float16, the same.
     """
 
     narrow: int
     wide: int
     bfloat16: int
+    float16: int
 
     def rows(self, dtype: torch.dtype, inputs: int) -> int:
-        """Return the most rows for weights of a dtype and a number of inputs."""
-        if dtype == torch.bfloat16:
-            return self.bfloat16
+        """Return the most rows for weights of a dtype and a number of inputs; `MOST_ROWS`: any number."""
+        if dtype.itemsize == 2:
+            return self.bfloat16 if dtype == torch.bfloat16 else self.float16
         return self.wide if inputs > _WIDE else self.narrow
+
+
+_CAUTIOUS = Crossover(16, 16, _FEWEST, _FEWEST)
 
 
 @cache
@@ -59,24 +65,26 @@ def crossover() -> Crossover:
     """Return this machine's: measured, kept from an earlier trial, or by a trial."""
     library, processor = native.library(), device_name(torch.device("cpu"))
     variant = "none" if library is None else library.variant
+    if variant == "v3":
+        # Without AVX-512 torch multiplies numbers of 16 bits one by one.
+        return Crossover(16, 16, native.MOST_ROWS, native.MOST_ROWS)
     if variant not in ("vnni", "v4"):
-        return Crossover(16, 16, _FEWEST)
+        return _CAUTIOUS
     if processor.startswith("AMD"):
-        return Crossover(native.MOST_ROWS, 128, _FEWEST)
+        return Crossover(native.MOST_ROWS, 128, _FEWEST, native.MOST_ROWS)
     file = cache_folder() / f"crossover-{variant}.json"
     kept = _read(file, processor)
     if kept is None:
         _keep(file, processor, tried())
         # Another process may have kept its own at the same time: all take what is there.
         kept = _read(file, processor)
-    return Crossover(16, 16, _FEWEST) if kept is None else kept
+    return _CAUTIOUS if kept is None else kept
 
 
 def tried() -> Crossover:
     """Time both products on this machine, by turns, over more and more rows, until torch's is faster."""
-    return Crossover(
-        _most(torch.float32, _NARROW_WEIGHT), _most(torch.float32, _WIDE_WEIGHT), _most(torch.bfloat16, _NARROW_WEIGHT)
-    )
+    halves = (_most(dtype, _NARROW_WEIGHT) for dtype in (torch.bfloat16, torch.float16))
+    return Crossover(_most(torch.float32, _NARROW_WEIGHT), _most(torch.float32, _WIDE_WEIGHT), *halves)
 
 
 @torch.no_grad()

@@ -25,8 +25,11 @@ from selfspec.errors import UnsupportedOptionError
 MOST_ROWS = 1024
 """The most rows of one product."""
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of weights that the kernels take, besides int8."""
+
+IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights and slots that the kernels read to compute in float32, and in which they store slots."""
 
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
@@ -61,7 +64,7 @@ class Kind(IntEnum):
     CHOOSE = 11
 
 
-NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4}
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4, torch.float16: 7}
 """Numbers of dtypes in `program.cpp`: bytes hold two weights in 4 bits."""
 
 FLOAT_COLUMNS, FLOAT64 = 5, 6
@@ -263,7 +266,7 @@ def attend_alone(
         raise RuntimeError("attend_alone: heads do not share those of keys")
     if queries.dtype != dtype or values.dtype != dtype:
         raise RuntimeError("attend_alone: dtypes differ")
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in IN_FLOAT32:
         raise RuntimeError(f"attend_alone: slots in {dtype}")
     states = queries.float().contiguous()
     k, v = (each if each.stride()[2:] == (each.shape[3], 1) else each.contiguous() for each in (keys, values))

@@ -9,24 +9,7 @@
 #include <cmath>
 
 #include "lanes.h"
-
-// How weights are stored, in what they are summed, and how a vector of them is read.
-template <typename Number>
-struct Plain {
-  using Stored = Number;
-  using Sum = Number;
-  static inline auto lanes(const Number* from) { return read<Number, kLanes<Number>>(from); }
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  using Sum = float;
-  static inline auto lanes(const uint16_t* from) {
-    constexpr int lanes = kLanes<float>;
-    const auto bits = __builtin_convertvector(read<uint16_t, lanes>(from), typename Lanes<uint32_t, lanes>::Vector) << 16;
-    return read<float, lanes>(&bits);
-  }
-};
+#include "numbers.h"
 
 #if !defined(__AVX512VNNI__)
 struct Int8 {

@@ -21,6 +21,7 @@
 #include "four_bits.h"
 #include "functions.h"
 #include "maps.h"
+#include "numbers.h"
 #include "products.h"
 #include "states.h"
 #include "team.h"
@@ -30,7 +31,7 @@ namespace {
 enum class Kind : int64_t {
   kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kRoundSlots, kChoose
 };
-enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble };
+enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16 };
 
 // What the table has before the addresses of the tensors of a call.
 enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kTop, kTopWords, kFirstTensor };
@@ -64,6 +65,17 @@ struct Words {
     return found;
   }
 };
+
+// Calls `work` with how numbers of a dtype are stored.
+template <typename Work>
+void stored_as(Dtype dtype, const Work& work) {
+  switch (dtype) {
+    case Dtype::kFloat: return work(Plain<float>{});
+    case Dtype::kBFloat16: return work(BFloat16{});
+    case Dtype::kFloat16: return work(Float16{});
+    default: return;
+  }
+}
 
 // Room that grows as needed.
 struct Room {
@@ -105,12 +117,8 @@ void run_product(Words& words, Worker& worker) {
   if (dtype == Dtype::kDouble) {
     run(Product<Plain<double>>{in_doubles(x), in_doubles(weight), reinterpret_cast<double*>(y), nullptr,
                                in_doubles(bias), in_doubles(residual), in, out});
-  } else if (dtype == Dtype::kFloat) {
-    run(Product<Plain<float>>{x, static_cast<const float*>(weight), y, nullptr, bias, residual, in, out});
   } else if (dtype == Dtype::kFloatColumns) {
     ColumnsProduct{x, static_cast<const float*>(weight), y, bias, residual, in, out}.run(rows, share.begin, share.end);
-  } else if (dtype == Dtype::kBFloat16) {
-    run(Product<BFloat16>{x, static_cast<const uint16_t*>(weight), y, nullptr, bias, residual, in, out});
   } else if (dtype == Dtype::kInt8) {
 #if defined(__AVX512VNNI__)
     const int64_t groups = IntegerProduct::groups_of(in);
@@ -126,7 +134,7 @@ void run_product(Words& words, Worker& worker) {
 #else
     run(Product<Int8>{x, static_cast<const int8_t*>(weight), y, scales, bias, residual, in, out});
 #endif
-  } else {
+  } else if (dtype == Dtype::kInt4) {
     using namespace four_bits;
     const int64_t groups = in / kGroup, blocks = (groups + kGroups - 1) / kGroups;
     auto* rounded = worker.room.of<RoundedBlock>(rows * blocks);
@@ -137,6 +145,12 @@ void run_product(Words& words, Worker& worker) {
       }
     }
     run(FourBitsProduct{rounded, static_cast<const uint8_t*>(weight), y, bias, residual, groups, out});
+  } else {
+    stored_as(dtype, [&, in = in, out = out](auto stored) {
+      using Weight = decltype(stored);
+      const auto* from = static_cast<const typename Weight::Stored*>(weight);
+      run(Product<Weight>{x, from, y, nullptr, bias, residual, in, out});
+    });
   }
 }
 
@@ -197,8 +211,7 @@ void write_slots(Words& words, Worker& worker) {
 // kWrite: dtype, sizes (batch, heads, tokens, size), whether all rows have the same slots; buffer; states, their
 // strides.
 void run_write(Words& words, Worker& worker) {
-  if (words.kind<Dtype>() == Dtype::kFloat) return write_slots<FloatSlots>(words, worker);
-  write_slots<BFloat16Slots>(words, worker);
+  stored_as(words.kind<Dtype>(), [&](auto stored) { write_slots<decltype(stored)>(words, worker); });
 }
 
 template <typename Slots>
@@ -292,8 +305,7 @@ void attend_slots(Words& words, Worker& worker) {
 // strides; keys; values; y, `[batch, tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they
 // hold, levels and factors of keys and of values; the mask, `[batch, places]`.
 void run_attend(Words& words, Worker& worker) {
-  if (words.kind<Dtype>() == Dtype::kFloat) return attend_slots<FloatSlots>(words, worker);
-  attend_slots<BFloat16Slots>(words, worker);
+  stored_as(words.kind<Dtype>(), [&](auto stored) { attend_slots<decltype(stored)>(words, worker); });
 }
 
 struct Source {
@@ -308,12 +320,11 @@ struct Source {
       for (int64_t i = 0; i < count; ++i) to[i] = convert(from[offset + i * step]);
     };
     if (!at) return static_cast<void>(std::fill_n(to, count, fixed));
-    switch (dtype) {
-      case Dtype::kFloat: return copy([](float a) { return a; }, reinterpret_cast<const float*>(at));
-      case Dtype::kBFloat16: return copy(BFloat16Slots::number, reinterpret_cast<const uint16_t*>(at));
-      case Dtype::kInt64: return copy([](int64_t a) { return float(a); }, reinterpret_cast<const int64_t*>(at));
-      default: return;
-    }
+    if (dtype == Dtype::kInt64) return copy([](int64_t a) { return float(a); }, reinterpret_cast<const int64_t*>(at));
+    stored_as(dtype, [&](auto stored) {
+      using Number = decltype(stored);
+      copy(Number::number, reinterpret_cast<const typename Number::Stored*>(at));
+    });
   }
 };
 
@@ -406,8 +417,7 @@ void attend_alone(Words& words, Worker& worker) {
 // a token sees the slots up to its own alone, scale; queries; keys, values, and each's strides of rows and heads; which
 // slots a token sees, `[batch, tokens, slots]`; y, `[batch, tokens, heads, size of values]`.
 void run_attend_alone(Words& words, Worker& worker) {
-  if (words.kind<Dtype>() == Dtype::kFloat) return attend_alone<FloatSlots>(words, worker);
-  attend_alone<BFloat16Slots>(words, worker);
+  stored_as(words.kind<Dtype>(), [&](auto stored) { attend_alone<decltype(stored)>(words, worker); });
 }
 
 template <int Bits, typename Slots>
@@ -434,12 +444,10 @@ void round_slots(Words& words, Worker& worker) {
 // factors; of each row the first slot to round and the one behind the last.
 void run_round_slots(Words& words, Worker& worker) {
   const int64_t bits = words.number();
-  const bool wide = words.kind<Dtype>() == Dtype::kFloat;
-  if (bits == 8) {
-    wide ? round_slots<8, FloatSlots>(words, worker) : round_slots<8, BFloat16Slots>(words, worker);
-  } else {
-    wide ? round_slots<4, FloatSlots>(words, worker) : round_slots<4, BFloat16Slots>(words, worker);
-  }
+  stored_as(words.kind<Dtype>(), [&](auto stored) {
+    using Slots = decltype(stored);
+    bits == 8 ? round_slots<8, Slots>(words, worker) : round_slots<4, Slots>(words, worker);
+  });
 }
 
 // kChoose: rows, tokens that logits are of, vocabulary, temperature, top-k, top-p, logits; the ids of these tokens and

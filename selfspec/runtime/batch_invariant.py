@@ -33,7 +33,6 @@ from selfspec.runtime.runtime import Eager
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _NAME = "selfspec_alone"
-_DTYPES = (torch.float32, torch.bfloat16)
 # Pointwise functions.
 _POINTWISE = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
 # Pointwise functions that a mixture of experts may call itself, and products that it may not call.
@@ -53,8 +52,8 @@ class BatchInvariant(Eager):
     """Runs the stock modules with products and attention that give a token the same bits whatever is read beside it.
 
     A token's logits are the same alone, in a draft and in a batch, so drafts leave the text of plain decoding unchanged
-    in bfloat16, too. It runs models on a CPU in float32 or bfloat16, made of linear layers, mixtures of experts, norms
-    and attention over keys, and needs selfspec's CPU kernels. The last bits differ from those of
+    in bfloat16, too. It runs models on a CPU in float32, bfloat16 or float16, made of linear layers, mixtures of
+    experts, norms and attention over keys, and needs selfspec's CPU kernels. The last bits differ from those of
     `model.generate`.
     """
 
@@ -78,8 +77,8 @@ def _reasons(model: PreTrainedModel, adapter: Adapter) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             yield f"it runs on a CPU, and {name} is on {parameter.device}"
-        if parameter.dtype not in _DTYPES:
-            yield f"{name} is in {parameter.dtype}; load it with dtype float32 or bfloat16"
+        if parameter.dtype not in native.IN_FLOAT32:
+            yield f"{name} is in {parameter.dtype}; load it with dtype float32, bfloat16 or float16"
     # Routers are siblings of their experts, or part of the module that holds them.
     mixing = {id(part) for block in model.modules() if _mixes(block) for part in (block, *block.children())}
     for name, module in model.named_modules():
@@ -94,7 +93,7 @@ def _reasons(model: PreTrainedModel, adapter: Adapter) -> Iterator[str]:
 
 
 def _in_one_order(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module | None:
-    if is_plain(module) and module.weight.dtype in _DTYPES:
+    if is_plain(module) and module.weight.dtype in native.IN_FLOAT32:
         return view_running(module, partial(_product, module))
     if type(module) in _POINTWISE and not any(True for _ in module.parameters()):
         return view_running(module, partial(_in_whole_vectors, partial(type(module).forward, module)))

@@ -103,9 +103,9 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
 def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) -> Tensor:
     rows = math.prod(int(size) for size in states.shape[:-1])
     # Autocast changes what torch's own products compute in.
-    if rows > most or torch.is_autocast_enabled("cpu"):
+    if min(rows, native.MOST_ROWS) > most or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
-    return native.few_rows(states, linear.weight, linear.bias)
+    return native.few_at_a_time(lambda some: native.few_rows(some, linear.weight, linear.bias), states)
 
 
 def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:

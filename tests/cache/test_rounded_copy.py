@@ -145,7 +145,7 @@ def test_keys_and_values_that_are_kept_otherwise_are_refused(llama: PreTrainedMo
 @pytest.mark.kernels
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("size", [6, 64, 192])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernels_round_alike(bits: CacheBits, size: int, dtype: torch.dtype) -> None:
     assert native.available()
     exact = states(3, 2, 9, size).to(dtype)

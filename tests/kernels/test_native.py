@@ -17,9 +17,11 @@ from selfspec.formats.int8 import Int8, Int8Linear
 from selfspec.formats.packed import PackedLinear
 from selfspec.kernels import native
 from selfspec.runtime.few_rows import for_few_rows
+from selfspec.runtime.native.instructions import FIRST_TENSOR
 
 # Each tile, halves of tiles, and halves of these.
 ROWS = (*range(1, 18), 27, 41, 64, 203)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 pytestmark = pytest.mark.kernels
@@ -54,6 +56,61 @@ def test_products_are_torchs(dtype: torch.dtype, bias: bool, outputs: int, input
         assert found.dtype == dtype
         tolerance = 16 * torch.finfo(dtype).eps * (1 + inputs**0.5)
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(7, 15), (33, 100), (24, 576)])
+def test_products_with_weights_in_16_bits_are_those_in_float32(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, states = drawn(outputs, inputs).to(dtype), drawn(ROWS[-1], inputs).float()
+    for rows in ROWS:
+        expected = native.few_rows(states[:rows], weight.float(), None)
+        assert torch.equal(native.few_rows(states[:rows], weight, None), expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_in_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    numbers = every(dtype)
+    found = torch.empty(len(numbers))
+    sizes = (native.NUMBERS[dtype], len(numbers), 1, len(numbers))
+    native.run_one(native.Kind.EMBED, (*sizes, numbers, torch.arange(len(numbers)), found), 1)
+    assert_same_bits(found, numbers.float())
+    # In all places of a vector.
+    weight = torch.zeros(len(numbers), 32, dtype=dtype)
+    places = torch.arange(len(numbers))
+    weight[places, places % 32] = numbers
+    assert_same_bits(native.few_rows(torch.ones(1, 32), weight, None)[0], numbers.float() + 0.0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_slots_in_16_bits_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    exact = every(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    # Numbers halfway between two, those beside them, beyond the last, and all others.
+    halfway = exact[:-1] + exact.diff() / 2
+    beyond = torch.tensor([65504.0, 65519.99, 65520, 7e4, 3.4e38, torch.inf, torch.nan])
+    near = [halfway, halfway.nextafter(exact[1:]), halfway.nextafter(exact[:-1])]
+    states = torch.cat([exact, *near, beyond, -beyond, drawn(999).float()])
+    slots, found = torch.zeros(1, dtype=torch.int64), torch.empty(len(states), dtype=dtype)
+    sizes = native.NUMBERS[dtype], 1, 1, 1, len(states), True
+    program = (0, native.Kind.WRITE, *sizes, FIRST_TENSOR, 0, FIRST_TENSOR + 1, 0, 0, 0, 0, 1, native.Kind.END)
+    given = (0, 1, slots.data_ptr(), *[0] * (FIRST_TENSOR - 3))
+    library = native.library()
+    assert library is not None
+    library.run(native.words(program), native.words((*given, found.data_ptr(), states.data_ptr())), 1)
+    assert_same_bits(found, states.to(dtype))
+
+
+def every(dtype: torch.dtype) -> torch.Tensor:
+    """Every pattern of 16 bits as a number."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Numbers are the same, zeros of the same sign, and what is no number is none."""
+    numbers = expected == expected
+    assert torch.equal(found == found, numbers)
+    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+    assert torch.equal(found.view(bits)[numbers], expected.view(bits)[numbers])
 
 
 def dense(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

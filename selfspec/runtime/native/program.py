@@ -21,7 +21,6 @@ from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import Chain, ChainStep, Draws
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
 
-_DTYPES = (torch.float32, torch.bfloat16)
 # Tokens of a pass. A prompt is read once, so no program is made for each of its lengths.
 _MOST_TOKENS = MOST_NODES
 # The same in bfloat16, and without AVX-512.
@@ -79,7 +78,7 @@ class Native(Runtime):
 
     def takes(self, example: PassTensors) -> bool:
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
-        known = slots.device.type == "cpu" and slots.dtype in _DTYPES
+        known = slots.device.type == "cpu" and slots.dtype in native.IN_FLOAT32
         # Products in bfloat16 take longer than torch's, but between them a program saves the time of Python.
         wide = slots.dtype == torch.float32 and has_avx512()
         most = _MOST_TOKENS if wide else _NARROW

@@ -37,6 +37,7 @@ from selfspec.runtime.runner import ModelRunner
 pytestmark = pytest.mark.kernels
 
 PROMPT, NEW = 7, 30
+HALVES = (torch.bfloat16, torch.float16)
 DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
     "plain": None,
     "exit": selfspec.drafts.EarlyExit(1),
@@ -114,9 +115,22 @@ def proved_of(model: PreTrainedModel, draft: selfspec.drafts.Drafter | None = No
     return set(spec.programs.proved)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_bfloat16_agrees_to_half_its_digits(family: str) -> None:
-    assert proved_of(built(family, torch.bfloat16), selfspec.drafts.LowPrecision())
+def test_dtypes_of_16_bits_agree_to_half_their_digits(family: str, dtype: torch.dtype) -> None:
+    assert proved_of(built(family, dtype), selfspec.drafts.LowPrecision())
+
+
+@pytest.mark.parametrize(("draft", "dtype"), in_turns(tuple(DRAFTS), HALVES))
+@torch.no_grad()
+def test_greedy_text_in_16_bits_is_the_stock_models_up_to_near_ties(draft: str, dtype: torch.dtype) -> None:
+    model = built("llama", dtype)
+    spec = wrapped(model, Native(after=0), DRAFTS[draft])
+    text = spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False).sequences
+    assert spec.programs.proved
+    logits = model(text).logits[0, PROMPT - 1 : -1].float()
+    best, chosen = logits.amax(1), logits.gather(1, text[0, PROMPT:, None])[:, 0]
+    assert (best - chosen).max() <= 8 * torch.finfo(dtype).eps * logits.abs().max()
 
 
 def test_other_dtypes_run_on_the_stock_modules() -> None:
