@@ -285,11 +285,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(match: str, options: dict[st
                 call(**{"input_ids": PROMPT, "max_new_tokens": 3, **options})
 
 
-def test_a_model_that_drafts_beside_is_refused() -> None:
-    with nothing_runs() as spec, pytest.raises(UnsupportedOptionError, match=r"assistant_model.*drop it"):
-        spec.generate(PROMPT, max_new_tokens=3, assistant_model=tiny.llama())
-
-
 # Prompts and masks.
 
 
@@ -353,11 +348,6 @@ def test_prompts_that_do_not_fit_are_refused(match: str, ids: Tensor | None, mas
         for call in (spec.generate, spec.stream):
             with pytest.raises(PromptError, match=match):
                 call(ids, mask, max_new_tokens=new)
-
-
-def test_a_prompt_is_given_once() -> None:
-    with nothing_runs() as spec, pytest.raises(PromptError, match="pass the prompt once: as input_ids or as inputs"):
-        spec.generate(PROMPT, inputs=PROMPT, max_new_tokens=3)
 
 
 _NO_INTEGERS = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64)

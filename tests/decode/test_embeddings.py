@@ -34,17 +34,6 @@ def embedded(model: PreTrainedModel, length: int = 7, rows: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_embeddings_alone_give_new_tokens_alone(architecture: str, draft: Drafter | None) -> None:
-    model = tiny.BUILDERS[architecture]()
-    embeddings = embedded(model)
-    wanted = model.generate(inputs_embeds=embeddings, **GREEDY)
-    assert wanted.shape == (1, 12)
-    spec = selfspec.wrap(model, draft, draft_length=3)
-    assert torch.equal(spec.generate(inputs_embeds=embeddings, **GREEDY).sequences, wanted)
-    assert torch.equal(model.generate(inputs_embeds=embeddings, custom_generate=spec, **GREEDY), wanted)
-
-
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_a_left_padded_batch_of_embeddings(architecture: str, draft: Drafter | None) -> None:
     model = tiny.BUILDERS[architecture]()
     options = {"inputs_embeds": embedded(model, rows=3), "attention_mask": MASK, **GREEDY}

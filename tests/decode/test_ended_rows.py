@@ -68,18 +68,6 @@ def test_greedy_rows_are_what_they_are_alone(architecture: str, draft: Drafter |
     assert {1, ROWS} <= run
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=str)
-def test_coupled_rows_keep_their_own_noise(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": 5, "pad_token_id": 0, **NO_END, **options}
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), accept="coupled", draft_length=4)
-    whole = spec.generate(**ragged(), **sampled).sequences[:, WIDTH:].tolist()
-    seen = batches(llama)
-    out = spec.generate(**ragged(), stopping_criteria=[own_length], **sampled)
-    assert min(seen) == 1
-    for row, length in enumerate(LENGTHS):
-        assert out.sequences[row, WIDTH : WIDTH + length].tolist() == whole[row][:length]
-
-
 def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [own_length], **NO_END}
     seen = batches(llama)

@@ -109,4 +109,6 @@ def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedMo
     # (1 - TV) / (1 + TV) is convex in 1 - TV, so the mean over places is no less than this of the mean.
     optimum = stats.optimal_acceptance_rate
     assert stats.judged > 1000
+    assert stats.acceptance_rate < optimum < 1
+    assert stats.to_dict()["optimal_acceptance_rate"] == optimum
     assert stats.acceptance_rate > optimum / (2 - optimum) - 0.05

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import Altered, Propose
-from helpers.joints import EOS, PROMPTS, TOKENS, Warp, holm_rejects, p_values, small
+from helpers.drafting import Altered, Propose, poisoning
+from helpers.joints import PROMPTS, TOKENS, Warp, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.output import Round
@@ -149,41 +149,6 @@ def test_rows_of_different_lengths_are_not_brought_into_lockstep() -> None:
     assert len(committed(kept)) > 1
 
 
-def rejected(rows: int, batches: int) -> list[str]:
-    """The settings in which texts of batches of one prompt do not follow their joint."""
-    found: dict[str, float] = {}
-    adaptive = InStep(3, threshold=0.45)
-    settings: list[tuple[str, Control, int | None]] = [
-        ("token", InStep(3), None),
-        ("token", adaptive, EOS),
-        ("block", InStep(2), EOS),
-        ("block", adaptive, None),
-    ]
-    for number, (rule, control, eos) in enumerate(settings):
-        spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
-        fit = p_values(spec, Warp(), eos, prompts=PROMPTS[:1], rows=rows, batches=batches, seed=10_000 * number)
-        found |= {f"{rule} {control} {eos}": value for value in fit.values()}
-    return holm_rejects(found, 0.01)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(("rows", "batches"), [(3, 400), (2048, 3)], ids=["few rows", "many rows"])
-def test_samples_follow_the_exact_joint(rows: int, batches: int) -> None:
-    # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
-    assert rejected(rows, batches) == []
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("control", [InStep(4), selfspec.CostAware(costs=CHEAP)], ids=str)
-def test_coupled_rows_equal_plain_decoding(llama: PreTrainedModel, control: Control) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_k": None, "accept": "coupled"}
-    drafting = selfspec.wrap(llama, GOOD, draft_length=control)
-    for seed in range(3):
-        prompts = tiny.prompt(5, batch=3, seed=seed)
-        wanted = selfspec.wrap(llama).generate(prompts, seed=seed, **options).sequences
-        assert torch.equal(drafting.generate(prompts, seed=seed, **options).sequences, wanted)
-
-
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_rounds_counts_and_scores_are_those_of_what_was_committed(llama: PreTrainedModel, rule: str) -> None:
     prompts = tiny.prompt(5, batch=3)
@@ -233,22 +198,8 @@ def test_a_row_that_is_not_finite_does_not_stall_the_others() -> None:
     # Masked or not, NaN among the keys reaches the whole row under this kernel.
     model, prompts = tiny.llama(attention="eager"), tiny.prompt(6, batch=3)
     expected = model.generate(prompts, do_sample=False, max_new_tokens=24)
-    used = set(expected.flatten().tolist())
-    poison = next(token for token in range(tiny.VOCABULARY) if token not in used)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[poison] = float("nan")
-    rounds: list[int] = []
-
-    def poisoning(propose: Propose, batch: Any, budget: Budget) -> Draft:
-        made = propose(batch, budget)
-        rounds.append(budget.depth)
-        if len(rounds) == 3:
-            made.tokens[0, -1] = poison
-        return made
-
-    stream = selfspec.wrap(model, Altered(selfspec.drafts.EarlyExit(3), poisoning), draft_length=InStep(3)).stream(
-        prompts, do_sample=False, max_new_tokens=24
-    )
+    drafter = poisoning(model, selfspec.drafts.EarlyExit(3), expected, rows=slice(1), rounds=[3])
+    stream = selfspec.wrap(model, drafter, draft_length=InStep(3)).stream(prompts, do_sample=False, max_new_tokens=24)
     chunks = list(stream)
     assert any(not chunk.rows[0].tokens and chunk.rows[1].tokens and chunk.rows[2].tokens for chunk in chunks)
     assert torch.equal(stream.output().sequences, expected)

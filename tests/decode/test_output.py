@@ -184,15 +184,6 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
             assert (scores[row, length:] == 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True}, {"output_scores": True}], ids=str)
-def test_nothing_is_kept_for_those_who_do_not_ask(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    out = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).generate(
-        tiny.prompt(5), max_new_tokens=4, **options
-    )
-    assert out.scores is None
-    assert out.logits is None
-
-
 def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrainedModel) -> None:
     stream = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4).stream(
         tiny.prompt(5, 2), max_new_tokens=12, do_sample=False, **ASKED

@@ -200,18 +200,6 @@ def test_what_runs_around_the_layers_counts(name: str) -> None:
     assert torch.equal(spec.generate(ids, prefill_chunk_size=4, **GREEDY).sequences, pieces)
 
 
-@pytest.mark.parametrize("name", HONOURED)
-def test_what_runs_around_the_layers_counts_in_an_engine(name: str) -> None:
-    model = HONOURED[name][0](tiny.llama())
-    prompts = [tiny.prompt(length, seed=length) for length in (5, 9, 2)]
-    wanted = [model.generate(ids, **GREEDY)[0, ids.shape[1] :].tolist() for ids in prompts]
-    with Engine(selfspec.wrap(model, "lookup+exit:2", draft_length=3), prefill_tokens=4) as engine:
-        tickets = [
-            engine.submit(RowRequest(tuple(ids[0].tolist()), NEW, SamplingParams(temperature=0))) for ids in prompts
-        ]
-        assert [ticket.tokens(60) for ticket in tickets] == wanted
-
-
 def test_what_comes_later_counts_at_the_next_call(llama: PreTrainedModel) -> None:
     """Recorded passes and an engine's runner are of the model as it was."""
     ids = tiny.prompt(9)

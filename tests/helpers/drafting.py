@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -165,3 +166,24 @@ class _Altered(Proposer):
 
     def learn(self, *given: Any) -> None:
         self._inner.learn(*given)
+
+
+def poisoning(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    text: Tensor,
+    rows: slice = slice(None),
+    rounds: Container[int] = range(1, 10**6),
+) -> Altered:
+    """Let the last token of a draft be one that the text has not, and whose embedding becomes NaN."""
+    poison = next(token for token in range(tiny.VOCABULARY) if token not in text)
+    model.get_input_embeddings().weight.data[poison] = torch.nan
+    number = itertools.count(1)
+
+    def spoil(propose: Propose, batch: Any, budget: Budget) -> Draft:
+        made = propose(batch, budget)
+        if next(number) in rounds:
+            made.tokens[rows, -1] = poison
+        return made
+
+    return Altered(drafter, spoil)

@@ -36,10 +36,8 @@ _JOINT = "test_generate.py::test_samples_follow_the_exact_joint"
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _ROWS = "test_rows_of_one_prompt_are_independent_samples"
 _COUPLED = "test_coupled_drafts_are_accepted_as_often_as_is_promised"
-_GREEDY = "test_greedy_equals_stock_generate"
 _RAGGED = _STOCK
 _EXACT_LENGTH = "test_max_new_tokens_is_exact_to_the_token"
-_EOS = "test_an_end_of_sequence_token_inside_an_accepted_run_ends_the_row"
 _SEEDS = "test_a_seed_gives_the_same_tokens_and_another_seed_others"
 _CACHE = "test_shared_cache.py"
 _PROCESSORS = "test_greedy_equals_stock_generate_on_a_ragged_batch"
@@ -47,10 +45,8 @@ _PLACES = "test_places_of_rows_at_different_lengths_are_processed_with_their_own
 _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
 _CRITERIA = "test_a_criterion_sees_each_token_once_and_ends_the_text_there"
 _ENDED = "test_greedy_rows_are_what_they_are_alone"
-_DRAWN = "test_rounds_of_a_network_draw_from_its_joint"
 _ALONE = "test_every_draft.py::test_a_row_alone_is_its_row_in_a_batch"
 _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
-_NOISE = "test_coupled_rows_keep_their_own_noise"
 _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _CONTROLLED = "test_control.py::test_greedy_text_is_stock_text"
 _IN_STEP = "test_lockstep.py"
@@ -151,10 +147,10 @@ CATALOGUE = (
     Mutation("off by one row of logits: the token after the draft from the place before", "TokenLevel.recovery_probs",
         "(rows, place)", "(rows, (place - 1).clamp(min=0))", (_RULES_PROOF,)),
     Mutation("off by one row of logits: every draft token judged by the row after its own", "run_round",
-        "target.logits", "target.logits.roll(-1, 1)", (_GREEDY,)),
-    Mutation("acceptance and residual share their noise", "accept", "Purpose.RECOVER", "Purpose.ACCEPT", (_DRAWN,)),
+        "target.logits", "target.logits.roll(-1, 1)", (_STOCK,)),
+    Mutation("acceptance and residual share their noise", "accept", "Purpose.RECOVER", "Purpose.ACCEPT", (_SAMPLES,)),
     Mutation("all draft tokens of a round are drawn with the same noise", "Batch.draw_draft",
-        "self.sampling.draw(_1, _2, _3, place)", "self.sampling.draw(_1, _2, _3, 0)", (_DRAWN,)),
+        "self.sampling.draw(_1, _2, _3, place)", "self.sampling.draw(_1, _2, _3, 0)", (_SAMPLES,)),
     Mutation("draft tokens of a chain and their acceptance share their noise", "Batch.draws", "Purpose.DRAFT",
         "Purpose.ACCEPT", ("test_tokens_are_those_of_single_steps", "-m", "kernels")),
     Mutation("a chain goes on after the control has ended the draft", "follow",
@@ -203,7 +199,7 @@ CATALOGUE = (
         "torch.arange(visible, device=exact.device) <= lengths[:, None]",
         ("test_numbers_move_by_half_a_level_of_their_group",)),
     Mutation("a round reuses the noise of the round before", "begin_round", "batch.noise.begin_round()", "None",
-        (_DRAWN,)),
+        (_SAMPLES,)),
     Mutation("a round reuses the noise of the one eight rounds before", "Noise._bits", "rounds + self._rounds[:, None]",
         "rounds + 0 * self._rounds[:, None]", ("test_noise.py",)),
     Mutation("rows that are left reuse the noise of their first rounds", "Noise._of_rows",
@@ -214,7 +210,7 @@ CATALOGUE = (
     Mutation("all rows of a coupled generation draw with the same noise", "Noise.exponentials", "keys[:, None]",
         "keys[:1, None]", (_ROWS,)),
     Mutation("a row's noise is that of its index among the rows that are left, not of its number", "Noise.narrowed",
-        "self._keys[list(kept)]", "self._keys[: len(kept)]", (_NOISE, _DROPPED)),
+        "self._keys[list(kept)]", "self._keys[: len(kept)]", (_DROPPED,)),
     Mutation("the race for a draw is run with uniform noise, not exponential", "race_noise", "place.exponential_",
         "place.uniform_", ("test_noise.py",)),
     Mutation("a draw may fall on what has no weight", "drawn_by_inversion", "torch.searchsorted(sums, _1, right=True)",
@@ -264,7 +260,7 @@ CATALOGUE = (
         "self._group.sequences.text_ends.get(row, length)", "length",
         ("test_stopping.py",)),
     Mutation("a draft that ends early in a row leaves the residual there", "ended", "probs * judged[..., None]",
-        "probs", (_DRAWN,)),
+        "probs", (_SAMPLES,)),
     Mutation("a row accepts tokens after the end of its draft", "accept", "mask &= judged", "pass", (_ALONE,)),
     Mutation("probabilities in the precision of the logits, not in float32", "Warping.scores", "logits.float",
         "logits.clone", ("test_processors.py", "-k", "float32")),
@@ -275,7 +271,7 @@ CATALOGUE = (
         "(found.finite,)", ("test_generate.py", "-k", "not_finite")),
     # Where text ends.
     Mutation("an end-of-sequence token inside an accepted run is not seen", "Stopping.shortened",
-        "first_end(run, self.eos)", "len(run)", (_EOS,)),
+        "first_end(run, self.eos)", "len(run)", (_STOCK,)),
     Mutation("an accepted run overshoots max_new_tokens", "Stopping.shortened",
         "min(first_end(run, self.eos) + 1, self.max_new_tokens - len(tokens))", "first_end(run, self.eos) + 1",
         (_EXACT_LENGTH, "test_generate.py", "test_request.py")),
@@ -314,11 +310,11 @@ CATALOGUE = (
     # The cache.
     Mutation("every draft step writes over the last committed token", "LayerPathProposer.propose",
         "PassRequest(_1, _2, head=_3, first=first)", "PassRequest(_1, _2, head=_3, first=-1)",
-        (_GREEDY,)),
+        (_STOCK,)),
     Mutation("the cursor is one too far after a rejection", "commit", "len(rows[row].tokens)",
-        "len(rows[row].tokens) + (rows[row].accepted < draft.length)", (_GREEDY,)),
+        "len(rows[row].tokens) + (rows[row].accepted < draft.length)", (_STOCK,)),
     Mutation("positions are one off", "SharedCache._positions", "slots if block is None else _1",
-        "slots + 1 if block is None else _1", (_GREEDY, "test_adapters.py")),
+        "slots + 1 if block is None else _1", (_STOCK, "test_adapters.py")),
     Mutation("ragged rows are written where the longest one stands", "Cursors._starts", "to_device(self.seq_lens, _1)",
         "to_device([max(self.seq_lens)] * len(self.seq_lens), _1)", (_RAGGED,)),
     Mutation("the mask of ragged rows admits rejected tokens of other rounds", "_by_slots", "slots[row, query]",
@@ -492,9 +488,9 @@ CATALOGUE = (
         ("test_the_target_keeps_its_weights",)),
     Mutation("verification resumes at the last skipped sublayer, not the first", "LayerPath.resume_point",
         "min(self.skipped | self.substituted, default=None)", "max(self.skipped | self.substituted, default=None)",
-        (_GREEDY, "test_layer_path.py")),
+        (_STOCK, "test_layer_path.py")),
     Mutation("the states of the last draft token come first", "verify", "[draft.resume.states, tail]",
-        "[tail, draft.resume.states]", (_GREEDY,)),
+        "[tail, draft.resume.states]", (_STOCK,)),
     Mutation("gates are put on the model's own modules", "copied", "object.__new__(type(module))", "module",
         ("test_api.py",)),
     Mutation("the last draft token is read into the slot of the one before", "verify", "read - 1",
@@ -504,7 +500,7 @@ CATALOGUE = (
         "accepted.count.clamp(max=limit)", "accepted.count", (_IN_STEP,)),
     Mutation("a row that ends is not cut: ends come too often", "_settled", "run[:limit]",
         "run if set(run) & batch.groups[0].stopping.eos else run[:limit]",
-        ("test_lockstep.py::test_samples_follow_the_exact_joint",)),
+        (_MANY, "-k", "lockstep")),
     Mutation("a row in doubt that has no token stalls the others", "lockstep_limit",
         "(len(run) for run in runs if run or batch.needs_lockstep)", "(len(run) for run in runs)",
         ("test_a_row_that_is_not_finite_does_not_stall_the_others",)),
@@ -526,7 +522,7 @@ CATALOGUE = (
         "self.sampling.in_order or self.stopping.needs_lockstep", "self.sampling.in_order",
         ("test_remembering.py", "-k", "calls_and_text and criterion")),
     Mutation("a place is judged in order though a draft token spoiled it", "judge_in_order", "draft.length and broken",
-        "False", ("test_judge_in_order.py", "-k", "spoils")),
+        "False", ("test_processors.py", "-k", "spoils")),
     Mutation("a row that rejects does not end the round for the others", "judge_in_order",
         "all(row.ended or row.accepted > place for row in rows.values())",
         "any(row.ended or row.accepted > place for row in rows.values())",
