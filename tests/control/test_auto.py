@@ -63,15 +63,6 @@ def test_each_kind_of_decoding_has_its_draft(calibrated: PreTrainedModel, paths:
         assert _exits(drafts) == {exit_layer}
 
 
-def test_transformers_generate_is_served_too(calibrated: PreTrainedModel, paths: list[LayerPath]) -> None:
-    spec = wrap(calibrated, draft="auto")
-    prompt = tiny.prompt(9)
-    paths.clear()
-    out = calibrated.generate(prompt, custom_generate=spec, max_new_tokens=12, do_sample=False)
-    assert _exits(paths) == {2}
-    assert torch.equal(out, calibrated.generate(prompt, max_new_tokens=12, do_sample=False))
-
-
 def test_the_measured_costs_control_the_draft(llama: PreTrainedModel) -> None:
     """A draft step said to cost nothing is drafted on, one said to cost ten steps is not."""
     drafted = {}
@@ -120,13 +111,6 @@ def test_a_profile_of_another_model_is_refused(calibrated: PreTrainedModel, chan
 def test_a_choice_that_does_not_fit_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(DraftConfigError, match="out of range"):
         wrap(llama, draft=profile_of(llama, sampled=replace(SAMPLED, draft="exit:9")))
-
-
-def test_drafts_go_by_name_too(llama: PreTrainedModel) -> None:
-    assert wrap(llama, draft="exit:2").draft == EarlyExit(2)
-    assert wrap(llama, draft="none").draft is None
-    with pytest.raises(DraftConfigError, match="auto"):
-        wrap(llama, draft="automatic")
 
 
 def test_it_cannot_be_saved_with_the_model(calibrated: PreTrainedModel, tmp_path: Path) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.joints import Warp, assert_rows_are_stock, holm_rejects, p_value
-from helpers.tiny import in_turns
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
 from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
-from selfspec.control.costs import CostsByRows
-from selfspec.draft import Budget, Draft, Stateless
+from selfspec.draft import Budget, Draft
 
 CHEAP = selfspec.Costs(draft=0.1)
 DEAR = selfspec.Costs(draft=0.9, verify=1.2)
@@ -371,55 +365,6 @@ def test_other_controls_let_each_row_go_its_own_way(control: Control) -> None:
     assert not control.begin(CHEAP).keeps_lockstep()
 
 
-@dataclass
-class Toggling(Control, Controller):
-    """Lets every other round draft, and stops after one token or two by turns."""
-
-    most: Budget = field(default=Budget(3, 3))
-    rounds: int = field(default=0)
-
-    def __post_init__(self) -> None:
-        Controller.__init__(self, self.most)
-
-    def begin(self, costs: CostsByRows) -> Controller:
-        return Toggling()
-
-    def budget(self, remaining: int, unfinished: Any) -> Budget:
-        self.rounds += 1
-        return Budget.chain(min(3, remaining - 1) * (self.rounds % 2))
-
-    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        return self.rounds % 4 == 1
-
-
-CONTROLS: list[Control] = [CostAware(), CostAware(3, costs=CHEAP), selfspec.ConfidenceStop(0.1, 4), Toggling()]
-
-
-@st.composite
-def prompts(draw: st.DrawFn) -> list[int]:
-    return draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-
-
-DRAFTS: list[selfspec.drafts.Drafter] = [
-    selfspec.drafts.EarlyExit(2),
-    selfspec.drafts.LayerSkip(mlp=[3]),
-    selfspec.drafts.PromptLookup(1, 3),
-    selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 3), selfspec.drafts.EarlyExit(3)),
-]
-
-
-@pytest.mark.parametrize(("draft", "control"), in_turns(DRAFTS, CONTROLS))
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(prompts(), st.integers(1, 30), st.sampled_from([None, 3, [7, 30]]))
-def test_greedy_text_is_stock_text(
-    draft: selfspec.drafts.Drafter, control: Control, lengths: list[int], new: int, eos: Any
-) -> None:
-    model = tiny.llama()
-    spec = selfspec.wrap(model, draft, draft_length=control)
-    prompts = [tiny.prompt(length, seed=row) for row, length in enumerate(lengths)]
-    assert_rows_are_stock(model, spec, prompts, max_new_tokens=new, eos_token_id=eos)
-
-
 @pytest.mark.statistical
 def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is() -> None:
     # One row at a time, so that its own tokens decide, and not the mean of many.
@@ -447,45 +392,3 @@ def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
         assert len(lengths) > 1
         found[f"{control} {draft} {rule}"] = p_value(seen, joint(model, warp))
     assert holm_rejects(found, 0.01) == [], found
-
-
-def rounds_of(model: PreTrainedModel, draft: selfspec.drafts.Drafter, **options: Any) -> Iterator[int]:
-    spec = selfspec.wrap(model, draft, **options)
-    for chunk in spec.stream(tiny.prompt(6), max_new_tokens=120, do_sample=False):
-        yield len(chunk.rows[0].draft)
-
-
-def test_by_default_drafts_that_never_stand_are_given_up() -> None:
-    lengths = list(rounds_of(tiny.llama(), Wrong()))
-    assert sum(length > 0 for length in lengths) < 12
-    assert len(lengths) == 120
-
-
-def test_by_default_drafts_that_always_stand_go_on() -> None:
-    model = tiny.llama()
-    text = model.generate(tiny.prompt(6), do_sample=False, max_new_tokens=130)[0].tolist()
-    lengths = list(rounds_of(model, Right(tuple(text))))
-    assert set(lengths[:-1]) == {7}
-
-
-@dataclass(frozen=True)
-class Wrong(Stateless):
-    """Always drafts the same token; its steps cost as much as any draft's."""
-
-    def propose(self, batch: Any, budget: Budget) -> Draft:
-        length = budget.depth if batch.controller.tries(0) else 0
-        return Draft.chain(torch.full((1, length), 49), steps=length)
-
-    def cost(self, model: Any, adapter: Any) -> float:
-        return 0.2
-
-
-@dataclass(frozen=True)
-class Right(Stateless):
-    """Knows the text."""
-
-    text: tuple[int, ...]
-
-    def propose(self, batch: Any, budget: Budget) -> Draft:
-        start = batch.text_length(0)
-        return Draft.chain(torch.tensor([self.text[start : start + budget.depth]]), steps=budget.depth)

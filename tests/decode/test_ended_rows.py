@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.tiny import in_turns
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import Drafter
 
 ROWS, WIDTH, NEW = 6, 7, 24
@@ -77,19 +76,3 @@ def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> 
     assert set(seen) == {ROWS}
     assert out.cache is not None
     assert out.cache.layers[0].keys.shape[0] == ROWS
-
-
-def test_a_narrowed_cache_holds_the_rows_that_are_left_and_no_others() -> None:
-    cache = SharedCache(depth=2, batch=4, limit=9, slack=0, device=torch.device("cpu"))
-    states = torch.arange(4 * 3.0).reshape(4, 1, 3, 1)
-    for layer in range(2):
-        cache.update(states, -states, layer)
-    cache.commit([3, 1, 2, 3])
-    before = cache.nbytes
-    cache.narrow([1, 3])
-    assert cache.seq_lens == (1, 3)
-    assert cache.nbytes == before / 2
-    assert cache.most_bytes == before
-    for layer in cache.layers:
-        assert torch.equal(layer.keys[:, :, :3], states[[1, 3]])
-        assert torch.equal(layer.values[:, :, :3], -states[[1, 3]])
