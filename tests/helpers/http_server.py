@@ -69,6 +69,17 @@ class Running:
         messages = [{"role": "user", "content": "Tell me of Lily."}]
         return self.ask("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 8, **fields})
 
+    def respond(self, **fields: Any) -> Reply:
+        """Ask for a response."""
+        body = {"model": NAME, "input": "Tell me of Lily.", "max_output_tokens": 12, "temperature": 0, **fields}
+        return self.ask("/v1/responses", body)
+
+    def message(self, **fields: Any) -> Reply:
+        """Ask for a message."""
+        messages = [{"role": "user", "content": "Tell me of Lily."}]
+        body = {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+        return self.ask("/v1/messages", body)
+
     def settled(self) -> None:
         """Wait until no row is left."""
         for _ in range(500):

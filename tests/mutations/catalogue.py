@@ -54,6 +54,7 @@ _TREE_DRAFTS = "test_tree_drafts.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
+_TABLES = "test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
 _ALL_BUT_EQUAL = "test_an_assistant_that_is_all_but_equal_is_accepted_whole"
 _MODULES = "test_several_modules_draft_in_their_order"
@@ -665,9 +666,9 @@ CATALOGUE = (
         "width is not None and known + width <= boundary", "False",
         ("test_prompts_that_are_read_in_pieces_of_other_tables_are_refused",)),
     Mutation("serving: scrap behind the end of a row changes the rotary tables of all rows", "RowDecoder.begin",
-        "self._cache(limit)", "self._cache(self.context)", ("test_rotary_tables.py",)),
+        "self._cache(limit)", "self._cache(self.context)", (_TABLES,)),
     Mutation("serving: a kept cache is joined by a text of other rotary tables", "Scheduler._begun",
-        "tables(tokens) == tables(len(text))", "True", ("test_rotary_tables.py",)),
+        "tables(tokens) == tables(len(text))", "True", (_TABLES,)),
     Mutation("serving: short prompts pass a long one for ever", "Scheduler._passing", "first.passed >= _PASS", "False",
         ("test_a_few_short_prompts_are_read_before_long_ones_that_wait",)),
     Mutation("chat: a conversation that grew shorter keeps keys that were rotated for its length", "Conversation._keep",
@@ -681,7 +682,7 @@ CATALOGUE = (
         "tables_change(_1, _2, _3)", ("test_stock_passes.py", "test_served.py")),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py", "test_served.py")),
+        "with_states and any(width > 1 for width in widths[1:])", ("test_stock_passes.py",)),
     # Draft heads.
     Mutation("a head reads the token of a state, not the one after it", "PairState._next_pairs",
         "waiting.start + self._cache.seq_lens[number] + 1", "waiting.start + self._cache.seq_lens[number]", (_EAGLE,)),

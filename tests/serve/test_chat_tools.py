@@ -142,46 +142,6 @@ def test_calls_and_results_are_fed_back(bare: Running) -> None:
     assert reply.body["usage"]["prompt_tokens"] == len(bare.tokenizer(told, add_special_tokens=False).input_ids)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", "among"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"messages": [{"role": "user", "content": "a", "name": "Lily"}]}, "messages", "name"),
-        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "it reads kind"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "reads none"),
-        ({"continue_final_message": True}, "continue_final_message", "assistant"),
-        (
-            {
-                "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}],
-                "continue_final_message": True,
-                "add_generation_prompt": True,
-            },
-            "add_generation_prompt",
-            "drop",
-        ),
-        ({"min_tokens": 600}, "min_tokens", "room"),
-        (
-            {"tools": [WEATHER], "response_format": {"type": "regex", "pattern": "a"}},
-            "response_format",
-            "JSON alone",
-        ),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}],
-            },
-            "tools",
-            "'not'",
-        ),
-    ],
-)
-def test_refused_by_name(bare: Running, fields: dict[str, Any], param: str, words: str) -> None:
-    reply = bare.chat(**fields)
-    assert reply.status == 400, reply.raw
-    assert reply.body["error"]["param"] == param
-    assert words in reply.body["error"]["message"]
-
-
 def test_variables_of_the_template(bare: Running) -> None:
     plain = bare.chat(max_tokens=4).body["usage"]["prompt_tokens"]
     more = bare.chat(max_tokens=4, chat_template_kwargs={"kind": " (said kindly)"}).body["usage"]["prompt_tokens"]

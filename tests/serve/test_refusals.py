@@ -161,35 +161,82 @@ def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
     assert words in json.dumps(reply.body["error"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"prompts": "a"}, "prompts", "unrecognized"),
-        ({"guided_json": {}}, "guided_json", "unrecognized"),
-        ({"prompt": "Lily " * 600}, "prompt", "beyond the context of 512"),
-        ({"prompt": "Lily " * 100, "max_tokens": 500}, "max_tokens", "ask for at most"),
-        ({"max_tokens": 0}, "max_tokens", "echo"),
-        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", "stream"),
-        ({"n": 200}, "n", "128"),
-        ({"prompt": ["a"] * 100, "n": 2}, "n", "128"),
-        ({"stop": ["a"] * 33}, "stop", "32"),
-        ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
-        ({"prompt": []}, "prompt", "no list may be empty"),
-        ({"prompt": [3, "a"]}, "prompt", "integer"),
-        pytest.param(
-            {"response_format": {"type": "regex", "pattern": "(("}},
-            "response_format",
-            "cannot be compiled",
-            marks=pytest.mark.skipif(find_spec("xgrammar") is None, reason="needs xgrammar"),
-        ),
-    ],
-)
-def test_refused_by_name(server: Running, fields: dict[str, Any], param: str, words: str) -> None:
-    reply = server.complete(**fields)
-    assert reply.status == 400
-    assert reply.body["error"]["param"] == param
-    assert words in reply.body["error"]["message"]
-    assert reply.body["error"]["type"] == "invalid_request_error"
+# What is told of tools and forms to the template that reads none.
+NEEDS_XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="needs xgrammar")
+ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}
+STRICT = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}
+MESSAGE_TOOL = {"name": "weather", "input_schema": ARGUMENTS}
+HALF_SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+GOES_ON = {"messages": HALF_SAID, "continue_final_message": True, "add_generation_prompt": True}
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}
+BY_NAME: list[Any] = [
+    (Running.complete, {"prompts": "a"}, "prompts", "unrecognized"),
+    (Running.complete, {"prompt": "Lily " * 600}, "prompt", "beyond the context of 512"),
+    (Running.complete, {"prompt": "Lily " * 100, "max_tokens": 500}, "max_tokens", "ask for at most"),
+    (Running.complete, {"max_tokens": 0}, "max_tokens", "echo"),
+    (Running.complete, {"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", "stream"),
+    (Running.complete, {"n": 200}, "n", "128"),
+    (Running.complete, {"prompt": ["a"] * 100, "n": 2}, "n", "128"),
+    (Running.complete, {"prompt": []}, "prompt", "no list may be empty"),
+    (Running.complete, {"prompt": [3, "a"]}, "prompt", "integer"),
+    pytest.param(
+        Running.complete,
+        {"response_format": {"type": "regex", "pattern": "(("}},
+        "response_format",
+        "cannot be compiled",
+        marks=NEEDS_XGRAMMAR,
+    ),
+    (
+        Running.chat,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "a"}}},
+        "tool_choice",
+        "among",
+    ),
+    (Running.chat, {"tool_choice": "required"}, "tool_choice", "no tools"),
+    (Running.chat, {"messages": [{"role": "user", "content": "a", "name": "Lily"}]}, "messages", "name"),
+    (Running.chat, {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "it reads kind"),
+    (Running.chat, {"reasoning_effort": "high"}, "reasoning_effort", "reads none"),
+    (Running.chat, {"continue_final_message": True}, "continue_final_message", "assistant"),
+    (Running.chat, GOES_ON, "add_generation_prompt", "drop"),
+    (Running.chat, {"min_tokens": 600}, "min_tokens", "room"),
+    (
+        Running.chat,
+        {"tools": [TOOL], "response_format": {"type": "regex", "pattern": "a"}},
+        "response_format",
+        "JSON alone",
+    ),
+    (Running.chat, {"tools": [STRICT]}, "tools", "'not'"),
+    (Running.respond, {"previous_response_id": "resp_1"}, "previous_response_id", ""),
+    (Running.respond, {"input": []}, "input", ""),
+    (Running.respond, {"input": "Lily " * 3000}, "input", ""),
+    (Running.respond, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", ""),
+    (Running.respond, {"tools": [{"type": "web_search"}]}, "tools", ""),
+    (Running.respond, {"input": [IMAGE]}, "input", ""),
+    (Running.respond, {"colour": 1}, "colour", ""),
+    (Running.respond, {"temperature": 1e-38}, "temperature", ""),
+    (Running.respond, {"metadata": {"a": "\ud800"}}, "metadata", ""),
+    # It speaks of the fields that there are.
+    (Running.respond, {"max_output_tokens": 9000}, "max_output_tokens", "max_output_tokens is 9000"),
+    (Running.message, {"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking", ""),
+    (Running.message, {"stop_sequences": [""]}, "stop_sequences", ""),
+    (Running.message, {"max_tokens": 0}, "max_tokens", ""),
+    (Running.message, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "tool", "name": "a"}}, "tool_choice", ""),
+    (Running.message, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages", ""),
+    (Running.message, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice", ""),
+    (Running.message, {"temperature": 1e-38}, "temperature", ""),
+    (Running.message, {"system": "\ud800"}, "system", ""),
+]
+
+
+@pytest.mark.parametrize(("ask", "fields", "param", "words"), BY_NAME)
+def test_refused_by_name(bare: Running, ask: Any, fields: dict[str, Any], param: str, words: str) -> None:
+    reply = ask(bare, **fields)
+    assert reply.status == 400, reply.raw
+    error = reply.body["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+    assert ask is not Running.respond or " max_tokens" not in error["message"]
 
 
 @pytest.mark.parametrize("ask", [Running.complete, Running.chat])
