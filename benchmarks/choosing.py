@@ -39,7 +39,7 @@ from selfspec.measure.own_text import Continuation, own_text
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import share_read
+from selfspec.model.sizes import share_read
 
 Texts = Sequence[Tensor]
 

@@ -8,13 +8,17 @@ Prints the tables of docs/memory.md. Models are made from their configurations o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.summary import without_weights
 from selfspec.placement.plan import Bandwidth, Memory, parse_bytes, plan_memory
-from selfspec.placement.survey import memory_of
+from selfspec.placement.skeleton import Skeleton
+from selfspec.placement.survey import Survey, streamable_layers
+from selfspec.placement.weight_source import FromDisk, StoredWeight, WeightFiles
 
 BUDGETS = ("6 GiB", "8 GiB", "12 GiB", "24 GiB")
 CONTEXT = 4096
@@ -56,11 +60,22 @@ def models() -> dict[str, PreTrainedConfig]:
     }  # fmt: skip
 
 
+def memory_of(config: PreTrainedConfig, process: int) -> Memory:
+    """Estimate the memory of a checkpoint in bfloat16 on a CPU, where the process takes `process` bytes without it."""
+    config.dtype = torch.bfloat16
+    model = without_weights(config)
+    weights = model.named_parameters(remove_duplicate=False)
+    stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), weight.dtype) for name, weight in weights}
+    made = Skeleton(model, {}, stored)
+    survey = Survey(made, torch.bfloat16, WeightFiles(), streamable_layers(made), process, CONTEXT, FromDisk())
+    return survey.memory
+
+
 def table(machine: Machine) -> str:
     """Return predictions for a machine, as Markdown: a row for each model, a column for each budget."""
     lines = ["| bfloat16 | " + " | ".join(BUDGETS) + " |", "|---" * (1 + len(BUDGETS)) + "|"]
     for name, config in models().items():
-        memory = memory_of(config, torch.bfloat16, CONTEXT, machine.process)
+        memory = memory_of(config, machine.process)
         weights = (memory.kept + sum(memory.layers)) / 1e9
         cells = [_cell(memory, parse_bytes("memory", budget), machine.bandwidth) for budget in BUDGETS]
         lines.append(f"| {name}, {weights:.1f} GB | " + " | ".join(cells) + " |")

@@ -50,8 +50,8 @@ from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import check_rotary
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
+from selfspec.model.sizes import bytes_read, cache_bytes_read, widening
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import bytes_read, cache_bytes_read, widening
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place, plan_checkpoint

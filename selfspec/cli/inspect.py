@@ -16,7 +16,7 @@ from selfspec.measure.embedded import model_place
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.model.summary import Weights
+    from selfspec.measure.summary import Weights
     from selfspec.placement.place import PlannedCheckpoint
     from selfspec.tools.prospects import CheckpointSummary, Gain
 
@@ -37,8 +37,8 @@ def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: O
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
         from selfspec.draft.heads.mtp import held_modules
+        from selfspec.measure.summary import describe, without_weights
         from selfspec.model.checkpoint import find_device, read_config
-        from selfspec.model.summary import describe, without_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
         from selfspec.tools.prospects import CheckpointSummary, prospects

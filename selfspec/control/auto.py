@@ -11,7 +11,7 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.draft.registry import AUTO, parse_draft
 from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import widening
+from selfspec.model.sizes import widening
 
 UNCALIBRATED = Cascade(PromptLookup(), LowPrecision())
 """Default draft where nothing was measured: look-ups before a draft in 8 bits."""

@@ -54,7 +54,7 @@ from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptio
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.positions import is_outgrown
 from selfspec.model.registry import has_encoder
-from selfspec.model.summary import context_of
+from selfspec.model.sizes import context_of
 
 
 @dataclass(frozen=True)

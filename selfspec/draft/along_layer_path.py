@@ -18,8 +18,8 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.sizes import cache_bytes_read, share_read
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import cache_bytes_read, share_read
 from selfspec.runtime.request import PassRequest
 
 

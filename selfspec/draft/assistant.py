@@ -29,8 +29,8 @@ from selfspec.model.decodable import check_decodable, stock_model
 from selfspec.model.identity import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
+from selfspec.model.sizes import bytes_read, cache_bytes_of_token, context_of
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import bytes_read, cache_summary, context_of
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -115,7 +115,7 @@ class Assistant(Drafter):
         dtype = self.model.dtype if self.source is None else model.dtype
         weights = sum(weight.numel() for weight in self.model.parameters()) * dtype.itemsize
         own = self.model.config.get_text_config(decoder=True)
-        return OwnBytes(weights, cache_summary(own, dtype).bytes_per_token)
+        return OwnBytes(weights, cache_bytes_of_token(own, dtype))
 
     def begin(self, rows: RowsView) -> AssistantProposer:
         self._check_rows(rows)

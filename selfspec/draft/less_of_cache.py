@@ -18,7 +18,7 @@ from selfspec.draft.drafter import Drafter, OwnBytes, drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
-from selfspec.model.summary import cache_summary
+from selfspec.model.sizes import layer_caches
 from selfspec.runtime.attention import AttentionShares
 
 LONG = 1024
@@ -117,8 +117,8 @@ class CacheInBits(OverLessOfCache):
         return replace(path, view=replace(path.view, bits=self.cache_bits))
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        cache = cache_summary(model.config.get_text_config(decoder=True), model.dtype)
-        copied = copied_bytes(cache.bytes_per_token // model.dtype.itemsize, cache.head_dim, self.cache_bits)
+        caches = layer_caches(model.config.get_text_config(decoder=True))
+        copied = sum(copied_bytes(each.numbers, each.key, self.cache_bits) for each in caches)
         return super().own_bytes(model) + OwnBytes(copies=copied)
 
 

@@ -18,8 +18,8 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import formats
 from selfspec.model.layer_path import Part, Sublayer
+from selfspec.model.sizes import bytes_read, share_read
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import bytes_read, share_read
 from selfspec.placement.plan import LONGEST, Plan
 from selfspec.placement.weight_stream import WeightStream
 

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
-from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.format import formats
 from selfspec.model.layer_path import WeightCopy
@@ -134,17 +133,16 @@ def plan_checkpoint(
     named_formats = list(formats()) if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
     surveyed = survey(path, named_dtype, contexts[0], source)
+    if isinstance(draft, Drafter):
+        surveyed = replace(surveyed, own=draft.own_bytes(surveyed.skeleton.model))
     bandwidth = surveyed.bandwidth()
 
     # Keys and values on the host are exact as well, but slower.
     others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
     kinds: list[CacheKind] = [named or "exact", *others]
 
-    own = draft.own_bytes(surveyed.skeleton.model) if isinstance(draft, Drafter) else OwnBytes()
-
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
-        keeping = replace(keeping, memory=replace(keeping.memory, draft=own.weights + own.row + own.of_token * size))
         return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, named_formats, beside))
 
     found = _first_that_fits(planned, list(product(contexts, kinds)))

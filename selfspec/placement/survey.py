@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
+from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import formats
 from selfspec.model.checkpoint import local_folder, read_config
-from selfspec.model.registry import auto_class, find_adapter
+from selfspec.model.registry import find_adapter
+from selfspec.model.sizes import layer_caches
 from selfspec.model.substitutes import substitutable_weights
-from selfspec.model.summary import CacheSummary, describe
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.weight_source import FromDisk, StoredWeight, WeightFiles, WeightSource
+from selfspec.placement.weight_source import StoredWeight, WeightFiles, WeightSource
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
+# Bytes of the scale of a token's keys, or values, in one head.
+_SCALE = 2
 # Numbers of a pass's mask that fit in the slack.
 _MASKED_IN_SLACK = 4 * 2**20
 # Bytes of each score that eager attention holds at once: the product, with the mask, in float32, and the result.
@@ -44,19 +46,24 @@ class StreamableModule:
 
 @dataclass(frozen=True)
 class Survey:
-    """Describes a model without its weights, and the memory that it takes, by headers alone.
+    """Describes a model without its weights, by headers alone, and a way to run it.
 
-    `layers` are streamable modules, those of the head after the last layer; the memory has room for `context` tokens.
+    Attributes:
+        layers: streamable modules of each layer, those of the head after the last layer.
+        process: bytes within the budget that were in use before.
+        context: tokens of all rows together that the memory has room for.
+        own: bytes of a draft beside the model.
     """
 
     skeleton: Skeleton
     dtype: torch.dtype
     files: WeightFiles
     layers: tuple[tuple[StreamableModule, ...], ...]
-    memory: Memory
+    process: int
     context: int
     source: WeightSource
     cache: CacheKind = "exact"
+    own: OwnBytes = field(default_factory=OwnBytes)
 
     @property
     def at_once(self) -> int:
@@ -74,9 +81,48 @@ class Survey:
     def keeping(self, cache: CacheKind, context: int) -> Survey:
         """Return the survey with another context, and another way to keep keys and values."""
         _check_cache(cache, self.skeleton.model, self.source)
-        before = self.memory.process
-        memory = _memory(self.skeleton, self.layers, before, context, self.dtype, self.source, cache)
-        return replace(self, cache=cache, context=context, memory=memory)
+        return replace(self, cache=cache, context=context)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Memory that the model takes."""
+        dtype, context, in_slots = self.dtype, self.context, self.source.dtype_in_slots
+        of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in self.layers]
+        sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
+        weights = [weight for layer in of_layers for weight in layer]
+        # A module uses up to two weights at once, which are copied where their slots have another dtype.
+        copied = [_bytes_as(weight, dtype) for weight in weights if in_slots(weight.dtype, dtype) != dtype]
+        # The head does not read prompts.
+        widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
+        config, depth = self.skeleton.model.config, len(self.layers) - 1
+        caches = layer_caches(config.get_text_config(decoder=True), depth)
+        exact = context * dtype.itemsize * sum(each.numbers for each in caches)
+        rounded = context * sum(each.numbers + 2 * each.heads * _SCALE for each in caches)
+        cache = {"exact": exact, "host": 0, "int8": rounded}[self.cache]
+        states = _STATES * widest * self.at_once * dtype.itemsize
+        # The mask in the dtype, and what it is made from.
+        masks = max(0, self.at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
+        scores = self.at_once * context * _scored_heads(config) * _OF_SCORE
+        # Where keys and values are kept in another way, a pass copies one layer of them at a time.
+        copied_cache = 0 if self.cache == "exact" else exact // max(depth, 1)
+        passes = states + masks + scores + 2 * max(copied, default=0) + copied_cache
+        moving = max((max(module.substitutes.values()) for layer in self.layers for module in layer), default=0)
+        # While weights are made, there are no keys and values, and no passes.
+        loading = self.skeleton.nbytes_beside - cache if self.source.device.type == "cpu" else 0
+        return Memory(
+            process=self.process,
+            kept=sum(weight.nbytes for weight in self.skeleton.model.parameters()) - sum(sizes),
+            layers=tuple(sizes),
+            largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
+            substitutes={
+                name: tuple(sum(module.substitutes[name] for module in layer) for layer in self.layers)
+                for name in formats()
+            },
+            cache=cache,
+            working=_SLACK + max(passes, loading, moving),
+            draft=self.own.weights + self.own.row + self.own.of_token * context,
+            kept_substitutes=_kept_substitutes(self.skeleton, self.layers),
+        )
 
 
 def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
@@ -86,19 +132,7 @@ def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSou
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     before, files = source.in_use(), WeightFiles()
     made = skeleton(folder, config, dtype, files)
-    layers = _streamable(made, find_adapter(made.model))
-    memory = _memory(made, layers, before, context, made.model.config.dtype, source, "exact")
-    return Survey(made, made.model.config.dtype, files, layers, memory, context, source)
-
-
-def memory_of(config: PreTrainedConfig, dtype: torch.dtype, context: int, process: int) -> Memory:
-    """Estimate the memory of a checkpoint in `dtype` on a CPU, where the process takes `process` bytes without it."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=dtype)
-    weights = model.named_parameters(remove_duplicate=False)
-    stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), dtype) for name, weight in weights}
-    made = Skeleton(model, {}, stored)
-    return _memory(made, _streamable(made, find_adapter(model)), process, context, dtype, FromDisk(), "exact")
+    return Survey(made, made.model.config.dtype, files, streamable_layers(made), before, context, source)
 
 
 def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource) -> None:
@@ -112,8 +146,9 @@ def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource)
         )
 
 
-def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModule, ...], ...]:
+def streamable_layers(made: Skeleton) -> tuple[tuple[StreamableModule, ...], ...]:
     """Return the streamable modules of each layer; those of the head are a layer after the last."""
+    adapter = find_adapter(made.model)
     prefix = ".".join(adapter.path(made.model))
     depth = len(adapter.decoder_layers(made.model))
     layers: list[list[StreamableModule]] = [[] for _ in range(depth + 1)]
@@ -135,12 +170,12 @@ def _streamable(made: Skeleton, adapter: Adapter) -> tuple[tuple[StreamableModul
     return tuple(map(tuple, layers))
 
 
-def _kept_substitutes(made: Skeleton, adapter: Adapter, layers: Sequence[Sequence[StreamableModule]]) -> dict[str, int]:
+def _kept_substitutes(made: Skeleton, layers: Sequence[Sequence[StreamableModule]]) -> dict[str, int]:
     """Return the bytes of substitutes of weights that cannot be streamed, such as tied heads, by format."""
     streamable = {module.name for layer in layers for module in layer}
     kept = [
         _packed_bytes(shapes.values())
-        for name, shapes in substitutable_weights(made.model, adapter).items()
+        for name, shapes in substitutable_weights(made.model, find_adapter(made.model)).items()
         if name not in streamable and _fits(shapes.values())
     ]
     sizes = {name: [each[name] for each in kept] for name in formats()}
@@ -159,49 +194,6 @@ def _packed_bytes(shapes: Iterable[torch.Size]) -> dict[str, int]:
     return {name: sum(kind().nbytes(shape) for shape in shapes) for name, kind in formats().items()}
 
 
-def _memory(
-    made: Skeleton,
-    layers: Sequence[Sequence[StreamableModule]],
-    before: int,
-    context: int,
-    dtype: torch.dtype,
-    source: WeightSource,
-    kept: CacheKind,
-) -> Memory:
-    summary = describe(made.model)
-    of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in layers]
-    sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
-    weights = [weight for layer in of_layers for weight in layer]
-    in_slots = source.dtype_in_slots
-    # A module uses up to two weights at once, which are copied where their slots have another dtype.
-    copied = [_bytes_as(weight, dtype) for weight in weights if in_slots(weight.dtype, dtype) != dtype]
-    # The head does not read prompts.
-    widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
-    cache = cache_bytes(summary.cache, dtype, context, len(summary.layers), kept)
-    scored_heads = _scored_heads(made.model.config)
-    at_once = tokens_at_once(context, scored_heads)
-    states = _STATES * widest * at_once * dtype.itemsize
-    # The mask in the dtype, and what it is made from.
-    masks = max(0, at_once * context - _MASKED_IN_SLACK) * (dtype.itemsize + 2)
-    scores = at_once * context * scored_heads * _OF_SCORE
-    passes = states + masks + scores + 2 * max(copied, default=0) + cache.copied
-    moving = max((max(module.substitutes.values()) for layer in layers for module in layer), default=0)
-    # While weights are made, there are no keys and values, and no passes.
-    loading = made.nbytes_beside - cache.slots if source.device.type == "cpu" else 0
-    return Memory(
-        process=before,
-        kept=sum(weight.nbytes for weight in made.model.parameters()) - sum(sizes),
-        layers=tuple(sizes),
-        largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
-        substitutes={
-            name: tuple(sum(module.substitutes[name] for module in layer) for layer in layers) for name in formats()
-        },
-        cache=cache.slots,
-        working=_SLACK + max(passes, loading, moving),
-        kept_substitutes=_kept_substitutes(made, find_adapter(made.model), layers),
-    )
-
-
 def _scored_heads(config: PreTrainedConfig) -> int:
     """Count the heads whose scores attention holds at once: all of a layer in eager attention, else none."""
     text = config.get_text_config(decoder=True)
@@ -212,28 +204,3 @@ def _scored_heads(config: PreTrainedConfig) -> int:
 
 def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:
     return weight.nbytes // weight.dtype.itemsize * dtype.itemsize
-
-
-# Bytes of the scale of a token's keys, or values, in one head.
-_SCALE = 2
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Counts bytes within a budget: of all slots, and of one layer copied for a pass in the model's dtype."""
-
-    slots: int
-    copied: int
-
-
-def cache_bytes(cache: CacheSummary, dtype: torch.dtype, context: int, layers: int, kept: CacheKind) -> CacheBytes:
-    """Count the bytes of keys and values, kept as `kept` says, for `context` tokens of all rows together."""
-    exact = cache.bytes_per_token * context
-    if kept == "exact":
-        return CacheBytes(exact, 0)
-    copied = exact // max(layers, 1)
-    if kept == "host":
-        return CacheBytes(0, copied)
-    numbers = exact // dtype.itemsize
-    scales = 2 * numbers // max(cache.head_dim + cache.value_dim, 1)
-    return CacheBytes(numbers + scales * _SCALE, copied)

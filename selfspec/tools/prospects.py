@@ -15,9 +15,10 @@ from selfspec.control.profile import Profile, Setting, find_profile, folder
 from selfspec.draft.heads.mtp import HeldModules
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import ProfileError
+from selfspec.measure.summary import ModelSummary
 from selfspec.model.checkpoint import find_device, load_checkpoint
 from selfspec.model.registry import find_adapter, has_encoder
-from selfspec.model.summary import ModelSummary, widening
+from selfspec.model.sizes import widening
 from selfspec.placement.weight_source import source_for
 
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.

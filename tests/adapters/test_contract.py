@@ -20,7 +20,7 @@ from helpers.proving import wrapped
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, encoder_decoder_rows, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED
-from selfspec.model.summary import Weights, describe
+from selfspec.measure.summary import Weights, describe
 from selfspec.runtime import Eager
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"

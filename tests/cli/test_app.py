@@ -92,7 +92,7 @@ def test_a_mistake_of_ours_is_shown_with_its_place(
     def broken(*_: object) -> None:
         raise RuntimeError("slip")
 
-    monkeypatch.setattr("selfspec.model.summary.describe", broken)
+    monkeypatch.setattr("selfspec.measure.summary.describe", broken)
     ending = invoke("inspect", folder, "--output", "json")
     assert ending.status == 1
     assert json.loads(ending.stdout)["error"] == {"type": "RuntimeError", "message": "RuntimeError: slip"}

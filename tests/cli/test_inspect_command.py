@@ -16,7 +16,7 @@ from helpers.encoder_decoders import encoder_decoder
 from helpers.running import Invoke
 from helpers.studies import profile_of
 from selfspec.control.profile import VARIABLE, default_file
-from selfspec.model.summary import describe
+from selfspec.measure.summary import describe
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ class Halves(Format):
 DRAFTS = """
 import sys, torch, selfspec
 from helpers import tiny
-from selfspec.model.summary import describe
+from selfspec.measure.summary import describe
 model, ids = tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32), tiny.prompt(9, 2)
 wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
 spec = selfspec.wrap(model, "lookup+halves+exit:3", draft_length=3)

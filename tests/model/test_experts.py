@@ -15,7 +15,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.model.experts import Experts, experts_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import bytes_read, share_read, widening
+from selfspec.model.sizes import bytes_read, share_read, widening
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.errors import UnsupportedModelError
+from selfspec.measure.summary import describe
 from selfspec.model.identity import fingerprint, vocabulary_size, weight_of
-from selfspec.model.summary import describe
 from selfspec.serve.row_request import RowRequest
 
 

@@ -16,9 +16,9 @@ from helpers.pictures import pictured
 from helpers.shrunken import shrunken
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.masks import unknown_layer_types
+from selfspec.measure.summary import describe, describe_config
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import describe, describe_config
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 

@@ -23,7 +23,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import cache_summary
+from selfspec.model.sizes import cache_bytes_of_token
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class DFlash(FromFolder, HeadDrafter):
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")}
         size = bytes_kept(kept, model, self.weight_format)
-        token = cache_summary(self._layers_config(), model.dtype).bytes_per_token
+        token = cache_bytes_of_token(self._layers_config(), model.dtype)
         return OwnBytes(size, token, token * self._config.size)
 
     def _layers_config(self) -> PreTrainedConfig:

@@ -21,7 +21,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import cache_summary
+from selfspec.model.sizes import cache_bytes_of_token
 
 _FEWEST_LAYERS = 6
 
@@ -154,7 +154,7 @@ class Eagle(FromFolder, HeadDrafter):
         # Embeddings are kept if they differ from the model's; the shapes do not tell, so they count.
         kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d", "mask_hidden")}
         size = bytes_kept(kept, model, self.weight_format)
-        return OwnBytes(size, cache_summary(self._layers_config(), model.dtype).bytes_per_token)
+        return OwnBytes(size, cache_bytes_of_token(self._layers_config(), model.dtype))
 
     def _layers_config(self) -> PreTrainedConfig:
         return layer_config({**self._config.layers, "num_hidden_layers": self._layers()}, self.source)

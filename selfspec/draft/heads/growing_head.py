@@ -23,8 +23,8 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.format import Format
 from selfspec.model.early_head import plain_head
 from selfspec.model.features import Features, Point
+from selfspec.model.sizes import bytes_read
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.summary import bytes_read
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassResult
 

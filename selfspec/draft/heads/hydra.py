@@ -27,7 +27,7 @@ from selfspec.errors import HeadError
 from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
-from selfspec.model.summary import cache_summary
+from selfspec.model.sizes import cache_bytes_of_token
 
 # The published spelling.
 _PREFIX = "prefix_embeding_layer."
@@ -75,7 +75,7 @@ class Hydra(FromFolder, HeadDrafter):
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         read = {name: shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"}
         size = weight_bytes(read, model.dtype.itemsize, self.weight_format)
-        return OwnBytes(size, cache_summary(_layer_config(model), model.dtype).bytes_per_token)
+        return OwnBytes(size, cache_bytes_of_token(_layer_config(model), model.dtype))
 
     @torch.no_grad()
     def head(self, model: PreTrainedModel) -> Head:

@@ -36,7 +36,7 @@ from selfspec.model.checkpoint import load_model
 from selfspec.model.features import Point
 from selfspec.model.identity import weight_of
 from selfspec.model.registry import find_adapter, mtp_layout
-from selfspec.model.summary import cache_summary
+from selfspec.model.sizes import cache_bytes_of_token
 
 
 class MtpFusion(Fusion):
@@ -185,7 +185,7 @@ class MultiTokenPrediction(HeadDrafter):
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         modules = self._modules(model)
         own = [_layer_config(model, _layout(model), module.number) for module in modules]
-        token = sum(cache_summary(each, model.dtype).bytes_per_token for each in own)
+        token = sum(cache_bytes_of_token(each, model.dtype) for each in own)
         # In fewer bits, a copy of the model's head is kept.
         copied = 0 if self.weight_format is None else self._head_bytes(model)
         return OwnBytes(self._bytes(modules, model) + copied, token)

@@ -20,7 +20,7 @@ from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.model.summary import share_read, widening
+from selfspec.model.sizes import share_read, widening
 from selfspec.runtime import Eager
 from selfspec.tools.lab.drafts import content, draft_kind, skip_set
 from selfspec.tools.lab.runs import Asked, Run

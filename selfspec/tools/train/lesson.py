@@ -15,7 +15,7 @@ from selfspec.control.costs import Costs, forecast
 from selfspec.draft import EarlyExit
 from selfspec.measure.acceptance import ExitFigures
 from selfspec.model.early_head import DraftHead
-from selfspec.model.summary import share_read
+from selfspec.model.sizes import share_read
 from selfspec.tools.train.corpus import Blocks
 
 # Blocks of held-out text read at once.
