@@ -77,9 +77,15 @@ class Cursors:
 
     Attributes:
         offsets: position id minus the number of a token in the text, for each row.
-        read: how many tokens of the block passes have read.
         held: number of rows with storage, now or from the next pass on; those of `seq_lens` come first.
+        room: committed tokens that a row has slots for.
+        tree: the tree of the open block; None: it is a chain of any length.
+        read: how many tokens of the block passes have read.
+        limit: the most tokens a row may come to hold.
+        device: where positions are made.
         aligned: the side on which passes find the rows of a ragged batch aligned.
+        bucket: passes of a round look at a multiple of this number of slots, or at all slots.
+        slack: the most nodes of a draft.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class Cursors:
         self.aligned = aligned
         self.bucket = bucket
         self.slack = slack
-        self._room = self._whole(min(_SMALLEST_ROOM, limit))
+        self.room = self._whole(min(_SMALLEST_ROOM, limit))
         self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
         # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
@@ -104,7 +110,12 @@ class Cursors:
     @property
     def capacity(self) -> int:
         """Slots a row has, or will have with the next pass."""
-        return self._room + self.slack
+        return self.room + self.slack
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the order given."""
+        self.seq_lens = [self.seq_lens[row] for row in rows]
+        self.offsets = [self.offsets[row] for row in rows]
 
     @property
     def uniform(self) -> bool:
@@ -125,10 +136,10 @@ class Cursors:
         self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
         self.tree, self.read = None, 0
 
-    def make_room(self, committed: int) -> None:
-        """Double the room until it holds `committed` tokens; at most to the limit, in whole buckets."""
-        while self._room < min(committed, self.limit):
-            self._room = self._whole(min(2 * self._room, self.limit))
+    def reserve(self, committed: int) -> None:
+        """Make room for `committed` tokens per row and a draft after them: it doubles, up to the limit."""
+        while self.room < min(committed, self.limit):
+            self.room = self._whole(min(2 * self.room, self.limit))
 
     def _whole(self, room: int) -> int:
         """Round room up to whole buckets of slots, so that passes over caches of many lengths have one shape."""
@@ -136,12 +147,7 @@ class Cursors:
 
     def hold(self, rows: int, committed: int) -> None:
         """Set the storage to `rows` rows of `committed` tokens each."""
-        self.held, self._room = rows, min(committed, self.limit)
-
-    @property
-    def room(self) -> int:
-        """Committed tokens that a row has slots for."""
-        return self._room
+        self.held, self.room = rows, min(committed, self.limit)
 
     def visible(self, width: int, first: int) -> int:
         """Return the number of slots, from the first, that a pass looks at."""
@@ -168,19 +174,28 @@ class Cursors:
         if self.uniform:
             start = self.seq_lens[0] + ahead
             return torch.arange(start, start + width, device=self.device)[None]
-        return self._starts() + ahead + torch.arange(width, device=self.device)
-
-    def position_ids(self, positions: Tensor) -> Tensor:
-        """Return the position ids of tokens at these places of the text, `[batch or 1, width]`."""
-        if not any(self.offsets):
-            return positions
-        offsets = self.offsets[:1] if self.shifted_alike else self.offsets
-        return positions + to_device(offsets, self.device)[:, None]
+        return to_device(self.seq_lens, self.device)[:, None] + ahead + torch.arange(width, device=self.device)
 
     @property
     def shifted_alike(self) -> bool:
         """True if all rows have the same offset."""
         return len(set(self.offsets)) == 1
+
+    def positions(self, width: int, first: int = -1) -> Tensor:
+        """Return the text position of each node of a pass, `[batch or 1, width]`.
+
+        Scrap past the limit gets the last position: a table of learned positions has no more.
+        """
+        slots, block = self.slots(width, first), self.block(width, first)
+        return (slots if block is None else block.positions(slots)).clamp(max=self.limit - 1)
+
+    def position_ids(self, width: int, first: int = -1) -> Tensor:
+        """Return the position ids that the model takes for a pass, `[batch or 1, width]`."""
+        positions = self.positions(width, first)
+        if not any(self.offsets):
+            return positions
+        offsets = self.offsets[:1] if self.shifted_alike else self.offsets
+        return positions + to_device(offsets, self.device)[:, None]
 
     def block(self, width: int, first: int) -> OpenBlock | None:
         """Return the open block; None if a token of the pass sees all slots before its own."""
@@ -189,14 +204,9 @@ class Cursors:
             return None
         if self.tree not in self._tables:
             self._tables[self.tree] = OpenBlock.tables(self.tree, self.device)
-        start = torch.full((1, 1), self.seq_lens[0], device=self.device) if self.uniform else self._starts()
-        return OpenBlock(start, *self._tables[self.tree])
+        return OpenBlock(self.slots(1, -1), *self._tables[self.tree])
 
     def right_aligned(self, width: int, first: int) -> Tensor:
         """Return the slot at each place once rows are aligned on the right, `[batch, visible]`; negative: padding."""
         last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
         return last + 1 - visible + torch.arange(visible, device=self.device)
-
-    def _starts(self) -> Tensor:
-        """Return the slot at each cursor, `[batch, 1]`."""
-        return to_device(self.seq_lens, self.device)[:, None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -92,11 +93,11 @@ class SharedCache(Cache):
         bucket = bucket if aligned == "left" and not recurrent else 1
         # The layers refer to the cursors and not to the cache: without a reference cycle, a finished generation's
         # memory is freed at once, without the garbage collector.
-        self._cursors = Cursors(batch, limit, slack, device, aligned, bucket)
+        self.cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
         self._kept = kept
         self.source: Source | None = None
-        super().__init__(layers=[_layer_like(recurrent.get(index), self._cursors, kept) for index in range(depth)])
+        super().__init__(layers=[_layer_like(recurrent.get(index), self.cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         self._copies: dict[CacheBits, RoundedCopy] = {}
@@ -105,28 +106,13 @@ class SharedCache(Cache):
     @property
     def seq_lens(self) -> tuple[int, ...]:
         """Cursor of each row: number of its tokens whose keys and values are here."""
-        return tuple(self._cursors.seq_lens)
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated for each row."""
-        return self._cursors.capacity
-
-    @property
-    def slack(self) -> int:
-        """The most nodes of a draft."""
-        return self._cursors.slack
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which positions are made."""
-        return self._cursors.device
+        return tuple(self.cursors.seq_lens)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values, their copies and the encoder's output, and the most that states have taken."""
         source = 0 if self.source is None else self.source.nbytes
-        copies = sum(copy.nbytes for copy in list(self._copies.values()))
+        copies = sum(each.nbytes for each in list(self._copies.values()))
         return sum(layer.nbytes for layer in self._slotted) + copies + self.state_bytes + source
 
     @property
@@ -154,48 +140,26 @@ class SharedCache(Cache):
         """The largest `nbytes` so far."""
         return max(self._most_bytes, self.nbytes)
 
-    def reserve(self, committed: int) -> None:
-        """Make room for `committed` tokens per row and a draft after them; room doubles, up to `limit`."""
-        self._cursors.make_room(committed)
-
-    @property
-    def held(self) -> int:
-        """Number of rows with storage."""
-        return self._cursors.held
-
-    @property
-    def room(self) -> int:
-        """Committed tokens that each row has slots for."""
-        return self._cursors.room
-
     def hold(self, rows: int, committed: int) -> None:
         """Allocate `rows` rows of `committed` tokens, and a draft after them. ValueError: present rows do not fit."""
-        if rows < len(self.seq_lens) or min(committed, self._cursors.limit) < max(self.seq_lens):
+        if rows < len(self.seq_lens) or min(committed, self.cursors.limit) < max(self.seq_lens):
             raise ValueError(f"{rows} rows of {committed} tokens do not hold rows of {list(self.seq_lens)}")
-        self._cursors.hold(rows, committed)
+        self.cursors.hold(rows, committed)
         for layer in self._slotted:
             layer.hold()
-
-    @property
-    def limit(self) -> int:
-        """The most tokens a row may come to hold."""
-        return self._cursors.limit
-
-    def lengthen(self, limit: int) -> None:
-        """Raise the limit to `limit` tokens per row, if it is lower."""
-        self._cursors.limit = max(self.limit, limit)
 
     def join(self, other: SharedCache) -> None:
         """Append the rows of another cache of the same model, then unusable. ValueError: no storage; see `hold`."""
         self._forget_copies()
         first, rows = len(self.seq_lens), len(other.seq_lens)
-        if first + rows > self.held or max(other.seq_lens) > self.room:
-            raise ValueError(f"storage for {self.held} rows of {self.room} tokens cannot take {list(other.seq_lens)}")
+        held, room = self.cursors.held, self.cursors.room
+        if first + rows > held or max(other.seq_lens) > room:
+            raise ValueError(f"storage for {held} rows of {room} tokens cannot take {list(other.seq_lens)}")
         for top in self._top.values():
             top.join(rows)
         before = self.seq_lens
-        self._cursors.seq_lens = [*before, *other.seq_lens]
-        self._cursors.offsets += other._cursors.offsets
+        self.cursors.seq_lens = [*before, *other.seq_lens]
+        self.cursors.offsets = [*self.cursors.offsets, *other.cursors.offsets]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
             own.join_slots(theirs, first)
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
@@ -207,8 +171,8 @@ class SharedCache(Cache):
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
         self._forget_copies()
         self._top.clear()
-        self._cursors.seq_lens = [length]
-        self._cursors.offsets = [other._cursors.offsets[row]]
+        self.cursors.seq_lens = [length]
+        self.cursors.offsets = [other.cursors.offsets[row]]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
             own.take_slots(theirs, row, length)
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
@@ -216,46 +180,32 @@ class SharedCache(Cache):
 
     def cursors_of(self, rows: Sequence[int]) -> SharedCache:
         """Return a cache without layers, with the cursors and the open block of some rows, to compute positions."""
-        part = SharedCache(
-            0, len(rows), self._cursors.limit, self.slack, self.device, self._cursors.aligned, bucket=self.bucket
-        )
-        part._cursors.seq_lens, part._cursors.tree = [self.seq_lens[row] for row in rows], self.tree
-        part._cursors.offsets = [self._cursors.offsets[row] for row in rows]
+        part = SharedCache(0, len(rows), self.cursors.limit, self.cursors.slack, self.cursors.device)
+        part.cursors = copy(self.cursors)
+        part.cursors.narrow(rows)
         return part
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep some rows, at least one, moving each only towards the front. Storage of dropped rows stays allocated."""
-        self._forget_copies()
-        for top in self._top.values():
-            top.narrow(rows)
-        lengths = [self.seq_lens[row] for row in rows]
         for layer in self._slotted:
-            layer.move_slots(rows, lengths)
-        self._cursors.seq_lens = lengths
-        self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
+            layer.move_slots(rows, [self.seq_lens[row] for row in rows])
+        self._narrow_places(rows)
         for layer in self._slotted:
             layer.show()
-        for stateful in self._recurrent:
-            stateful.narrow_states(rows)
-
-    @property
-    def tree(self) -> Tree | None:
-        """The tree of the open block; None: it is a chain of any length."""
-        return self._cursors.tree
 
     def open(self, tree: Tree) -> None:
         """Give the block the nodes of a tree until the next commit; a later call may remove nodes, and add unread ones.
 
         ValueError: it has more than `slack` nodes, or gives another parent to a node that a pass has already read.
         """
-        if len(tree) > self._cursors.slack:
-            raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self._cursors.slack} slots for a draft")
-        read = min(self._cursors.read - 1, len(tree))
-        if any(tree.parents[node] != self._cursors.parent(node) for node in range(read)):
+        if len(tree) > self.cursors.slack:
+            raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self.cursors.slack} slots for a draft")
+        read = min(self.cursors.read - 1, len(tree))
+        if any(tree.parents[node] != self.cursors.parent(node) for node in range(read)):
             raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")
-        self._cursors.tree = tree
+        self.cursors.tree = tree
         # Nodes that the new tree does not have count as not read.
-        self._cursors.read = min(self._cursors.read, len(tree) + 1)
+        self.cursors.read = min(self.cursors.read, len(tree) + 1)
 
     @contextmanager
     def reading(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Iterator[None]:
@@ -263,15 +213,15 @@ class SharedCache(Cache):
 
         If `view` has bits, the pass reads committed tokens from their copy in that many bits.
         """
-        if self.tree is not None and first + width > len(self.tree):
-            raise ValueError(f"the open tree has {len(self.tree)} nodes, and a pass asks for {first + width}")
-        self._cursors.first = first
-        self._cursors.read = max(self._cursors.read, first + 1 + width)
+        if self.cursors.tree is not None and first + width > len(self.cursors.tree):
+            raise ValueError(f"the open tree has {len(self.cursors.tree)} nodes, and a pass asks for {first + width}")
+        self.cursors.first = first
+        self.cursors.read = max(self.cursors.read, first + 1 + width)
         try:
             with nullcontext() if view.bits is None else self._copy(view.bits).shown():
                 yield
         finally:
-            self._cursors.first = -1
+            self.cursors.first = -1
 
     def check_copies(self) -> None:
         """Raise DraftConfigError where copies in fewer bits cannot be made: the cache is not exact, on the device."""
@@ -285,36 +235,36 @@ class SharedCache(Cache):
         """Return the copy in `bits` bits, up to the cursors."""
         if bits not in self._copies:
             self._copies[bits] = RoundedCopy(self._slotted, bits)
-        self._copies[bits].follow(self.seq_lens, self.capacity)
+        self._copies[bits].follow(self.seq_lens, self.cursors.capacity)
         return self._copies[bits]
 
     def top(self, keys: int) -> TopSlots:
         """Return the slots of drafts that attend to `keys` keys."""
         if keys not in self._top:
-            self._top[keys] = TopSlots(len(self.seq_lens), keys, self.device)
+            self._top[keys] = TopSlots(len(self.seq_lens), keys, self.cursors.device)
         return self._top[keys]
 
     def attended(self, view: CacheView) -> Seen:
         """Return a view with the tensors that say which slots and copies a pass through it attends to now."""
-        top = None if view.top_keys is None else self.top(view.top_keys).seen(self.capacity)
+        top = None if view.top_keys is None else self.top(view.top_keys).seen(self.cursors.capacity)
         copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
         return Seen(view, top, copied, copies)
 
     def _forget_copies(self) -> None:
         """Drop the copies, since rows have changed; the next draft makes new ones."""
-        for copy in self._copies.values():
-            copy.forget()
+        for each in self._copies.values():
+            each.forget()
 
     def commit(self, counts: Sequence[int]) -> None:
         """Move each row's cursor over its first tokens of the block. ValueError: the open tree branches among them."""
-        if self.tree is not None and max(counts) - 1 > self.tree.trunk:
-            raise ValueError(f"the first {max(counts) - 1} nodes of {self.tree} are no path; commit paths")
+        if self.cursors.tree is not None and max(counts) - 1 > self.cursors.tree.trunk:
+            raise ValueError(f"the first {max(counts) - 1} nodes of {self.cursors.tree} are no path; commit paths")
         self._settle(counts, [count - 2 if count else None for count in counts])
 
     def commit_paths(self, paths: Sequence[Sequence[int]]) -> None:
         """Gather a path of nodes in each row, from -1 on, and move the cursor over it. ValueError: it is no path."""
         for path in paths:
-            if not self._cursors.is_path(path):
+            if not self.cursors.is_path(path):
                 raise ValueError(f"{list(path)} is no path of the block")
         self._gather(paths)
         self._settle([len(path) for path in paths], [path[-1] if path else None for path in paths])
@@ -333,7 +283,7 @@ class SharedCache(Cache):
             for length, path in zip(self.seq_lens, paths, strict=True)
         ]
         targets = [[length + place for place in places] for length in self.seq_lens]
-        device = self._cursors.device
+        device = self.cursors.device
         slots = to_device([sources, targets], device)
         if runs_triton(slots.device):
             from selfspec.kernels.triton_slots import moved_at_once
@@ -345,7 +295,7 @@ class SharedCache(Cache):
             layer.copy_slots(slots[0], slots[1])
 
     def _settle(self, counts: Sequence[int], nodes: Sequence[int | None]) -> None:
-        self._cursors.move(counts)
+        self.cursors.move(counts)
         for layer in self._recurrent:
             layer.settle(nodes)
 
@@ -357,18 +307,21 @@ class SharedCache(Cache):
     def narrow(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given, and free the memory of all dropped rows."""
         self._most_bytes = self.most_bytes
-        self._forget_copies()
-        for top in self._top.values():
-            top.narrow(rows)
-        self._cursors.seq_lens = [self.seq_lens[row] for row in rows]
-        self._cursors.offsets = [self._cursors.offsets[row] for row in rows]
-        self._cursors.held = len(rows)
+        self._narrow_places(rows)
+        self.cursors.held = len(rows)
         if self.source is not None:
             self.source.narrow(rows)
         for layer in self._slotted:
             layer.narrow_slots(rows)
-        for stateful in self._recurrent:
-            stateful.narrow_states(rows)
+
+    def _narrow_places(self, rows: Sequence[int]) -> None:
+        """Keep only some rows of all but the slots."""
+        self._forget_copies()
+        for top in self._top.values():
+            top.narrow(rows)
+        self.cursors.narrow(rows)
+        for layer in self._recurrent:
+            layer.narrow_states(rows)
 
     def scrub(self, rows: Sequence[int]) -> None:
         """Zero the scrap of some rows: even masked, NaN there would spoil attention over these slots."""
@@ -387,42 +340,10 @@ class SharedCache(Cache):
             return _widths(longest, most or longest)
         return [*_widths(shortest, most or shortest), *_widths(longest - shortest, min(_STEPS, most or _STEPS))]
 
-    def shift(self, offsets: Sequence[int]) -> None:
-        """Set, for each row, position id minus the number of a token in the text."""
-        self._cursors.offsets = list(offsets)
-
-    def position_ids(self, width: int, first: int = -1) -> Tensor:
-        """Return the position ids that the model takes for a pass, `[batch or 1, width]`."""
-        return self._cursors.position_ids(self.positions(width, first))
-
-    def positions(self, width: int, first: int = -1) -> Tensor:
-        """Return the text position of each node of a pass, `[batch or 1, width]`.
-
-        Scrap past the limit gets the last position: a table of learned positions has no more.
-        """
-        return self._positions(self._cursors.slots(width, first), self._cursors.block(width, first))
-
     @property
     def for_model(self) -> Cache:
         """Cache argument of a stock model."""
         return self if self.source is None else self.source.beside(self)
-
-    def _positions(self, slots: Tensor, block: OpenBlock | None) -> Tensor:
-        return (slots if block is None else block.positions(slots)).clamp(max=self._cursors.limit - 1)
-
-    @property
-    def uniform(self) -> bool:
-        """True if all cursors are equal."""
-        return self._cursors.uniform
-
-    @property
-    def bucket(self) -> int:
-        """Passes of a round look at a multiple of this number of slots, or at all slots."""
-        return self._cursors.bucket
-
-    def padded(self, width: int) -> bool:
-        """Return whether a pass over `width` tokens may look at slots past its last token, which it must mask."""
-        return self._cursors.padded(width)
 
     def slots(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Slots | None:
         """Return the tensors that a pass needs to read this cache through a view and write to it.
@@ -430,15 +351,15 @@ class SharedCache(Cache):
         None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
         offsets, keys and values are not kept as passes read them, or some layer has read no tokens yet.
         """
-        laid_out = self.rolls_back_by_cursor and (self.uniform or self._cursors.aligned == "left")
-        laid_out = laid_out and self._kept == "exact" and self._cursors.shifted_alike
+        laid_out = self.rolls_back_by_cursor and (self.cursors.uniform or self.cursors.aligned == "left")
+        laid_out = laid_out and self._kept == "exact" and self.cursors.shifted_alike
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
-        slots, block = self._cursors.slots(width, first), self._cursors.block(width, first)
+        slots, block = self.cursors.slots(width, first), self.cursors.block(width, first)
         return Slots(
             slots,
-            self._cursors.position_ids(self._positions(slots, block)),
-            torch.arange(self._cursors.visible(width, first), device=self._cursors.device),
+            self.cursors.position_ids(width, first),
+            torch.arange(self.cursors.visible(width, first), device=self.cursors.device),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
             self.attended(view),
@@ -458,17 +379,17 @@ class SharedCache(Cache):
         derives it from `get_query_offset` and `get_mask_sizes`. Rows aligned on the right get a padding mask `[batch,
         slots]`.
         """
-        padded, block = self._cursors.padded(width), self._cursors.block(width, first)
-        plain = self._cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
+        padded, block = self.cursors.padded(width), self.cursors.block(width, first)
+        plain = self.cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
         if plain or not self._slotted:
             return None
-        if self._cursors.aligned == "right":
-            return (self._cursors.right_aligned(width, first) >= 0).long()
+        if self.cursors.aligned == "right":
+            return (self.cursors.right_aligned(width, first) >= 0).long()
         return attention_mask(
             config,
-            self._cursors.slots(width, first),
+            self.cursors.slots(width, first),
             len(self.seq_lens),
-            self._cursors.visible(width, first),
+            self.cursors.visible(width, first),
             dtype,
             block=block,
             recurrent=not self.rolls_back_by_cursor,
@@ -478,7 +399,7 @@ class SharedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of slots before the tokens of the pass, in the row with the furthest cursor."""
-        return max(self.seq_lens) + self._cursors.first + 1
+        return max(self.seq_lens) + self.cursors.first + 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the slot of a pass's first token, if all cursors are equal."""
@@ -486,7 +407,7 @@ class SharedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass over `query_length` tokens looks at, and the first of them."""
-        return self._cursors.visible(query_length, self._cursors.first), 0
+        return self.cursors.visible(query_length, self.cursors.first), 0
 
 
 def _widths(tokens: int, most: int) -> list[int]:

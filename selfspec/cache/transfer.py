@@ -84,7 +84,7 @@ def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
     slots = [row.nonzero().flatten() for row in mask[:, : past_length(past)]]
     known = [len(row) for row in slots]
     if max(known):
-        cache.reserve(max(known) + 1)
+        cache.cursors.reserve(max(known) + 1)
         for index, layer in enumerate(past.layers):
             if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
                 cache.update(_picked(layer.keys, slots), _picked(layer.values, slots), index)
@@ -123,7 +123,7 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
 
 def can_store(cache: SharedCache) -> bool:
     """Return whether one cache can hold all rows: states have no columns, so rows with states must be equally long."""
-    return cache.rolls_back_by_cursor or cache.uniform
+    return cache.rolls_back_by_cursor or cache.cursors.uniform
 
 
 def _stock_kind(layer: object) -> type[Any]:

@@ -161,7 +161,7 @@ class Batch:
         if self.greedy:
             return DrawnToken(scores.argmax(-1), None)
         q = proper(self.sampling.probabilities(scores))
-        decided = self.sampling.decide(q, self.cache.positions(1, node) + 1, self.noise)
+        decided = self.sampling.decide(q, self.cache.cursors.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
     def draws(self, steps: int) -> Draws | None:

@@ -86,7 +86,7 @@ class Generation(Iterator[Round]):
         cache = target.cache(rows, longest, slack, device)
         cache.source = request.source
         if request.offsets is not None:
-            cache.shift(request.offsets)
+            cache.cursors.offsets = list(request.offsets)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         ranks = ranks_of(target.model)

@@ -82,7 +82,7 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
     finite = p.sum(-1).isfinite()
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
-    seen = effective(batch, draft, p, finite, batch.cache.positions(p.shape[1]) + 1)
+    seen = effective(batch, draft, p, finite, batch.cache.cursors.positions(p.shape[1]) + 1)
     judged = within(draft, batch.row_lengths(draft))
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
@@ -96,7 +96,7 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
 def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
     """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
     sampling = batch.sampling
-    found = sampling.next_tokens(scores, batch.cache.positions(1) + 1, batch.noise)
+    found = sampling.next_tokens(scores, batch.cache.cursors.positions(1) + 1, batch.noise)
     token = found.tokens[:, 0]
     none = torch.zeros_like(token)
     tests = [each for each in (found.finite, sampling.legible(logits)) if each is not None]
@@ -392,7 +392,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     # The rule sees a draft of one token, or of none at the last place. The token after it is never used.
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
-    positions = batch.cache.positions(place + 1)[:, place:] + 1
+    positions = batch.cache.cursors.positions(place + 1)[:, place:] + 1
     seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
     places = token.shape[1] + 1
     seen = replace(seen, p=seen.p.expand(-1, places, -1))

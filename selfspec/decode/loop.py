@@ -31,7 +31,7 @@ from selfspec.runtime.request import PassRequest, PassResult
 def begin_round(batch: Batch) -> Budget:
     """Give a round fresh noise and room in the cache, and return the budget of its draft."""
     batch.noise.begin_round()
-    batch.cache.reserve(batch.longest)
+    batch.cache.cursors.reserve(batch.longest)
     # Erase what draft tokens left in the cache of rows that are tried again.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
     source = batch.cache.source
@@ -181,7 +181,7 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     unread = [length - 1 - known for length, known in zip(request.lengths, batch.cache.seq_lens, strict=True)]
     if max(unread) == 0:
         return
-    batch.cache.reserve(max(request.lengths))
+    batch.cache.cursors.reserve(max(request.lengths))
     # Move rows to the left; slots after them are never read.
     prompts = torch.zeros_like(request.read[:, : max(unread)])
     columns = request.mask[:, -request.read.shape[1] :]

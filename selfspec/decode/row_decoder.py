@@ -149,7 +149,7 @@ class RowDecoder:
 
     def kept(self, batch: Batch, row: int) -> SharedCache:
         """Return a copy of the cache of a row that is about to leave."""
-        cache = self._cache(batch.cache.limit)
+        cache = self._cache(batch.cache.cursors.limit)
         cache.hold(1, batch.cache.seq_lens[row])
         cache.take(batch.cache, row, batch.cache.seq_lens[row])
         return cache
@@ -220,7 +220,7 @@ class RowDecoder:
         states = cache.state_bytes * (self._slack + 2)
         drafters = {each.drafter for each in self._drafting.values() if each.drafter is not None}
         own = sum((drafter.own_bytes(self._target.model) for drafter in drafters), OwnBytes())
-        return CacheSizes(slots // cache.capacity + own.of_token, states + own.row, self._slack)
+        return CacheSizes(slots // cache.cursors.capacity + own.of_token, states + own.row, self._slack)
 
     @property
     def _device(self) -> torch.device:

@@ -294,7 +294,7 @@ class AssistantState:
             # The target runs fewer rows now.
             self._cache.narrow([self._rows.index(row) for row in view.running])
             self._rows = list(view.running)
-        self._cache.reserve(max(map(view.text_length, self._rows)))
+        self._cache.cursors.reserve(max(map(view.text_length, self._rows)))
         texts = self._catch_up(view)
         unread = [len(text) - 1 for text in texts]
         tokens = self._tokens(texts, max(unread) + 1)
@@ -336,13 +336,13 @@ class AssistantState:
     def _catch_up(self, view: RowsView) -> list[list[int]]:
         """Read the tokens that do not fit into one pass with the last one; return the rest of each row."""
         # Layers with a recurrent state read all but the last token here: filler would change their state.
-        most = self._cache.slack if self._cache.rolls_back_by_cursor else 0
+        most = self._cache.cursors.slack if self._cache.rolls_back_by_cursor else 0
         while True:
             texts = self._unread_texts(view)
             unread = [len(text) - 1 for text in texts]
             if max(unread) <= most:
                 return texts
-            room = self._cache.capacity - max(self._cache.seq_lens)
+            room = self._cache.cursors.capacity - max(self._cache.seq_lens)
             width = min(self._cache.prefill_widths(unread)[0], room)
             counts = [min(count, width) for count in unread]
             self._runner.prefill(self._tokens(texts, width), counts)

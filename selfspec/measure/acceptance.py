@@ -162,7 +162,7 @@ def _draft_logits(
     """Return the logits of draft steps at all positions of a text, `[tokens, vocab]`."""
     length = ids.shape[1]
     cache = adapter.shared_cache(model, 1, length + _PIECE, _PIECE)
-    cache.reserve(length)
+    cache.cursors.reserve(length)
     runner = ModelRunner(model, adapter, cache, substitutes)
     path = drafter.path(runner.depth)
     if path.view.bits is None and path.view.top_keys is None:

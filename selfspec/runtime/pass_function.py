@@ -59,9 +59,9 @@ class PassKind:
             rows=request.tokens.shape[0],
             width=request.width,
             embedded=request.tokens.is_floating_point(),
-            uniform=cache.uniform,
+            uniform=cache.cursors.uniform,
             nodes=None if slots.block is None else slots.block.nodes,
-            padded=cache.padded(request.width),
+            padded=cache.cursors.padded(request.width),
             entering=None if request.entering is None else tuple(request.entering.attention),
             masked_source=None if source is None else source.mask is not None,
         )

@@ -60,7 +60,7 @@ class RecordedRunner(ModelRunner):
         tokens = request.tokens
         first = PassTensors.of(replace(request, tokens=tokens.clone()), self._cache)
         # Positions of steps are counted up, and none may lie beyond the last.
-        ends = max(self._cache.seq_lens) + draws.steps > self._cache.limit
+        ends = max(self._cache.seq_lens) + draws.steps > self._cache.cursors.limit
         if first is None or first.slots.block is not None or ends:
             return None
         if is_watched(tokens.device) or self._streams(request):
@@ -91,7 +91,7 @@ class RecordedRunner(ModelRunner):
     def _wider(self, request: PassRequest, kind: PassKind, slots: Slots) -> PassTensors | None:
         """Return the tensors with which a longer chain's program serves a request; extra slots are written again."""
         # Nothing may lie behind the last token.
-        tree = self._cache.tree
+        tree = self._cache.cursors.tree
         at_end = tree is None or (tree.is_chain and request.first + kind.width == len(tree))
         if not at_end or request.entering is not None:
             return None
@@ -127,7 +127,7 @@ def runner_for(
     """Make the runner of one generation; it records passes if `programs` are given and the model allows it."""
     recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
-    if programs is not None and programs.bucket == cache.bucket and recordable:
+    if programs is not None and programs.bucket == cache.cursors.bucket and recordable:
         bound = programs.bound_to(model)
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)

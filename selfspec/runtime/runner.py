@@ -50,8 +50,8 @@ class ModelRunner:
     ) -> None:
         self.depth = len(adapter.decoder_layers(model))
         self.vocabulary = vocabulary_size(model)
-        self.device = cache.device
-        self._attending = for_new_lengths(cache.device)
+        self.device = cache.cursors.device
+        self._attending = for_new_lengths(cache.cursors.device)
         self._stock_model = model
         self._model = Eager().viewed(model) if view is None else view
         self._placed = None
@@ -187,7 +187,7 @@ class ModelRunner:
         """Prepare the cache for a pass over nodes of its block."""
         if request.tree is not None:
             self._cache.open(request.tree)
-        if self._cache.tree is not None and not self._cache.tree.is_chain:
+        if self._cache.cursors.tree is not None and not self._cache.cursors.tree.is_chain:
             self._adapter.check_trees(self._stock_model)
         with self._cache.reading(request.width, request.first, request.path.view), self._attending:
             yield
@@ -249,10 +249,10 @@ class ModelRunner:
 
     def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = self._cache.position_ids(width, first) if self._takes_positions else None
+        positions = self._cache.cursors.position_ids(width, first) if self._takes_positions else None
         mask = self._cache.attention_mask(self._config, width, self._dtype, first, view)
         if self._placed is not None:
-            self._placed.place(self._cache.positions(width, first))
+            self._placed.place(self._cache.cursors.positions(width, first))
         return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
 
     def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:

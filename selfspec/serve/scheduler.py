@@ -272,7 +272,7 @@ class Scheduler:
         # What a row was read into is free once the row is copied: until then both count.
         beside = 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
         longest, most = max(row.length for row in held), max(row.longest for row in held)
-        now = Storage(cache.held, cache.room)
+        now = Storage(cache.cursors.held, cache.cursors.room)
         chosen = self._budget.storage(now, rows, longest, most, beside)
         if chosen is None:
             return False

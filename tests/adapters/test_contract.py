@@ -151,7 +151,7 @@ def test_the_anatomy_counts_every_weight_and_what_the_cache_takes(model_type: st
     ]
     assert anatomy.total.parameters == sum(part.parameters for part in [*parts, Weights.of(head)])
     bench = bench_of(tested)
-    slots = anatomy.cache.bytes_per_token * bench.cache.capacity * tested.batch
+    slots = anatomy.cache.bytes_per_token * bench.cache.cursors.capacity * tested.batch
     assert slots == bench.cache.nbytes - bench.cache.state_bytes
     assert (bench.cache.state_bytes > 0) == (anatomy.cache.recurrent_layers > 0)
 

@@ -98,7 +98,7 @@ def test_storage_is_what_was_asked_for() -> None:
     assert cache.nbytes == 3 * DEPTH * 2 * HEADS * DIM * (10 + SLACK) * 4
     cache.hold(1, 5)
     assert cache.nbytes == one
-    assert (cache.held, cache.room, cache.capacity) == (1, 5, 5 + SLACK)
+    assert (cache.cursors.held, cache.cursors.room, cache.cursors.capacity) == (1, 5, 5 + SLACK)
 
 
 def test_what_does_not_fit_is_refused() -> None:

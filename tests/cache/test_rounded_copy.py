@@ -51,7 +51,7 @@ class Rows:
         adapter = find_adapter(model)
         self.cache: SharedCache = adapter.shared_cache(model, len(lengths), 200, 8, device=torch.device("cpu"))
         self.runner = ModelRunner(model, adapter, self.cache)
-        self.cache.reserve(max(lengths))
+        self.cache.cursors.reserve(max(lengths))
         self.cache.hold(4, 150)
         self.runner.prefill(tiny.prompt(max(lengths), len(lengths), seed=seed), lengths)
         self.cache.commit(lengths)

@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
 def test_moving_the_cursors_does_no_tensor_operation(llama: PreTrainedModel) -> None:
     cache = SharedCache(tiny.DEPTH, 2, limit=100, slack=4, device=CPU)
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
-    cache.reserve(90)
+    cache.cursors.reserve(90)
     with torch.no_grad():
         passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tiny.prompt(90, 2)))
     held = [(layer.keys, layer.values) for layer in cache.layers]
@@ -97,13 +97,13 @@ def test_room_doubles_up_to_the_limit_and_a_draft_behind_it(limit: int, sizes: l
     cache = SharedCache(tiny.DEPTH, 1, limit=limit, slack=5, device=CPU)
     seen: list[int] = []
     for committed in range(1, limit + 100):
-        cache.reserve(committed)
-        if not seen or cache.capacity != seen[-1]:
-            seen.append(cache.capacity)
-        assert cache.capacity >= min(committed, limit) + 5
+        cache.cursors.reserve(committed)
+        if not seen or cache.cursors.capacity != seen[-1]:
+            seen.append(cache.cursors.capacity)
+        assert cache.cursors.capacity >= min(committed, limit) + 5
     assert seen == [size + 5 for size in sizes]
-    cache.reserve(3)
-    assert cache.capacity == limit + 5, "it is kept"
+    cache.cursors.reserve(3)
+    assert cache.cursors.capacity == limit + 5, "it is kept"
 
 
 @pytest.mark.parametrize("limit", [5, 61, 200, 1000])
@@ -111,10 +111,10 @@ def test_room_doubles_up_to_the_limit_and_a_draft_behind_it(limit: int, sizes: l
 def test_caches_of_many_lengths_have_slots_in_whole_buckets(limit: int, slack: int) -> None:
     cache = SharedCache(1, 1, limit, slack, CPU, bucket=64)
     for committed in range(1, limit, 50):
-        cache.reserve(committed)
-        assert cache.capacity % 64 == 0
-        assert min(committed, limit) + slack <= cache.capacity
-    assert cache.capacity < 64 + limit + slack
+        cache.cursors.reserve(committed)
+        assert cache.cursors.capacity % 64 == 0
+        assert min(committed, limit) + slack <= cache.cursors.capacity
+    assert cache.cursors.capacity < 64 + limit + slack
 
 
 class Watch:

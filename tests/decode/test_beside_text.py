@@ -80,13 +80,13 @@ def test_rows_whose_images_take_different_positions_count_on_from_their_own() ->
 
 def test_rows_that_leave_take_their_offsets_along() -> None:
     cache = SharedCache(1, 3, limit=20, slack=2, device=torch.device("cpu"))
-    cache.shift([0, -4, 7])
+    cache.cursors.offsets = [0, -4, 7]
     cache.narrow([1, 2])
-    assert cache.position_ids(2, 0).tolist() == [[-3, -2], [8, 9]]
-    assert cache.positions(2, 0).tolist() == [[1, 2]]
+    assert cache.cursors.position_ids(2, 0).tolist() == [[-3, -2], [8, 9]]
+    assert cache.cursors.positions(2, 0).tolist() == [[1, 2]]
     cache.keep([1])
-    assert cache.position_ids(1, 0).tolist() == [[8]]
-    assert cache.cursors_of([0]).position_ids(1, 0).tolist() == [[8]]
+    assert cache.cursors.position_ids(1, 0).tolist() == [[8]]
+    assert cache.cursors_of([0]).cursors.position_ids(1, 0).tolist() == [[8]]
 
 
 def test_positions_of_an_earlier_image_do_not_reach_a_text() -> None:

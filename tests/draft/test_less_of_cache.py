@@ -89,7 +89,7 @@ def _runner(model: PreTrainedModel, ids: Tensor) -> tuple[ModelRunner, SharedCac
     rows, tokens = ids.shape
     cache = adapter.shared_cache(model, rows, 2 * tokens + 16, 16, device=torch.device("cpu"))
     runner = ModelRunner(model, adapter, cache)
-    cache.reserve(tokens + 16)
+    cache.cursors.reserve(tokens + 16)
     runner.prefill(ids, [tokens] * rows)
     cache.commit([tokens] * rows)
     return runner, cache

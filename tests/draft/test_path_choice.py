@@ -186,7 +186,7 @@ def chance(p: PassResult, q: PassResult) -> Tensor:
 def tried(model: PreTrainedModel, trial: Trial) -> Tried:
     found = bench(model)
     result = found.runner.run(PassRequest(found.full, found.block, tree=TREE, behind=trial))
-    assert found.cache.tree == TREE
+    assert found.cache.cursors.tree == TREE
     assert isinstance(result.behind, Tried)
     return result.behind
 

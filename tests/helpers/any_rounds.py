@@ -109,7 +109,7 @@ class AnyRounds(RuleBasedStateMachine):
         self.rows: list[list[int]] = [[] for _ in lengths]
         if not max(lengths):
             return
-        self.cache.reserve(max(lengths) + 1)
+        self.cache.cursors.reserve(max(lengths) + 1)
         prompts, start = self._tokens(max(lengths)), 0
         for width in self.cache.prefill_widths(lengths):
             counts = [min(max(length - start, 0), width) for length in lengths]
@@ -127,7 +127,7 @@ class AnyRounds(RuleBasedStateMachine):
     @rule(width=st.integers(1, NODES + 1), counts=a_number_for_each_row(0, NODES + 1))
     def chain(self, width: int, counts: list[int]) -> None:
         """No tree is opened: the block is a chain, and its first tokens are committed."""
-        self.cache.reserve(self.longest + 1)
+        self.cache.cursors.reserve(self.longest + 1)
         tokens = self._tokens(width)
         self._check(Tree.chain(width - 1), tokens, self._run(tokens, -1))
         kept = [min(count, width, _LIMIT - len(row)) for row, count in zip(self.rows, counts, strict=False)]
@@ -143,7 +143,7 @@ class AnyRounds(RuleBasedStateMachine):
     )
     def tree(self, tree: Tree, cuts: list[int], again: bool, ends: list[int]) -> None:
         """Passes over runs of nodes, one after another, as over the frontiers of a tree; and perhaps one over all."""
-        self.cache.reserve(self.longest + 1)
+        self.cache.cursors.reserve(self.longest + 1)
         self.cache.open(tree)
         tokens = self._tokens(len(tree) + 1)
         logits = [self._run(run, first) for run, first in _runs(tokens, cuts)]
@@ -166,7 +166,7 @@ class AnyRounds(RuleBasedStateMachine):
         self, tree: Tree, drafted: int, cuts: list[int], start: Sublayer, whole: bool, ends: list[int]
     ) -> None:
         """Draft steps read the first nodes; the others are brought up to where the draft's work ends to be exact."""
-        self.cache.reserve(self.longest + 1)
+        self.cache.cursors.reserve(self.longest + 1)
         self.cache.open(tree)
         tokens = self._tokens(len(tree) + 1)
         exact = LayerPath.up_to(DEPTH, start)
@@ -183,7 +183,7 @@ class AnyRounds(RuleBasedStateMachine):
 
     @rule(committed=st.integers(0, 2 * _LIMIT))
     def reserve(self, committed: int) -> None:
-        self.cache.reserve(committed)
+        self.cache.cursors.reserve(committed)
 
     @precondition(lambda self: len(self.rows) > 1)
     @rule(rows=st.permutations(range(_MOST_ROWS)), count=st.integers(1, _MOST_ROWS))
@@ -198,12 +198,12 @@ class AnyRounds(RuleBasedStateMachine):
             return
         assert self.cache.seq_lens == tuple(map(len, self.rows))
         assert self.cache.get_seq_length() == self.longest
-        assert self.cache.tree is None
+        assert self.cache.cursors.tree is None
         # Slots come in whole buckets.
-        assert self.cache.capacity < _LIMIT + NODES + self.cache.bucket
+        assert self.cache.cursors.capacity < _LIMIT + NODES + self.cache.cursors.bucket
         slotted = [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None]
         for layer in slotted:
-            assert layer.keys.shape[2] <= self.cache.capacity
+            assert layer.keys.shape[2] <= self.cache.cursors.capacity
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in slotted)
         assert self.cache.nbytes == held + self.cache.state_bytes
 

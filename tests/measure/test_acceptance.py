@@ -222,7 +222,7 @@ def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: in
     """What the loop's draft steps say from `start` on, teacher-forced, `[reach, vocab]`."""
     cache = SharedCache(tiny.DEPTH, 1, row.shape[0], _REACH, torch.device("cpu"))
     passes = ModelRunner(model, find_adapter(model), cache)
-    cache.reserve(row.shape[0])
+    cache.cursors.reserve(row.shape[0])
     passes.prefill(row[None, :start], [start])
     cache.commit([start])
     tokens = enumerate(row[None, start : start + _REACH].split(1, 1))

@@ -139,12 +139,12 @@ class Bench:
         self.cache = adapter.shared_cache(model, 2, 64, 16, device=cpu, bucket=1)
         programs = GraphCache(Native(after=0), ticking())
         self.runner = runner_for(model, adapter, self.cache, programs)
-        self.cache.reserve(32)
+        self.cache.cursors.reserve(32)
         self.runner.prefill(torch.cat([tiny.prompt(7, seed=seed) for seed in range(2)]), [7, 7])
         self.cache.commit([7, 7])
         self.last = torch.tensor([[3], [4]])
         while not programs.proved:
-            self.cache.reserve(32)
+            self.cache.cursors.reserve(32)
             self.runner.run(PassRequest(self.path, self.last))
             self.cache.commit([1, 1])
 

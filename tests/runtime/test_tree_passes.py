@@ -32,13 +32,13 @@ class Generation:
     def __init__(self, model: PreTrainedModel, graphs: GraphCache | None, bucket: int) -> None:
         self.cache = SharedCache(tiny.DEPTH, 1, 64, NODES, torch.device("cpu"), bucket=bucket)
         self.runner = runner_for(model, ADAPTERS[model.config.model_type], self.cache, graphs)
-        self.cache.reserve(PROMPT + 1)
+        self.cache.cursors.reserve(PROMPT + 1)
         self.runner.prefill(tiny.prompt(PROMPT), [PROMPT])
         self.cache.commit([PROMPT])
 
     def round(self, tree: Tree, seed: int) -> Tensor:
         """Logits of all nodes; the path to the last one is committed."""
-        self.cache.reserve(max(self.cache.seq_lens) + 1)
+        self.cache.cursors.reserve(max(self.cache.seq_lens) + 1)
         self.cache.open(tree)
         logits = self.runner.run(PassRequest(FULL, tiny.prompt(len(tree) + 1, seed=seed))).logits
         self.cache.commit_paths([(-1, *tree.paths[-1])])

@@ -232,7 +232,7 @@ class ContextState(PairState):
 
     def _tables(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the positions from each cursor on, `[rows or 1, 1, tokens, size]`."""
-        cos, sin = self._base.rotary_emb(states, self._cache.position_ids(states.shape[1]))
+        cos, sin = self._base.rotary_emb(states, self._cache.cursors.position_ids(states.shape[1]))
         return cos[:, None], sin[:, None]
 
     def _store(self, number: int, states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

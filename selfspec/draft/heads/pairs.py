@@ -129,7 +129,7 @@ class PairState:
     def _after_committed(self, view: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
         """Read all pairs and `masked` slots behind each row's last pair; return logits and states from that pair on."""
         self._drop(view.running)
-        self._catch_up(view, self._cache.slack - masked)
+        self._catch_up(view, self._cache.cursors.slack - masked)
         counts = self._counts
         tokens, states = self._next_pairs(view, max(counts) + masked)
         inputs = self.head.fusion.inputs(self.head.embed(tokens), states)
@@ -164,15 +164,15 @@ class PairState:
         return self._cache.nbytes
 
     def hold(self, rows: int, tokens: int) -> None:
-        self._cache.lengthen(tokens)
+        self._cache.cursors.limit = max(self._cache.cursors.limit, tokens)
         self._cache.hold(rows, tokens)
 
     def join(self, other: PairState) -> None:
         for each in (self, other):
             each._close()
-        longest = max(self._cache.room, other._cache.room)
-        self.hold(max(self._cache.held, len(self._rows) + len(other._rows)), longest)
-        self._cache.lengthen(other._cache.limit)
+        longest = max(self._cache.cursors.room, other._cache.cursors.room)
+        self.hold(max(self._cache.cursors.held, len(self._rows) + len(other._rows)), longest)
+        self._cache.cursors.limit = max(self._cache.cursors.limit, other._cache.cursors.limit)
         self._cache.join(other._cache)
         self._waiting += other._waiting
         self._rows = list(range(len(self._waiting)))
@@ -228,13 +228,13 @@ class PairState:
             if waiting is not None and waiting.start is None:
                 # Earlier states are unknown, as in a past that the caller gave.
                 waiting.start = view.text_length(row) - 1 - len(waiting.states)
-        self._cache.shift([0 if each is None else each.start or 0 for each in self._waiting])
+        self._cache.cursors.offsets = [0 if each is None else each.start or 0 for each in self._waiting]
         counts = self._counts
-        self._cache.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
+        self._cache.cursors.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
         unread = [max(count - self.kept, 0) for count in counts]
         while max(unread) > most:
             # Shorter rows are filled up; the scrap behind their cursors needs slots as well.
-            width = min(max(unread), self._cache.capacity - max(self._cache.seq_lens))
+            width = min(max(unread), self._cache.cursors.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(view, width)
             self._settle(read, self._write(tokens, states, read))

@@ -119,7 +119,7 @@ class QueriesProposer(KeepingProposer):
         # Slots behind a row's last token hold scrap.
         shared = {name: tuple(each[:, :, : max(lengths)] for each in parts) for name, parts in held.items()}
         masks = self._masks(known, max(lengths), lengths)
-        position = cache.position_ids(1)
+        position = cache.cursors.position_ids(1)
 
         def read(tokens: Tensor, first: int) -> Tensor:
             nodes = tokens.shape[1]

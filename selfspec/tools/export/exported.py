@@ -224,7 +224,7 @@ def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: Layer
     whole = None if head is None or head.adapter is None else DraftHead(head.adapter)
     ids = _random_tokens(model)
     cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
-    cache.reserve(ids.shape[1])
+    cache.cursors.reserve(ids.shape[1])
     path = drafter.path(len(adapter.decoder_layers(model)))
     draft = ModelRunner(model, adapter, cache).run(PassRequest(path, ids, head=whole)).logits.double()
     with without_progress_bar():

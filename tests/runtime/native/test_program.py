@@ -192,7 +192,7 @@ class Bench:
         self.cache = adapter.shared_cache(model, 1, 64, 16, device=torch.device("cpu"), bucket=1)
         self.programs = GraphCache(Native(after=0), ticking())
         self.runner: ModelRunner = runner_for(model, adapter, self.cache, self.programs)
-        self.cache.reserve(32)
+        self.cache.cursors.reserve(32)
         self.runner.prefill(tiny.prompt(PROMPT, vocabulary=64), [PROMPT])
         self.cache.commit([PROMPT])
 
