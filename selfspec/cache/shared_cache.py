@@ -133,7 +133,7 @@ class SharedCache(Cache):
     @property
     def empty(self) -> bool:
         """True if no token has been read."""
-        return not any(self.seq_lens) and not any(layer.settled.nbytes for layer in self._recurrent)
+        return not any(self.seq_lens) and not any(layer.settled for layer in self._recurrent)
 
     @property
     def most_bytes(self) -> int:

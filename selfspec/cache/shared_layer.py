@@ -7,8 +7,7 @@ is small. Also, several architectures start a pass over several tokens from an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -283,117 +282,89 @@ class RoundedLayer(SharedLayer):
         return levels.to(self.dtype).mul_(scales.to(self.dtype))
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Holds the states of one layer after a token: of convolutions, `[batch, channels, kernel]`, and recurrences."""
+Snapshot = Mapping[tuple[str, int], Tensor]
+"""States of one layer after a token, by kind, "conv" or "recurrent", and number, `[batch, ...]` each."""
 
-    conv: dict[int, Tensor]
-    recurrent: dict[int, Tensor]
 
-    @classmethod
-    def of(cls, layer: LinearAttentionCacheLayerMixin) -> Snapshot:
-        """Return the current states of a layer, not copied."""
-        held = (layer.conv_states, layer.recurrent_states)
-        return cls(*({index: state for index, state in each.items() if state is not None} for each in held))
+def snapshot_of(layer: LinearAttentionCacheLayerMixin) -> Snapshot:
+    """Return the current states of a layer, not copied."""
+    convolutions = {("conv", index): state for index, state in layer.conv_states.items()}
+    recurrences = {("recurrent", index): state for index, state in layer.recurrent_states.items()}
+    return {place: state for place, state in (convolutions | recurrences).items() if state is not None}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(state.nbytes for state in [*self.conv.values(), *self.recurrent.values()])
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Snapshot:
-        """Return a snapshot with `change` applied to every state."""
-        return Snapshot(
-            {index: change(state) for index, state in self.conv.items()},
-            {index: change(state) for index, state in self.recurrent.items()},
-        )
+def mapped(snapshot: Snapshot, change: Callable[[Tensor], Tensor]) -> Snapshot:
+    """Return a snapshot with `change` applied to every state."""
+    return {place: change(state) for place, state in snapshot.items()}
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node."""
+    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node.
+
+    Attributes:
+        settled: the state after all committed tokens; empty before the first.
+        state_bytes: the most bytes that snapshots have taken so far.
+    """
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         self._cursors = cursors
-        # After all committed tokens; None before the first.
-        self._settled: Snapshot | None = None
+        self.settled: Snapshot = {}
         # After each node of the open block that was read.
         self._after: dict[int, Snapshot] = {}
-        self._most = 0
-
-    @property
-    def state_bytes(self) -> int:
-        """The most bytes that snapshots have taken so far."""
-        return self._most
-
-    @property
-    def settled(self) -> Snapshot:
-        """The state after all committed tokens; empty before the first."""
-        return self._settled or Snapshot({}, {})
+        self.state_bytes = 0
 
     def enter(self, node: int) -> None:
         """Make a copy of the parent's state the working state, which the pass may overwrite."""
-        snapshot = self._settled if node < 0 else self._after[self._cursors.parent(node)]
-        copied = Snapshot({}, {}) if snapshot is None else snapshot.mapped(torch.clone)
+        copied = mapped(self.settled if node < 0 else self._after[self._cursors.parent(node)], torch.clone)
         for index in range(self.number_of_states):
-            self.conv_states[index] = copied.conv.get(index)
-            self.recurrent_states[index] = copied.recurrent.get(index)
-            self.is_conv_states_initialized[index] = index in copied.conv
-            self.is_recurrent_states_initialized[index] = index in copied.recurrent
-            self.has_previous_state[index] = snapshot is not None
+            self.conv_states[index] = copied.get(("conv", index))
+            self.recurrent_states[index] = copied.get(("recurrent", index))
+            self.is_conv_states_initialized[index] = ("conv", index) in copied
+            self.is_recurrent_states_initialized[index] = ("recurrent", index) in copied
+            self.has_previous_state[index] = bool(copied)
 
     def record(self, node: int) -> None:
         """Keep the working state as the state after a node."""
-        self._after[node] = Snapshot.of(self)
-        self._most = max(self._most, sum(each.nbytes for each in (self.settled, *self._after.values())))
+        self._after[node] = snapshot_of(self)
+        held = [state.nbytes for each in (self.settled, *self._after.values()) for state in each.values()]
+        self.state_bytes = max(self.state_bytes, sum(held))
 
     def nodes(self, width: int) -> range:
         """Return the nodes of the current pass."""
         return range(self._cursors.first, self._cursors.first + width)
 
-    def begin_with(self, snapshot: Snapshot) -> None:
-        """Resume from the state of an earlier generation."""
-        self._settled = snapshot
-
     def take_states(self, other: RecurrentLayer, row: int) -> None:
         """Copy the states of one row of another cache's layer into the only row here."""
-        if other._settled is not None:
-            self._settled = other._settled.mapped(lambda state: state[row : row + 1].clone())
+        if other.settled:
+            self.settled = mapped(other.settled, lambda state: state[row : row + 1].clone())
 
     def settle(self, nodes: Sequence[int | None]) -> None:
         """Commit each row's state after its node, if any, and drop all others. KeyError: no pass has read a node."""
         # A layer may have read nothing yet: keys and values of a past are loaded before states.
-        if (self._settled or self._after) and any(node is not None for node in nodes):
+        if (self.settled or self._after) and any(node is not None for node in nodes):
             # A row that has read nothing has a state of zeros.
-            before = self._settled or next(iter(self._after.values())).mapped(torch.zeros_like)
-            self._settled = _rows_of([before if node is None else self._after[node] for node in nodes])
+            before = self.settled or mapped(next(iter(self._after.values())), torch.zeros_like)
+            self.settled = _rows_of([before if node is None else self._after[node] for node in nodes])
         self._after = {}
 
     def narrow_states(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
-        if self._settled is not None:
-            self._settled = self._settled.mapped(lambda state: state[to_device(rows, state.device)])
+        self.settled = mapped(self.settled, lambda state: state[to_device(rows, state.device)])
 
     def join_states(self, other: RecurrentLayer, own: int, others: int) -> None:
         """Append the states of another cache's rows; rows that have read nothing have states of zeros."""
-        if self._settled is None and other._settled is None:
-            return
-        like = self._settled or other._settled
-        assert like is not None
+        like = self.settled or other.settled
 
         def nothing(rows: int) -> Snapshot:
-            return like.mapped(lambda state: state.new_zeros(rows, *state.shape[1:]))
+            return mapped(like, lambda state: state.new_zeros(rows, *state.shape[1:]))
 
-        first, second = self._settled or nothing(own), other._settled or nothing(others)
-
-        def both(states: Callable[[Snapshot], dict[int, Tensor]]) -> dict[int, Tensor]:
-            return {index: torch.cat([states(first)[index], states(second)[index]]) for index in states(like)}
-
-        self._settled = Snapshot(both(lambda snapshot: snapshot.conv), both(lambda snapshot: snapshot.recurrent))
+        first, second = self.settled or nothing(own), other.settled or nothing(others)
+        self.settled = {place: torch.cat([first[place], second[place]]) for place in like}
 
     def reset(self) -> None:
         super().reset()
-        self._settled, self._after = None, {}
+        self.settled, self._after = {}, {}
 
 
 def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:
@@ -401,9 +372,5 @@ def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:
     first = snapshots[0]
     if all(snapshot is first for snapshot in snapshots):
         return first
-
-    def each_row(states: Callable[[Snapshot], dict[int, Tensor]]) -> dict[int, Tensor]:
-        rows = list(enumerate(snapshots))
-        return {index: torch.stack([states(each)[index][row] for row, each in rows]) for index in states(first)}
-
-    return Snapshot(each_row(lambda snapshot: snapshot.conv), each_row(lambda snapshot: snapshot.recurrent))
+    rows = list(enumerate(snapshots))
+    return {place: torch.stack([each[place][row] for row, each in rows]) for place in first}

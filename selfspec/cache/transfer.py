@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.cache.shared_layer import RecurrentLayer, SharedLayer, Snapshot
+from selfspec.cache.shared_layer import RecurrentLayer, SharedLayer, mapped, snapshot_of
 from selfspec.errors import UnsupportedOptionError
 
 # Exact classes only: sliding-window, quantised and static layers hold something else.
@@ -91,7 +91,7 @@ def load_past(past: Cache, cache: SharedCache, mask: Tensor) -> None:
         cache.commit(known)
     for own, layer in zip(cache.layers, past.layers, strict=False):
         if isinstance(own, RecurrentLayer) and any(_has_states(layer)):
-            own.begin_with(Snapshot.of(layer).mapped(torch.clone))
+            own.settled = mapped(snapshot_of(layer), torch.clone)
 
 
 def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
@@ -113,10 +113,8 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
         if isinstance(layer, SharedLayer) and layer.keys is not None:
             copy.update(*(_placed(states, places, length) for states in layer.held()))
         if isinstance(layer, RecurrentLayer):
-            for index, state in layer.settled.conv.items():
-                copy.update_conv_state(state, index)
-            for index, state in layer.settled.recurrent.items():
-                copy.update_recurrent_state(state, index)
+            for (kept, index), state in layer.settled.items():
+                (copy.update_conv_state if kept == "conv" else copy.update_recurrent_state)(state, index)
         layers.append(copy)
     past.layers[:] = layers
 

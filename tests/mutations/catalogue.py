@@ -432,7 +432,7 @@ CATALOGUE = (
         ("test_a_pass_that_may_read_no_values_may_try_a_kernel",)),
     # Recurrent layers.
     Mutation("a pass writes into the recurrent state that it would go back to", "RecurrentLayer.enter",
-        "snapshot.mapped(torch.clone)", "snapshot", ("test_recurrent.py", "test_hybrids.py")),
+        "mapped(_1, torch.clone)", "_1", ("test_recurrent.py", "test_hybrids.py")),
     Mutation("all rows settle at the recurrent state of the first", "RecurrentLayer.settle", "[_1 for node in nodes]",
         "[_1 for node in [nodes[0]] * len(nodes)]", ("test_recurrent.py",)),
     Mutation("recurrent layers read what stands behind a shorter prompt", "ModelRunner.prefill",
