@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import CheckpointError, StorageError, UnsupportedOptionError
 from selfspec.placement.plan import SLOTS, Bandwidth, shown_bytes
-from selfspec.placement.weight_stream import CudaCopies, DeviceCopies, HostMemory, Slot
+from selfspec.placement.weight_stream import DeviceCopies, HostMemory, Slot
 from selfspec.process import give_large_blocks_back, machine_bytes, resident_bytes
 
 # Direct reads begin and end at multiples of this, in files and in memory.
@@ -30,25 +31,11 @@ _PAGE = 4096
 # Reads of this size reach the speed of the disk.
 _MOST_AT_ONCE = 1 << 26
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **str_to_torch_dtype,
     "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
 }
 
 
@@ -153,7 +140,7 @@ def _up(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-# Bytes of weights that are moved and multiplied to measure speed.
+# Bytes of weights that are moved and multiplied to measure speed: a multiple of 4096.
 _PROBED = 1 << 27
 
 
@@ -164,13 +151,12 @@ class WeightSource(ABC):
     name: str
     caches: tuple[CacheKind, ...]
 
-    @abstractmethod
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - a budget of a device needs nothing
         """Prepare the process to keep to a budget, before a model is loaded."""
 
-    @abstractmethod
     def in_use(self) -> int:
         """Return the bytes within the budget that are in use before a model is loaded."""
+        return 0
 
     @abstractmethod
     def available(self) -> int | None:
@@ -184,8 +170,7 @@ class WeightSource(ABC):
     def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
         """Measure how fast weights are streamed and multiplied."""
 
-    @abstractmethod
-    def check_streamed(self, size: int) -> None:
+    def check_streamed(self, size: int) -> None:  # noqa: B027 - the disk has room for its files
         """Refuse more bytes of streamed weights than there is room for."""
 
     @abstractmethod
@@ -232,11 +217,10 @@ class FromDisk(WeightSource):
         memory = _product_bytes_a_second(read.reshape(-1, read.shape[-1] if read.ndim else 1))
         return Bandwidth(memory, sum(weight.nbytes for weight in probed) / seconds)
 
-    def check_streamed(self, size: int) -> None:
-        return
-
     def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-        return disk_slots(weights, SLOTS, dtype, files)
+        # One thread: sequential reads reach the speed of the disk, and two reads never write to the same memory.
+        reader = ThreadPoolExecutor(1, "selfspec-weights")
+        return [_DiskSlot(weights, dtype, files, reader) for _ in range(SLOTS)]
 
 
 class FromHost(WeightSource):
@@ -248,12 +232,6 @@ class FromHost(WeightSource):
     def __init__(self, copies: DeviceCopies) -> None:
         self.device, self._copies = copies.device, copies
 
-    def prepare(self) -> None:
-        return
-
-    def in_use(self) -> int:
-        return 0
-
     def available(self) -> int | None:
         return self._copies.device_bytes()
 
@@ -261,7 +239,21 @@ class FromHost(WeightSource):
         return dtype
 
     def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
-        return host_bandwidth(self._copies, _PROBED)
+        copies = self._copies
+        host, memory = HostMemory(_PROBED, copies), copies.device_memory(_PROBED)
+        weight = torch.zeros(_PROBED // 4096, 2048, dtype=torch.bfloat16, device=self.device)
+        row = weight.new_zeros(2048)
+
+        def seconds(work: Any) -> float:
+            copies.finish()
+            begun = time.perf_counter()
+            work()
+            copies.finish()
+            return time.perf_counter() - begun
+
+        copied = min(seconds(lambda: copies.copy(memory, host.bytes, [copies.computed()])) for _ in range(3))
+        multiplied = min(seconds(lambda: torch.mv(weight, row)) for _ in range(3))
+        return Bandwidth(_PROBED / multiplied, _PROBED / copied)
 
     def check_streamed(self, size: int) -> None:
         there = machine_bytes()
@@ -272,7 +264,9 @@ class FromHost(WeightSource):
             )
 
     def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-        return host_slots(weights, SLOTS, dtype, files, self._copies)
+        kept = _HostWeights(weights, dtype, files, self._copies)
+        size = max(weight.nbytes for weight in kept.weights)
+        return [_DeviceSlot(kept, self._copies, size) for _ in range(SLOTS)]
 
 
 def _product_bytes_a_second(weight: Tensor) -> float:
@@ -289,15 +283,8 @@ def source_for(device: torch.device) -> WeightSource:
     if device.type == "cpu":
         return FromDisk()
     if device.type == "cuda":
-        return FromHost(CudaCopies(device))
+        return FromHost(DeviceCopies(device))
     raise UnsupportedOptionError(f"device={str(device)!r}: within a memory budget models run on cpu or cuda")
-
-
-def disk_slots(weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-    """Make slots that read numbered weights from files and give them in the model's dtype."""
-    # One thread: sequential reads reach the speed of the disk, and two reads never write to the same memory.
-    reader = ThreadPoolExecutor(1, "selfspec-weights")
-    return [_DiskSlot(weights, dtype, files, reader) for _ in range(count)]
 
 
 class _DiskSlot(Slot):
@@ -308,7 +295,7 @@ class _DiskSlot(Slot):
         self._buffer = ReadBuffer(max(weight.nbytes for weight in weights))
         self._read: Future[Tensor] = Future()
 
-    def _fetch(self, number: int) -> None:
+    def fetch(self, number: int) -> None:
         # The read before is no longer needed.
         self._read.cancel()
         self._read = self._reader.submit(self._buffer.read, self._files, self._weights[number])
@@ -317,39 +304,11 @@ class _DiskSlot(Slot):
         return self._read.result().to(self._dtype)
 
     def used(self) -> None:
-        # On the CPU all uses have been computed by now.
-        return
+        """Do nothing: on the CPU all uses have been computed by now."""
 
 
 # Copies begin at multiples of this.
 _ALIGNED = 256
-
-
-def host_slots(
-    weights: Sequence[StoredWeight], count: int, dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
-) -> list[Slot]:
-    """Read weights into memory of the host in the model's dtype, and make slots on a device to copy them to."""
-    kept = _HostWeights(weights, dtype, files, copies)
-    size = max(weight.nbytes for weight in kept.weights)
-    return [_DeviceSlot(kept, copies, size) for _ in range(count)]
-
-
-def host_bandwidth(copies: DeviceCopies, size: int) -> Bandwidth:
-    """Measure how fast a device copies and multiplies weights, `size` bytes each time: a multiple of 4096."""
-    host, memory = HostMemory(size, copies), copies.device_memory(size)
-    weight = torch.zeros(size // 4096, 2048, dtype=torch.bfloat16, device=copies.device)
-    row = weight.new_zeros(2048)
-
-    def seconds(work: Any) -> float:
-        copies.finish()
-        begun = time.perf_counter()
-        work()
-        copies.finish()
-        return time.perf_counter() - begun
-
-    copied = min(seconds(lambda: copies.copy(memory, host.bytes, [copies.computed()])) for _ in range(3))
-    multiplied = min(seconds(lambda: torch.mv(weight, row)) for _ in range(3))
-    return Bandwidth(size / multiplied, size / copied)
 
 
 class _HostWeights:
@@ -379,7 +338,7 @@ class _DeviceSlot(Slot):
         self._uses = [copies.computed()]
         self._copied: Any = None
 
-    def _fetch(self, number: int) -> None:
+    def fetch(self, number: int) -> None:
         source = self._weights.weights[number]
         self._weight = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
         self._copied = self._copies.copy(self._weight, source, self._uses)

@@ -18,73 +18,42 @@ from selfspec.model.view import copied, is_streamed
 from selfspec.placement.plan import shown_bytes
 
 
-class DeviceCopies(ABC):
-    """Copies to one device; marks of all requests so far order them with computations. Only `finish` waits."""
+class DeviceCopies:
+    """Copies to one device on a stream of its own; marks order copies with computations. Only `finish` waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @abstractmethod
-    def host_memory(self, size: int) -> Tensor:
-        """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`."""
-
-    @abstractmethod
-    def release(self, memory: Tensor) -> None:
-        """Give back memory of the host; call it before the last tensor of the memory is freed."""
-
-    @abstractmethod
-    def device_memory(self, size: int) -> Tensor:
-        """Allocate memory of the device to copy to, `[size]`, in bytes."""
-
-    @abstractmethod
-    def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
-        """Request a copy that begins after some marks of computations; return its mark."""
-
-    @abstractmethod
-    def wait_for(self, copied: Any) -> None:
-        """Make later computations wait for a copy."""
-
-    @abstractmethod
-    def computed(self) -> Any:
-        """Return a mark of all computations requested so far."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until all copies and computations are done."""
-
-    @abstractmethod
-    def device_bytes(self) -> int:
-        """Return the bytes of memory that the device has."""
-
-
-class CudaCopies(DeviceCopies):
-    """Copies on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
         self._side = torch.cuda.Stream(device)
 
     def host_memory(self, size: int) -> Tensor:
-        # Torch's own allocator of such memory rounds sizes up to powers of two.
-        memory = torch.frombuffer(_anonymous(size), dtype=torch.uint8)
+        """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`."""
+        try:
+            # Torch's own allocator of such memory rounds sizes up to powers of two.
+            allocated = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise _no_memory(
+                f"this machine has no {shown_bytes(size)} of memory for streamed weights", error.strerror
+            ) from error
+        memory = torch.frombuffer(allocated, dtype=torch.uint8)
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         if status:
-            raise UnsupportedOptionError(
-                f"no {shown_bytes(size)} of this machine's memory can be locked for copies to the device (CUDA error "
-                f"{status}); raise memory=, so that less is streamed, or free memory of the machine"
-            )
+            what = f"no {shown_bytes(size)} of this machine's memory can be locked for copies to the device"
+            raise _no_memory(what, f"CUDA error {status}")
         return memory
 
     def release(self, memory: Tensor) -> None:
+        """Give back memory of the host; call it before the last tensor of the memory is freed."""
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def device_memory(self, size: int) -> Tensor:
+        """Allocate memory of the device to copy to, `[size]`, in bytes."""
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         # After it is freed, it is not reused while a copy may be running.
         memory.record_stream(self._side)
         return memory
 
     def copy(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        """Request a copy that begins after some marks of computations; return its mark."""
         for mark in after:
             self._side.wait_event(mark)
         with torch.cuda.stream(self._side):
@@ -92,28 +61,28 @@ class CudaCopies(DeviceCopies):
         return self._side.record_event()
 
     def wait_for(self, copied: Any) -> None:
+        """Make later computations wait for a copy."""
         torch.cuda.current_stream(self.device).wait_event(copied)
 
     def computed(self) -> Any:
+        """Return a mark of all computations requested so far."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def finish(self) -> None:
+        """Wait until all copies and computations are done."""
         # Do not wait for the whole device: that fails while another thread captures a graph.
         self._side.synchronize()
         torch.cuda.current_stream(self.device).synchronize()
 
     def device_bytes(self) -> int:
+        """Return the bytes of memory that the device has."""
         return torch.cuda.get_device_properties(self.device).total_memory
 
 
-def _anonymous(size: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise UnsupportedOptionError(
-            f"this machine has no {shown_bytes(size)} of memory for streamed weights ({error.strerror}); raise "
-            "memory=, so that less is streamed, or free memory of the machine"
-        ) from error
+def _no_memory(what: str, reason: object) -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        f"{what} ({reason}); raise memory=, so that less is streamed, or free memory of the machine"
+    )
 
 
 class HostMemory:
@@ -143,14 +112,9 @@ class Slot(ABC):
 
     holds: int | None = None
 
-    def bring(self, number: int) -> None:
-        """Begin to fetch a weight in place of the present one. Does not wait for it."""
-        self.holds = number
-        self._fetch(number)
-
     @abstractmethod
-    def _fetch(self, number: int) -> None:
-        """Begin to fetch a weight."""
+    def fetch(self, number: int) -> None:
+        """Begin to fetch a weight in place of the present one. Does not wait for it."""
 
     @abstractmethod
     def arrived(self) -> Tensor:
@@ -231,7 +195,8 @@ class WeightStream:
             if slot.holds == number:
                 return slot
         slot = next(slot for slot in self._slots if slot.holds is None or slot.holds not in wanted)
-        slot.bring(number)
+        slot.holds = number
+        slot.fetch(number)
         self.bytes_moved += self._sizes[number]
         return slot
 

@@ -30,7 +30,7 @@ class StandInCopies(DeviceCopies):
     """Copies late, and checks that what reads the memory was waited for."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        self.device = torch.device("cpu")
         self.copied = 0
         self.locked: list[int] = []
         self._now = 0
@@ -89,7 +89,7 @@ def stand_in_device(monkeypatch: pytest.MonkeyPatch, copies: DeviceCopies | None
 
 @dataclass
 class FakeCuda:
-    """What `CudaCopies` asks of torch, on a CPU."""
+    """What `DeviceCopies` asks of torch, on a CPU."""
 
     calls: list[str] = field(default_factory=list)
     status: int = 0

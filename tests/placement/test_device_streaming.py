@@ -18,8 +18,8 @@ from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_source import FromDisk, FromHost, WeightFiles, host_bandwidth, source_for
-from selfspec.placement.weight_stream import CudaCopies, HostMemory
+from selfspec.placement.weight_source import FromDisk, FromHost, WeightFiles, source_for
+from selfspec.placement.weight_stream import DeviceCopies, HostMemory
 
 CPU = torch.device("cpu")
 PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
@@ -29,7 +29,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 def streamed(
     folder: Path,
     model: PreTrainedModel,
-    copies: StandInCopies | CudaCopies,
+    copies: StandInCopies | DeviceCopies,
     bits: int | None = 4,
     dtype: torch.dtype | None = None,
 ) -> selfspec.SelfSpeculative:
@@ -172,8 +172,9 @@ def test_devices_that_nothing_is_streamed_to_are_refused() -> None:
         source_for(torch.device("meta"))
 
 
-def test_bandwidths_are_measured_on_the_device() -> None:
-    found = host_bandwidth(StandInCopies(), 2**20)
+def test_bandwidths_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.placement.weight_source._PROBED", 2**20)
+    found = FromHost(StandInCopies()).bandwidth([], WeightFiles())
     assert found.memory > 0
     assert found.stream > 0
 
@@ -181,7 +182,7 @@ def test_bandwidths_are_measured_on_the_device() -> None:
 def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, model = FakeCuda(), llama()
     cuda.install(monkeypatch)
-    spec = streamed(tmp_path, model, CudaCopies(CPU))
+    spec = streamed(tmp_path, model, DeviceCopies(CPU))
     wanted = greedy(selfspec.wrap(model))
     assert torch.equal(greedy(spec), wanted)
     (size,) = cuda.registered.values()
@@ -201,7 +202,7 @@ def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, monkeypatch: py
 def test_memory_that_cannot_be_locked_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(status=2)
     cuda.install(monkeypatch)
-    copies = CudaCopies(CPU)
+    copies = DeviceCopies(CPU)
     assert copies.device_bytes() == 2**50
     with pytest.raises(UnsupportedOptionError, match=r"no 1.00 MiB .*can be locked.*raise memory="):
         HostMemory(2**20, copies)
