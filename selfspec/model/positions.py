@@ -31,7 +31,7 @@ class RowPositions:
         self.module = view_with_parts(model, {path: replaced(stock, partial(embed, stock, self._positions))})
 
     def place(self, positions: Tensor) -> None:
-        """Set the positions of the next pass, as from `SharedCache.positions`, `[rows or 1, width]`."""
+        """Set the positions of the next pass, as from `Cursors.positions`, `[rows or 1, width]`."""
         self._positions[:] = [positions]
 
 
