@@ -140,9 +140,7 @@ class Adapter:
         head, path = model.get_output_embeddings(), self.path(model)
         places = (".".join(path[:length]) for length in range(1, len(path)))
         # The model may hold a whole language model, with its head.
-        return next(
-            place for place in places if all(module is not head for module in model.get_submodule(place).modules())
-        )
+        return next(place for place in places if head not in modules_in(model.get_submodule(place)))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that lacks a module or config value that this adapter names.
@@ -175,7 +173,7 @@ class Adapter:
         """Refuse layers that were removed, repeated or renumbered: each needs a place of its own in the cache."""
         taken: dict[int, int] = {}
         for place, layer in enumerate(layers):
-            numbers = {vars(module).get(name) for module in layer.modules() for name in ("layer_idx", "layer_id")}
+            numbers = {vars(module).get(name) for module in modules_in(layer) for name in ("layer_idx", "layer_id")}
             for number in (each for each in numbers if type(each) is int):
                 if number >= len(layers) or taken.setdefault(number, place) != place:
                     name = ".".join(self.path(model))
@@ -307,6 +305,18 @@ class MtpLayout:
     @staticmethod
     def _at(place: str, depth: int, module: int) -> str:
         return place.format(i=module, n=depth + module)
+
+
+def modules_in(module: nn.Module) -> dict[nn.Module, None]:
+    """Return a module and all in it, each once, in the order of its `modules()`, which takes many times as long."""
+    found: dict[nn.Module, None] = {}
+    left: list[nn.Module | None] = [module]
+    while left:
+        each = left.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            left.extend(reversed(each._modules.values()))
+    return found
 
 
 def _holds(layer: nn.Module, path: str) -> bool:

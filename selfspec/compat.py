@@ -7,8 +7,9 @@ have only recurrent states.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import transformers
@@ -56,12 +57,18 @@ def forward_parameters(model: nn.Module) -> frozenset[str]:
         forward = vars(kind).get("forward")
         if forward is None:
             continue
-        parameters = inspect.signature(forward).parameters
-        names |= parameters.keys()
-        hands_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        taken, hands_on = _parameters(forward)
+        names |= taken
         if not hands_on or kind.__module__.startswith("transformers."):
             break
     return frozenset(names)
+
+
+@lru_cache(256)
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Return the names that a function takes, and whether it takes any others."""
+    found = inspect.signature(function).parameters
+    return frozenset(found), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -112,7 +112,7 @@ def _defaults() -> Mapping[str, Any]:
 
 def check_options(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
     """Refuse options of a prepared config that selfspec cannot honour, unless they have no effect here."""
-    given = generation_config.to_dict()
+    given = vars(generation_config)
     inert = set() if generation_config.return_dict_in_generate else _ONLY_RETURNED
     if generation_config.get_generation_mode() != GenerationMode.CONTRASTIVE_SEARCH:
         inert = inert | {"penalty_alpha"}
@@ -144,8 +144,8 @@ def check_model_inputs(
     if kept is not None and not (type(kept) is int and kept >= 0):
         raise unsupported("logits_to_keep", kept)
     # `transformers` counts such padding as tokens in windows and states, and where there are no position_ids.
-    counts = positions is None or smallest_window(config) is not None or bool(recurrent_layers(config))
-    if counts and bool((inputs["attention_mask"].diff(dim=1) < 0).any()):
+    apart = bool((inputs["attention_mask"].diff(dim=1) < 0).any())
+    if apart and (positions is None or smallest_window(config) is not None or recurrent_layers(config)):
         raise UnsupportedOptionError(
             "an attention mask with zeros after ones, as with padding between a past or soft prompt and the text, is "
             "not supported where such columns count as text: in windows, in layers with states, and where no "

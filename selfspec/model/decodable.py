@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
+from selfspec.architecture import Adapter, modules_in
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
@@ -36,8 +36,9 @@ def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
     path = adapter.path(model)
     for length in range(len(path)):
         view_with(model.get_submodule(".".join(path[:length])), {})
-    _check_modules(model)
-    _check_one_device(model)
+    modules = modules_in(model)
+    _check_modules(model, modules)
+    _check_one_device(model, modules)
     config = model.config.get_text_config(decoder=True)
     kernel = config._attn_implementation
     if kernel not in _ATTENTION_KERNELS:
@@ -55,15 +56,16 @@ def check_decodable(model: PreTrainedModel, adapter: Adapter) -> None:
             f"{type(model).__name__} has layers of type {unknown[0]!r}, whose tokens see others than the masks of the "
             "shared cache say; use model.generate"
         )
-    if model.training and any(_differs_in_training(module) for module in model.modules()):
+    if model.training and any(map(_differs_in_training, modules)):
         raise UnsupportedModelError(
             "the model is in training mode, with dropout or gradient checkpointing; call model.eval() first"
         )
 
 
-def _check_one_device(model: nn.Module) -> None:
+def _check_one_device(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Refuse a model whose layers are on several devices; offloaded layers do not count."""
-    devices = sorted({str(weight.device) for weight in model.parameters() if not weight.is_meta})
+    weights = (weight for module in modules for weight in module._parameters.values())
+    devices = sorted(map(str, {weight.device for weight in weights if weight is not None} - {torch.device("meta")}))
     if len(devices) > 1:
         raise UnsupportedModelError(
             f"the weights of {type(model).__name__} lie on {' and '.join(devices)}, and the shared cache is on one "
@@ -72,9 +74,9 @@ def _check_one_device(model: nn.Module) -> None:
         )
 
 
-def _check_modules(model: nn.Module) -> None:
+def _check_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Refuse a model whose output for a token differs between passes over one and over several tokens."""
-    rounding = next(filter(_rounds_over_the_pass, model.modules()), None)
+    rounding = next(filter(_rounds_over_the_pass, modules), None)
     if rounding is not None:
         name = next(name for name, module in model.named_modules() if module is rounding)
         raise UnsupportedModelError(

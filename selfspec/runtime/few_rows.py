@@ -101,7 +101,7 @@ def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
 
 
 def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) -> Tensor:
-    rows = math.prod(int(size) for size in states.shape[:-1])
+    rows = math.prod(states.shape[:-1])
     # Autocast changes what torch's own products compute in.
     if min(rows, native.MOST_ROWS) > most or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)

@@ -6,11 +6,11 @@ Equal inputs must always take the same path through its code.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -51,7 +51,7 @@ class ModelState:
         code = ReachedCode(model)
         self.others = tuple(code.others)
         self._modules = tuple(model.modules())
-        self._contents: list[Iterable[Any]] = []
+        self._contents: list[Collection[Any]] = []
         self._weights: list[Tensor] = []
         self._constants: list[Tensor] = []
         self._followed: set[int] = set()
@@ -65,12 +65,20 @@ class ModelState:
             self._contents.append(vars(kind).values())
         # Twice, since one name alone would give no tuple.
         self._names = [(itemgetter(*names, *names), space) for space, names in code.names.values()]
+        # Most are hooks that nobody has set.
+        self._empty = [each for each in self._contents if not each]
+        self._contents = [each for each in self._contents if each]
+        self._strided = [each for each in (*self._weights, *self._constants) if each.layout is torch.strided]
+        # These have no address.
+        self._others = [each for each in (*self._weights, *self._constants) if each.layout is not torch.strided]
         self._objects = self._found()
         self._layouts = self._laid_out()
         self._settings = _settings()
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
+        if any(self._empty):
+            return False
         try:
             found = self._found()
         except KeyError:
@@ -108,14 +116,11 @@ class ModelState:
         """Return addresses, strides and offsets of its tensors."""
         # The values of other tensors may be part of a recording.
         versions = [None if each.is_inference() else each._version for each in self._constants]
-        return [*map(_layout, self._weights), *map(_layout, self._constants), *versions]
+        forms = map(_FORM, (*self._strided, *self._others))
+        return [*map(_ADDRESS, self._strided), *map(_STRIDE, self._strided), *forms, *versions]
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.layout is not torch.strided:
-        # Such tensors have no address.
-        return tensor.dtype, tensor.shape
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+_ADDRESS, _STRIDE, _FORM = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype", "shape", "device")
 
 
 def _is_same(found: Any, known: Any) -> bool:

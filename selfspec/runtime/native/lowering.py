@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from selfspec.formats.format import formats
-from selfspec.kernels.native import FLOAT_COLUMNS, MOST_ROWS, NUMBERS, Kind
+from selfspec.kernels.native import FLOAT_COLUMNS, IN_FLOAT32, MOST_ROWS, NUMBERS, Kind
 from selfspec.runtime.native import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
@@ -364,13 +364,13 @@ class _Lowering:
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)
-        if node.kwargs or weight.layout.dtype != torch.float32 or weight.storage.constant is None:
+        if node.kwargs or weight.layout.dtype not in IN_FLOAT32 or weight.storage.constant is None:
             raise RecordingError(f"programs do not know this {node.target}")
         held = bias[0] if bias else None
         if weight.layout.t().is_contiguous():
             return self._multiplied(states, weight, _rows_of(weight, 1), held)
-        if not weight.layout.is_contiguous():
-            raise RecordingError("programs read weights in the order of memory")
+        if not weight.layout.is_contiguous() or weight.layout.dtype != torch.float32:
+            raise RecordingError("programs read weights in the order of memory, and in 16 bits row by row")
         return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held)
 
     def _multiplied(

@@ -23,8 +23,8 @@ from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Recor
 
 # Tokens of a pass. A prompt is read once, so no program is made for each of its lengths.
 _MOST_TOKENS = MOST_NODES
-# The same in bfloat16, and without AVX-512.
-_NARROW = 16
+# The same in bfloat16 with AVX-512, for which torch has products of its own.
+_NARROW = 24
 # Widths of programs for chains: making one takes longer than reading a few tokens more.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Seconds that making a program of 30 layers takes: a few passes over long texts take that long.
@@ -42,9 +42,8 @@ _LINE = 64
 class Native(Runtime):
     """Runs passes as programs of selfspec's kernels, each in one call, with no joins of threads.
 
-    Programs run passes over up to 64 tokens on a CPU in float32, and over 16 in bfloat16 or without AVX-512, where the
-    kernels run and know all that the model computes. The stock modules run all
-    others.
+    Programs run passes over up to 64 tokens on a CPU, and over 24 in bfloat16 with AVX-512, where the kernels run and
+    know all that the model computes. The stock modules run all others.
 
     A pass is captured once, without running it. Its results are the stock modules' up to rounding, and each token's are
     the same bits whatever other tokens it is read with. A program reads any number of slots.
@@ -80,8 +79,7 @@ class Native(Runtime):
         slots, rows = example.slots.buffers[0], example.tokens.shape[0] * example.tokens.shape[1]
         known = slots.device.type == "cpu" and slots.dtype in native.IN_FLOAT32
         # Products in bfloat16 take longer than torch's, but between them a program saves the time of Python.
-        wide = slots.dtype == torch.float32 and has_avx512()
-        most = _MOST_TOKENS if wide else _NARROW
+        most = _NARROW if slots.dtype == torch.bfloat16 and has_avx512() else _MOST_TOKENS
         return known and rows <= most and native.available()
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:

@@ -133,6 +133,16 @@ def test_greedy_text_in_16_bits_is_the_stock_models_up_to_near_ties(draft: str, 
     assert (best - chosen).max() <= 8 * torch.finfo(dtype).eps * logits.abs().max()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@torch.no_grad()
+def test_programs_in_16_bits_read_more_tokens_than_kernels_multiply_alone(dtype: torch.dtype) -> None:
+    bench, tokens = Bench(built("llama", dtype)), tiny.prompt(24, vocabulary=64)
+    for _ in range(6):
+        bench.logits(tokens)
+    assert bench.served
+    assert not bench.programs.refusals
+
+
 def test_other_dtypes_run_on_the_stock_modules() -> None:
     assert not proved_of(built("llama", torch.float64))
 
