@@ -21,9 +21,8 @@ from selfspec.model.registry import find_adapter
 
 def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     # Stands for a weight on a device that this machine lacks.
-    elsewhere = SimpleNamespace(is_meta=False, device=torch.device("cuda:1"))
-    weights = [*llama.parameters(), elsewhere]
-    monkeypatch.setattr(llama, "parameters", lambda *_: iter(weights))
+    elsewhere = SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setitem(llama.model.norm._parameters, "weight", elsewhere)
     with pytest.raises(UnsupportedModelError, match=r"lie on cpu and cuda:1.*tp_plan"):
         check_decodable(llama, find_adapter(llama))
 
