@@ -26,7 +26,7 @@ from selfspec.arguments import check_kind, check_methods, check_weights, checked
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsOfReading
-from selfspec.control.profile import DraftChoice, DraftPolicy
+from selfspec.control.profile import DraftChoice, Profile, Setting
 from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
@@ -78,7 +78,7 @@ _OF_THE_MODEL = frozenset(
 
 def wrap(
     model: nn.Module,
-    draft: Drafter | DraftPolicy | str | None = None,
+    draft: Drafter | Profile | str | None = None,
     *,
     draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
@@ -192,7 +192,7 @@ class SelfSpeculative:
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: Drafter | DraftPolicy | None,
+        draft: Drafter | Profile | None,
         draft_length: int | Control | None,
         accept: str | Rule | None,
         adapter: Adapter,
@@ -221,7 +221,7 @@ class SelfSpeculative:
         if ranks is not None:
             ranks.check_computes_alike()
             ranks.check_alike(
-                "how they draft", (draft if isinstance(draft, DraftPolicy) else draft_name(draft), self.control)
+                "how they draft", (draft if isinstance(draft, Profile) else draft_name(draft), self.control)
             )
 
     # Type checkers would take any name for an attribute.
@@ -237,7 +237,7 @@ class SelfSpeculative:
         return self
 
     def __repr__(self) -> str:
-        draft = type(self.draft).__name__ if isinstance(self.draft, DraftPolicy) else draft_name(self.draft)
+        draft = type(self.draft).__name__ if isinstance(self.draft, Profile) else draft_name(self.draft)
         closed = ", unwrapped" if self._closed else ""
         return (
             f"{type(self).__name__}({type(self.model).__name__}, draft={draft!r}, control={self.control!r}, "
@@ -393,7 +393,7 @@ class SelfSpeculative:
             del self._memories[drafter]
 
     def drafting(
-        self, draft: Drafter | DraftPolicy | str | None, draft_length: int | Control | None = None
+        self, draft: Drafter | Profile | str | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
         """Return a wrapper of the same model with another draft; both share recordings and substitutes.
 
@@ -543,8 +543,8 @@ class SelfSpeculative:
         self._prepared_on = self._device()
         self.runtime.check(self._prepared_on)
         self.runtime.check_model(self.model, self.adapter)
-        if isinstance(self.draft, DraftPolicy):
-            self.draft.check_model(self.model, self.adapter)
+        if isinstance(self.draft, Profile):
+            self.draft.check_setting(Setting.of(self.model))
             self._choices = {greedy: self._checked(self.draft.choose_draft(greedy)) for greedy in (True, False)}
         else:
             self._choices = dict.fromkeys((True, False), self._checked(DraftChoice(self.draft)))
@@ -634,7 +634,7 @@ def _named(draft: Drafter | str | bool) -> Drafter | bool:
     )
 
 
-def _drafting(model: PreTrainedModel, draft: Drafter | DraftPolicy | str | None) -> Drafter | DraftPolicy | None:
+def _drafting(model: PreTrainedModel, draft: Drafter | Profile | str | None) -> Drafter | Profile | None:
     if not isinstance(draft, str):
         return draft
     # Profiles are imported only by calls that read one.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfspec.accept import Rule, rule_name, rules
 from selfspec.control import Control, CostAware, FixedLength
-from selfspec.control.profile import DraftPolicy
+from selfspec.control.profile import Profile
 from selfspec.draft import Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
@@ -44,12 +44,12 @@ class Recipe:
     accept: str | None
 
     @classmethod
-    def of(cls, draft: Drafter | DraftPolicy | None, control: Control, rule: Rule | None) -> Recipe:
+    def of(cls, draft: Drafter | Profile | None, control: Control, rule: Rule | None) -> Recipe:
         """Return a wrapper's recipe. DraftConfigError, UnsupportedOptionError: draft, control or rule has no name."""
         length = control.length if isinstance(control, FixedLength) else None
         if control != (CostAware() if length is None else FixedLength(length)):
             raise DraftConfigError(f"{control!r} cannot be saved; wrap with a draft length, or without one")
-        if isinstance(draft, DraftPolicy):
+        if isinstance(draft, Profile):
             drafts = [draft_name(draft.choose_draft(greedy).draft) for greedy in (True, False)]
             raise DraftConfigError(
                 "a calibrated draft cannot be saved with the model: it is bound to this machine; wrap with one of the "

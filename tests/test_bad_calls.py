@@ -139,7 +139,7 @@ _each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: d
 _each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: drafts.LowPrecision(8, v))
 _each("LowPrecision layers", [[], [1, 1], [-1], [99], ["1"], [1.5], [True], 3, "12", [None], {1: 2}.items()],
     lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(layers=v)))
-_each("LowPrecision exit", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(exit=v)), None)
+_each("LowPrecision fewer", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(fewer=v)), None)
 _each("LowPrecision head", [0, 1, None, "yes", [True]], lambda g, v: drafts.LowPrecision(head=v))
 _each("LowPrecision.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LowPrecision.from_file(v))
 _each("LowPrecision.save", NO_PATHS,
@@ -165,7 +165,7 @@ _each(
 _each("ReducedVocabulary.from_file", [*NO_PATHS, "nowhere"],
     lambda g, v: drafts.ReducedVocabulary.from_file(drafts.EarlyExit(2), v))
 _each("ExitHead.from_pretrained", [*NO_PATHS, "nowhere"], lambda g, v: drafts.ExitHead.from_pretrained(v))
-_each("SkipFile.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.SkipFile.from_file(v))
+_each("LayerSkip.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LayerSkip.from_file(v))
 _each("Assistant", [*NO_MODELS, True, b"x", "nowhere/at/all", "a\0b"], lambda g, v: drafts.Assistant(v))
 _each("Assistant adapter", [3, "llama", selfspec.Adapter], lambda g, v: drafts.Assistant(tiny.llama(), v))
 CALLS["Assistant itself"] = lambda g: selfspec.wrap(g.model, drafts.Assistant(g.model))

@@ -115,10 +115,10 @@ def ablate(
     check_inputs(found)
     first, *_ = found.models
     loaded = {first: load(first, found, machine.device)}
-    adapter = loaded[first].adapter
+    adapter, depth = loaded[first].adapter, loaded[first].depth
     drafts = named_drafts(found.drafts, loaded[first].model, adapter, found.seed)
     free = {name: size for name, size in sizes_of(found).items() if name not in said}
-    counted = sum(not is_judged_by_teacher_forcing(parsed, adapter) for parsed in map(Given().drafter, drafts))
+    counted = sum(not is_judged_by_teacher_forcing(each, adapter, depth) for each in map(Given().drafter, drafts))
     fitted = fit_study(found, free, len(drafts), loaded[first], minutes, runs, counted)
     announce("studying", fitted, minutes)
     found = resize(found, fitted.sizes)

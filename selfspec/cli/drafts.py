@@ -139,9 +139,9 @@ def index(
 
     The file takes 8 bytes a token, is read as far as searches go, and holds for models with this tokenizer.
     """
-    from selfspec.draft.suffixes import write_corpus
     from selfspec.files.writing import check_output_file
     from selfspec.model.identity import Vocabulary
+    from selfspec.tools.index import write_corpus
     from selfspec.tools.train.corpus import plain_text, read_documents
 
     check_output_file(to)

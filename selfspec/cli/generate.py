@@ -199,7 +199,7 @@ def generate(
     import torch
 
     from selfspec.accept import find_rule
-    from selfspec.control.profile import DraftPolicy
+    from selfspec.control.profile import Profile
     from selfspec.decode.generation import has_own_generate
     from selfspec.decode.options import Scope, check_values
     from selfspec.draft.registry import draft_name
@@ -218,7 +218,7 @@ def generate(
         raise UnsupportedModelError(
             f"{type(spec.model).__name__} does not read text; decode with selfspec.wrap(model, draft).generate(...)"
         )
-    own = None if isinstance(spec.draft, DraftPolicy) else spec.draft
+    own = None if isinstance(spec.draft, Profile) else spec.draft
     ids = checkpoint.encode(text)
     generation = spec.stream(
         ids,

@@ -36,12 +36,11 @@ def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: O
     """
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
-        from selfspec.draft.heads.mtp import held_modules
         from selfspec.measure.summary import describe, without_weights
         from selfspec.model.checkpoint import find_device, read_config
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
-        from selfspec.tools.prospects import CheckpointSummary, prospects
+        from selfspec.tools.prospects import CheckpointSummary, held_modules, prospects
 
         prepare_process(threads=None)
         config = read_config(place)

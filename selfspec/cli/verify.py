@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.control.profile import DraftPolicy
+    from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
     from selfspec.measure.rounding import Bound
     from selfspec.model.checkpoint import Checkpoint
@@ -162,17 +162,16 @@ def verify(
     return result
 
 
-def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | DraftPolicy | str]) -> list[Drafter]:
+def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | Profile | str]) -> list[Drafter]:
     """The drafts, and in place of a profile those that it chooses."""
     from selfspec.control.auto import named_draft
-    from selfspec.control.profile import DraftPolicy
-    from selfspec.model.registry import find_adapter
+    from selfspec.control.profile import Profile, Setting
 
     found: list[Drafter] = []
     for each in drafts:
         draft = named_draft(checkpoint.model, each) if isinstance(each, str) else each
-        if isinstance(draft, DraftPolicy):
-            draft.check_model(checkpoint.model, find_adapter(checkpoint.model))
+        if isinstance(draft, Profile):
+            draft.check_setting(Setting.of(checkpoint.model))
             # Greedy decoding and sampling may have the same draft.
             chosen = dict.fromkeys(draft.choose_draft(greedy).draft for greedy in (True, False))
             found += [choice for choice in chosen if choice is not None]

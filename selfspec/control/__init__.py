@@ -5,12 +5,4 @@ from selfspec.control.cost_aware import CostAware
 from selfspec.control.fixed import ConfidenceStop, FixedLength
 from selfspec.draft.draft import RowOutcome
 
-__all__ = [
-    "ConfidenceStop",
-    "Control",
-    "Controller",
-    "CostAware",
-    "Evidence",
-    "FixedLength",
-    "RowOutcome",
-]
+__all__ = ["ConfidenceStop", "Control", "Controller", "CostAware", "Evidence", "FixedLength", "RowOutcome"]

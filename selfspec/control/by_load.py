@@ -36,20 +36,16 @@ _GAIN, _STILL = 1.25, 1.15
 
 
 class _Rounds:
-    """Counts tokens and seconds of recent rounds of one kind."""
+    """Keeps tokens and seconds of recent rounds of one kind."""
 
     def __init__(self) -> None:
-        self._tokens: deque[float] = deque(maxlen=_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
-
-    def count(self, tokens: float, seconds: float) -> None:
-        self._tokens.append(tokens)
-        self._seconds.append(seconds)
+        self.kept: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     @property
     def rate(self) -> float:
-        most = _OUTLIER * median(self._seconds)
-        return max(sum(self._tokens), 1e-9) / max(sum(min(each, most) for each in self._seconds), 1e-9)
+        tokens, seconds = zip(*self.kept, strict=True)
+        most = _OUTLIER * median(seconds)
+        return float(max(sum(tokens), 1e-9) / max(sum(min(each, most) for each in seconds), 1e-9))
 
 
 class _Comparison:
@@ -66,7 +62,7 @@ class _Comparison:
 
     def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
         """Count a round; return the speed of rounds that may draft over that of plain rounds, None while unknown."""
-        self._rounds[drafted].count(tokens, seconds)
+        self._rounds[drafted].kept.append((tokens, seconds))
         self._counted += 1
         pairs, within = divmod(self._counted, self._pair)
         if within:

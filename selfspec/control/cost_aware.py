@@ -109,16 +109,13 @@ class CostAwareController(Controller):
             self._prospects = Prospects(self._costs, self.most.depth)
             self._at_risk = self._model_at_risk()
         if not self._rounds:
-            self._begin(remaining)
+            self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
+            if self._on_prompt is not None:
+                self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
         self._rounds += 1
         self._reached = [1.0] * len(unfinished)
         self._confidences, self._branches = [], False
         return super().budget(remaining, unfinished)
-
-    def _begin(self, remaining: int) -> None:
-        self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
-        if self._on_prompt is not None:
-            self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
 
     def tries(self, match: int) -> bool:
         loss_budget = self._gain(match)

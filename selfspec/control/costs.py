@@ -81,11 +81,7 @@ class Costs:
             each = max(each, self.each_row)
         step = max(1 + each * (rows - self.rows), each * rows)
         return replace(
-            self,
-            widening=each * rows / step,
-            overhead=self.overhead / step,
-            rows=rows,
-            each_row=self.each_row / step,
+            self, widening=each * rows / step, overhead=self.overhead / step, rows=rows, each_row=self.each_row / step
         )
 
     def of_round(self, steps: float, drafted: int) -> float:
@@ -157,19 +153,13 @@ class BatchCosts:
         below, above = smaller[-1], larger[0]
         share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
 
-        def between(one: float, other: float) -> float:
-            return one + (other - one) * share
+        def between(name: str) -> float:
+            one, other = getattr(below, name), getattr(above, name)
+            return float(one + (other - one) * share)
 
-        return Costs(
-            draft=between(below.draft, above.draft),
-            verify=between(below.verify, above.verify),
-            widening=between(below.widening, above.widening),
-            overhead=between(below.overhead, above.overhead),
-            # A single row is always in step.
-            out_of_step=above.out_of_step if below.rows == 1 else between(below.out_of_step, above.out_of_step),
-            rows=rows,
-            each_row=between(below.each_row, above.each_row),
-        )
+        linear = {name: between(name) for name in ("draft", "verify", "widening", "overhead", "each_row")}
+        # A single row is always in step.
+        return Costs(**linear, rows=rows, out_of_step=above.out_of_step if below.rows == 1 else between("out_of_step"))
 
 
 # Speed-up that a draft must promise on the prompt to be tried at once.

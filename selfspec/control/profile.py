@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.arguments import checked_path
 from selfspec.control import Control, CostAware
 from selfspec.control.controller import MOST_NODES
@@ -44,17 +42,6 @@ class DraftChoice:
     def in_batch(self, rows: int) -> DraftChoice:
         """Return the choice for a batch of `rows` rows."""
         return self if self.most_rows is None or rows <= self.most_rows else DraftChoice(None)
-
-
-class DraftPolicy(ABC):
-    """Chooses the drafter of a request. Like drafters, it is configuration."""
-
-    @abstractmethod
-    def choose_draft(self, greedy: bool) -> DraftChoice:
-        """Choose the draft of a generation that decodes greedily, or samples."""
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:  # noqa: B027 - some fit every model
-        """Refuse a model that the policy was not made for, with a `SelfSpecError`; called once, when it is wrapped."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +125,6 @@ class Chosen:
     most_rows: PositiveInt | None = None
     nodes: PositiveInt | None = None
 
-    @property
-    def control(self) -> CostAware:
-        """Control that decides how long and how wide its drafts are."""
-        return CostAware(self.longest, nodes=self.nodes)
-
 
 @dataclass(frozen=True)
 class _Content:
@@ -156,7 +138,7 @@ class _Content:
 
 
 @dataclass(frozen=True)
-class Profile(DraftPolicy):
+class Profile:
     """Chooses drafts in the setting where it was measured: one for greedy decoding, one for sampling.
 
     Attributes:
@@ -202,11 +184,10 @@ class Profile(DraftPolicy):
         write_sealed(place, asdict(_Content(8, self.setting, self.greedy, self.sampled, self.report)))
 
     def choose_draft(self, greedy: bool) -> DraftChoice:
+        """Choose the draft of a generation that decodes greedily, or samples."""
         chosen = self.greedy if greedy else self.sampled
-        return DraftChoice(parse_draft(chosen.draft), chosen.control, chosen.costs, chosen.most_rows)
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        self.check_setting(Setting.of(model))
+        control = CostAware(chosen.longest, nodes=chosen.nodes)
+        return DraftChoice(parse_draft(chosen.draft), control, chosen.costs, chosen.most_rows)
 
     def check_setting(self, setting: Setting) -> None:
         """Refuse another setting than the one it was measured in; the message says how to calibrate here."""

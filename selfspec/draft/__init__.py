@@ -12,7 +12,7 @@ from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.heads.uno import Uno
-from selfspec.draft.layer_skip import LayerSkip, SkipFile
+from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
 from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
@@ -54,7 +54,6 @@ __all__ = [
     "Resume",
     "RowVerdict",
     "RowsView",
-    "SkipFile",
     "Stateless",
     "Suffixes",
     "TopOfCache",

@@ -42,10 +42,10 @@ class LayerPathDrafter(Drafter):
         """Prior acceptance rates of siblings by rank."""
         return CHANCES
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        """True if the layers of a step compute the same as in the target."""
-        return self.format is None or self.format.exact
+    def runs_exact_layers(self, depth: int) -> bool:
+        """Return whether the layers of a step compute the same as in the target."""
+        path = self.path(depth)
+        return path.experts is None and path.view.is_whole and (self.format is None or self.format.exact)
 
     def early_exit(self, depth: int) -> Exit | None:
         """Return the exit between two of `depth` layers where the path ends with nothing skipped, or None."""
@@ -90,10 +90,6 @@ class AroundLayerPath(LayerPathDrafter):
     def head(self) -> DraftHead | None:
         return self.draft_with.head
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        return self.draft_with.runs_exact_layers
-
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
         found = self.draft_with.mapped(change)
         assert isinstance(found, LayerPathDrafter)
@@ -137,7 +133,10 @@ class LayerPathProposer(GrowingProposer):
         tree, start = self.tree(rows, budget), self._path.resume_point
         if self._path.view.top_keys is not None:
             rows.open_block(tree)
-            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens, _choosing_apart(rows, budget))
+            wanted = rows.running if budget.rows is None else budget.rows
+            # Where rows are apart, each chooses its keys as it would alone.
+            apart = [place for place, row in enumerate(rows.running) if row in wanted] if rows.rows_apart else None
+            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens, apart)
         draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
         if draws is not None:
             rows.open_block(tree)
@@ -146,10 +145,3 @@ class LayerPathProposer(GrowingProposer):
                 return follow(rows, chain, tree.depth)
         draft = grow(rows, tree, read)
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))
-
-
-def _choosing_apart(rows: RowsView, budget: Budget) -> list[int] | None:
-    """Return the places of the rows to draft for, if each chooses its keys as it would alone; else None."""
-    if not rows.rows_apart:
-        return None
-    return [place for place, row in enumerate(rows.running) if budget.rows is None or row in budget.rows]

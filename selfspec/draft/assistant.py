@@ -14,15 +14,14 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes
 from selfspec.arguments import check_kind, check_weights, shown
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.source import Source, source_of
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy, to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter, OwnBytes, drafter
-from selfspec.draft.heads.growing_head import remembered
-from selfspec.draft.rows_view import RowsView, own_programs
-from selfspec.draft.tree_growth import GrowingProposer, grow
+from selfspec.draft.heads.growing_head import made_once
+from selfspec.draft.rows_view import RowsView, check_text
+from selfspec.draft.tree_growth import ModelProposer, grow, own_runner
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_without_tokenizer
 from selfspec.model.decodable import check_decodable, stock_model
@@ -31,7 +30,6 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.sizes import bytes_read, cache_bytes_of_token, context_of
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
@@ -119,34 +117,17 @@ class Assistant(Drafter):
 
     def begin(self, rows: RowsView) -> AssistantProposer:
         self._check_rows(rows)
-        programs = own_programs(rows, self)
-        cache = self.adapter.shared_cache(
-            self.model,
-            rows.size,
-            limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running),
-            slack=rows.controller.most.nodes,
-            bucket=1 if programs is None else programs.bucket,
-        )
-        read = rows.runner.cache.source
-        if read is not None and remembered(rows, self, partial(encoders_are_equal, self.model)):
-            cache.source = Source(read.outputs, read.mask)
+        runner, read = own_runner(rows, self, self.model, self.adapter), rows.runner.cache.source
+        if read is not None and made_once(rows, self, partial(encoders_are_equal, self.model)):
+            runner.cache.source = Source(read.outputs, read.mask)
         elif read is not None:
-            cache.source = source_by(self.model, read)
-        runner = runner_for(self.model, self.adapter, cache, programs)
+            runner.cache.source = source_by(self.model, read)
         its = {weight.data_ptr() for weight in rows.runner.model.parameters()}
         weights = sum(weight.nbytes for weight in self.model.parameters() if weight.data_ptr() not in its)
-        context = context_of(self.model.config.get_text_config(decoder=True))
-        state = AssistantState(runner, cache, rows.running, rows.runner.vocabulary, weights)
-        return AssistantProposer(state, context)
+        return AssistantProposer(rows, runner, weights, context_of(self.model.config.get_text_config(decoder=True)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__ if self.source is None else repr(self.source)})"
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Assistant:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
 
     @property
     def spelling(self) -> str | None:
@@ -157,11 +138,7 @@ class Assistant(Drafter):
         if rows.controller.most.nodes > rows.controller.most.depth:
             self.adapter.check_trees(self.model)
         name, own, device = type(self.model).__name__, self.model.device, rows.last_tokens.device
-        if not rows.are_text:
-            raise UnsupportedOptionError(
-                f"the assistant {name} reads token ids, and these prompts have embeddings, a soft prompt or a past of "
-                "other tokens; pass the whole text as input_ids, or draft with the model itself"
-            )
+        check_text(rows, f"the assistant {name}")
         if self.adapter.ragged == "none" and rows.size > 1:
             raise UnsupportedModelError(
                 f"the assistant {name} counts positions in a way that rows of different lengths cannot share; pass one "
@@ -171,16 +148,18 @@ class Assistant(Drafter):
             raise DraftConfigError(f"the assistant {name} is on {own} and the model on {device}; move one of them")
 
 
-class AssistantProposer(GrowingProposer):
-    """Grows drafts with an assistant that reads at most `context` tokens; None: any number."""
+class AssistantProposer(ModelProposer):
+    """Reads each row's committed text, and draft tokens after it, at most `context` tokens; None: any number.
 
-    def __init__(self, state: AssistantState, context: int | None) -> None:
-        super().__init__()
-        self._state, self._context = state, context
+    The next draft keeps the nodes that the committed text contains. Logits are cut to those of the target or filled up
+    with -inf.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self._state.nbytes
+    def __init__(self, rows: RowsView, runner: ModelRunner, weights: int, context: int | None = None) -> None:
+        super().__init__(rows, runner, weights)
+        self._path, self._context = LayerPath.full(runner.depth), context
+        # Tokens of the draft's nodes read so far, `[rows, nodes]` each; None: the last committed token is not read yet.
+        self._drafted: list[HostCopy] | None = None
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         if self._context is not None:
@@ -189,11 +168,84 @@ class AssistantProposer(GrowingProposer):
         if not budget.depth or not rows.controller.tries(MODEL):
             return rows.no_draft()
         tree = self.tree(rows, budget)
+        return grow(rows, tree, self.reader(rows, tree))
 
-        def read(tokens: Tensor, first: int) -> Tensor:
-            return self._state.after_text(rows, tree) if first < 0 else self._state.after(tokens, first)
+    def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
+        self._keep_committed(rows)
+        if self._rows != list(rows.running):
+            # The target runs fewer rows now.
+            self._cache.narrow([self._rows.index(row) for row in rows.running])
+            self._rows = list(rows.running)
+        self._cache.cursors.reserve(max(map(rows.text_length, self._rows)))
+        texts = self._catch_up(rows)
+        unread = [len(text) - 1 for text in texts]
+        tokens = self._tokens(texts, max(unread) + 1)
+        logits = self._logits(tokens, first=-1)
+        if max(unread):
+            self._cache.commit(unread)
+        self._cache.open(tree)
+        self._tree, self._drafted = tree, [HostCopy(tokens[:, :0])]
+        places = to_device(unread, logits.device)[:, None, None]
+        return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
 
-        return grow(rows, tree, read)
+    def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
+        assert self._drafted is not None
+        self._drafted.append(HostCopy(tokens))
+        return self._logits(self._known(tokens), first)
+
+    def _keep_committed(self, rows: RowsView) -> None:
+        """Move the cursors over the token before the last draft, and the draft's committed nodes."""
+        if self._drafted is None:
+            return
+        runs, texts = torch.cat([each.read() for each in self._drafted], 1).tolist(), self._unread_texts(rows)
+        # The last token of a text starts the next block.
+        paths = [self._followed(run, text)[: len(text) - 1] for run, text in zip(runs, texts, strict=True)]
+        self._cache.commit_paths(paths)
+        self._drafted = None
+
+    def _followed(self, run: Sequence[int], text: Sequence[int]) -> list[int]:
+        """Return the path of a text through the nodes with tokens `run`; it starts at the last committed token, -1."""
+        path = [-1]
+        for token in text[1:]:
+            children = self._tree.children[path[-1] + 1]
+            found = next((node for node in children if node < len(run) and run[node] == token), None)
+            if found is None:
+                break
+            path.append(found)
+        return path
+
+    def _catch_up(self, rows: RowsView) -> list[list[int]]:
+        """Read the tokens that do not fit into one pass with the last one; return the rest of each row."""
+        # Layers with a recurrent state read all but the last token here: filler would change their state.
+        most = self._cache.cursors.slack if self._cache.rolls_back_by_cursor else 0
+        while True:
+            texts = self._unread_texts(rows)
+            unread = [len(text) - 1 for text in texts]
+            if max(unread) <= most:
+                return texts
+            room = self._cache.cursors.capacity - max(self._cache.seq_lens)
+            width = min(self._cache.prefill_widths(unread)[0], room)
+            counts = [min(count, width) for count in unread]
+            self._runner.prefill(self._tokens(texts, width), counts)
+            self._cache.commit(counts)
+
+    def _unread_texts(self, rows: RowsView) -> list[list[int]]:
+        cursors = zip(self._rows, self._cache.seq_lens, strict=True)
+        return [rows.text(row, cursor) for row, cursor in cursors]
+
+    def _tokens(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Return the first tokens of each text, filled up on the right, `[rows, width]`."""
+        rows = [[*text[:width], *[0] * (width - len(text))] for text in texts]
+        return self._known(to_device(rows, self._runner.device))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Replace tokens outside the assistant's vocabulary by one that it knows; it may read any."""
+        return tokens.clamp(max=self._runner.vocabulary - 1)
+
+    def _logits(self, tokens: Tensor, first: int) -> Tensor:
+        logits = self._runner.run(PassRequest(self._path, tokens, first=first)).logits
+        missing = self._vocabulary - logits.shape[-1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -218,7 +270,8 @@ def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> No
 def encoders_are_equal(assistant: PreTrainedModel, model: PreTrainedModel) -> bool:
     """Return whether the encoders of two encoder-decoders have the same weights."""
     own, its = (each.get_encoder().state_dict(keep_vars=True) for each in (assistant, model))
-    return own.keys() == its.keys() and all(_are_equal(weight, its[name]) for name, weight in own.items())
+    pairs = [(weight, its[name]) for name, weight in own.items() if name in its]
+    return own.keys() == its.keys() and all(one.dtype == other.dtype and one.equal(other) for one, other in pairs)
 
 
 def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -231,7 +284,8 @@ def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
 def source_by(assistant: PreTrainedModel, read: Source) -> Source:
     """Read the input of the model's encoder with the assistant's; raise UnsupportedOptionError if it cannot."""
     inputs, name, encoder = read.inputs, assistant.main_input_name, assistant.get_encoder()
-    if inputs is None or (name == "input_ids" and not _are_ids(inputs, weight_of(encoder.get_input_embeddings()))):
+    known = len(weight_of(encoder.get_input_embeddings())) if name == "input_ids" else 0
+    if inputs is None or (known and (inputs.is_floating_point() or int(inputs.max()) >= known)):
         raise UnsupportedOptionError(
             f"the assistant {type(assistant).__name__} has an encoder of its own, which can read {name} alone, of its "
             "own vocabulary; pass these, or take an assistant with the model's encoder"
@@ -254,114 +308,3 @@ def source_by(assistant: PreTrainedModel, read: Source) -> Source:
     source.narrow([row // times for row in range(len(read.states))])
     source.mask = read.mask
     return source
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
-
-
-def _are_ids(inputs: Tensor, embeddings: Tensor) -> bool:
-    return not inputs.is_floating_point() and int(inputs.max()) < len(embeddings)
-
-
-class AssistantState:
-    """Reads each row's committed text, and draft tokens after it, into the assistant's cache.
-
-    The next draft keeps the nodes that the committed text contains. Logits are cut to the target's `vocabulary` or
-    filled up with -inf; `weights` is in bytes.
-    """
-
-    def __init__(
-        self, runner: ModelRunner, cache: SharedCache, rows: Sequence[int], vocabulary: int, weights: int
-    ) -> None:
-        self._runner, self._cache, self._rows = runner, cache, list(rows)
-        self._vocabulary, self._weights = vocabulary, weights
-        self._path = LayerPath.full(runner.depth)
-        self._tree = Tree.chain(0)
-        # Tokens of the draft's nodes read so far, `[rows, nodes]` each; None: the last committed token is not read yet.
-        self._drafted: list[HostCopy] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._weights + self._cache.most_bytes
-
-    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
-        self._keep_committed(view)
-        if self._rows != list(view.running):
-            # The target runs fewer rows now.
-            self._cache.narrow([self._rows.index(row) for row in view.running])
-            self._rows = list(view.running)
-        self._cache.cursors.reserve(max(map(view.text_length, self._rows)))
-        texts = self._catch_up(view)
-        unread = [len(text) - 1 for text in texts]
-        tokens = self._tokens(texts, max(unread) + 1)
-        logits = self._logits(tokens, first=-1)
-        if max(unread):
-            self._cache.commit(unread)
-        self._cache.open(tree)
-        self._tree, self._drafted = tree, [HostCopy(tokens[:, :0])]
-        places = to_device(unread, logits.device)[:, None, None]
-        return logits.gather(1, places.expand(-1, 1, logits.shape[-1]))
-
-    def after(self, tokens: Tensor, first: int) -> Tensor:
-        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
-        assert self._drafted is not None
-        self._drafted.append(HostCopy(tokens))
-        return self._logits(self._known(tokens), first)
-
-    def _keep_committed(self, view: RowsView) -> None:
-        """Move the cursors over the token before the last draft, and the draft's committed nodes."""
-        if self._drafted is None:
-            return
-        runs, texts = torch.cat([each.read() for each in self._drafted], 1).tolist(), self._unread_texts(view)
-        # The last token of a text starts the next block.
-        paths = [self._followed(run, text)[: len(text) - 1] for run, text in zip(runs, texts, strict=True)]
-        self._cache.commit_paths(paths)
-        self._drafted = None
-
-    def _followed(self, run: Sequence[int], text: Sequence[int]) -> list[int]:
-        """Return the path of a text through the nodes with tokens `run`; it starts at the last committed token, -1."""
-        path = [-1]
-        for token in text[1:]:
-            children = self._tree.children[path[-1] + 1]
-            found = next((node for node in children if node < len(run) and run[node] == token), None)
-            if found is None:
-                break
-            path.append(found)
-        return path
-
-    def _catch_up(self, view: RowsView) -> list[list[int]]:
-        """Read the tokens that do not fit into one pass with the last one; return the rest of each row."""
-        # Layers with a recurrent state read all but the last token here: filler would change their state.
-        most = self._cache.cursors.slack if self._cache.rolls_back_by_cursor else 0
-        while True:
-            texts = self._unread_texts(view)
-            unread = [len(text) - 1 for text in texts]
-            if max(unread) <= most:
-                return texts
-            room = self._cache.cursors.capacity - max(self._cache.seq_lens)
-            width = min(self._cache.prefill_widths(unread)[0], room)
-            counts = [min(count, width) for count in unread]
-            self._runner.prefill(self._tokens(texts, width), counts)
-            self._cache.commit(counts)
-
-    def _unread_texts(self, view: RowsView) -> list[list[int]]:
-        cursors = zip(self._rows, self._cache.seq_lens, strict=True)
-        return [view.text(row, cursor) for row, cursor in cursors]
-
-    def _tokens(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Return the first tokens of each text, filled up on the right, `[rows, width]`."""
-        rows = [[*text[:width], *[0] * (width - len(text))] for text in texts]
-        return self._known(to_device(rows, self._runner.device))
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Replace tokens outside the assistant's vocabulary by one that it knows; it may read any."""
-        return tokens.clamp(max=self._runner.vocabulary - 1)
-
-    def _logits(self, tokens: Tensor, first: int) -> Tensor:
-        logits = self._runner.run(PassRequest(self._path, tokens, first=first)).logits
-        missing = self._vocabulary - logits.shape[-1]
-        return pad(logits, (0, missing), value=-torch.inf) if missing else logits

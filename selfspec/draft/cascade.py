@@ -9,10 +9,9 @@ from itertools import chain
 
 from selfspec.arguments import shown
 from selfspec.draft.draft import Budget, Draft, Verdict
-from selfspec.draft.drafter import MODEL, Drafter, Exit, Proposer
+from selfspec.draft.drafter import MODEL, Drafter, Proposer
 from selfspec.draft.rows_view import RowsView, filled_up, lengths_of
 from selfspec.errors import DraftConfigError
-from selfspec.model.features import Features
 from selfspec.runtime.request import PassResult
 
 
@@ -78,54 +77,11 @@ def joined_spelling(sources: Sequence[Drafter]) -> str | None:
     return None if None in names or swallows else "+".join(filter(None, names))
 
 
-class JoinedProposer(Proposer):
-    """Passes every call on to its sources, in order."""
-
-    def __init__(self, sources: Sequence[Proposer]) -> None:
-        self.sources = sources
-
-    @property
-    def early_exit(self) -> Exit | None:
-        return next((source.early_exit for source in self.sources if source.early_exit is not None), None)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(source.row_bytes for source in self.sources)
-
-    def hold(self, rows: int, tokens: int) -> None:
-        for source in self.sources:
-            source.hold(rows, tokens)
-
-    def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
-        for source in self.sources:
-            source.read_prompt(rows, counts, features)
-
-    def ask(self, draft: Draft, target: PassResult) -> None:
-        for source in self.sources:
-            source.ask(draft, target)
-
-    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        for source in self.sources:
-            source.learn(rows, draft, target, verdict)
-
-    def join(self, other: JoinedProposer) -> None:
-        for own, joined in zip(self.sources, other.sources, strict=True):
-            own.join(joined)
-
-    def select(self, rows: Sequence[int]) -> None:
-        for source in self.sources:
-            source.select(rows)
-
-
-class CascadeProposer(JoinedProposer):
+class CascadeProposer(Proposer):
     """Proposes the draft of one source."""
 
-    def __init__(self, sources: Sequence[Proposer]) -> None:
-        super().__init__(sources)
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        self.parts = parts
         # Where rows are apart: gains by row and source, and the source of each row's last draft.
         self._gains: defaultdict[tuple[int, int], Gain] = defaultdict(Gain)
         self._served: dict[int, int] = {}
@@ -134,14 +90,14 @@ class CascadeProposer(JoinedProposer):
         self._served = {}
         if rows.rows_apart:
             return self._apart(rows, budget, 0)
-        for place, source in enumerate(self.sources):
+        for place, source in enumerate(self.parts):
             found = source.look_up(rows, budget)
             if found is None:
                 found = source.propose(rows, budget)
                 if found.length:
                     return found
                 continue
-            behind = [match for later in self.sources[place + 1 :] for match in later.matches]
+            behind = [match for later in self.parts[place + 1 :] for match in later.matches]
             control, match = rows.controller, found.match_length
             if found.length and control.prefers(match, behind) and control.tries(match):
                 return found
@@ -149,7 +105,7 @@ class CascadeProposer(JoinedProposer):
 
     def _apart(self, rows: RowsView, budget: Budget, place: int) -> Draft:
         """Propose for each row the draft of the first source, from `place` on, that has one for it."""
-        source, last = self.sources[place], place + 1 == len(self.sources)
+        source, last = self.parts[place], place + 1 == len(self.parts)
         found = source.look_up(rows, budget)
         if found is None or last:
             found = source.propose(rows, budget)
@@ -162,7 +118,7 @@ class CascadeProposer(JoinedProposer):
 
     def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
         def prefers(row: int) -> bool:
-            behind = (self._gains[row, later] for later in range(place + 1, len(self.sources)))
+            behind = (self._gains[row, later] for later in range(place + 1, len(self.parts)))
             return self._gains[row, place].promises_more(behind)
 
         each = zip(rows.running, lengths_of(rows, found), strict=True)
@@ -175,7 +131,7 @@ class CascadeProposer(JoinedProposer):
             if row in verdict.rows and row in self._served and length:
                 place = self._served[row]
                 # The cost of the row's draft, had the row run alone.
-                steps = length if MODEL in self.sources[place].matches else 0
+                steps = length if MODEL in self.parts[place].matches else 0
                 self._gains[row, place].count(verdict.rows[row].run_length, rows.controller.price(steps, length))
         # These sources count for one round alone.
         self._served = {}

@@ -37,16 +37,18 @@ class Drafter(ABC):
         runs: the part of a model that a draft step runs.
         format: format of its substitutes; None: it uses none.
         sources: the drafters that it joins, in order.
-        own_nodes: most nodes that verification reads for it besides the draft.
+        branches: True if the model must be able to read its drafts as trees.
     """
 
     declared: ClassVar[tuple[Declaration, ...]] = ()
     runs: Literal["nothing", "layers", "model"] = "nothing"
     format: Format | None = None
     sources: tuple[Drafter, ...] = ()
+    branches: ClassVar[bool] = False
 
     @property
     def own_nodes(self) -> int:
+        """Most nodes that verification reads for it besides the draft."""
         return max((source.own_nodes for source in self.sources), default=0)
 
     @abstractmethod
@@ -72,6 +74,8 @@ class Drafter(ABC):
         Raises:
             SelfSpecError: naming what does not fit.
         """
+        if self.branches:
+            adapter.check_trees(model)
         for source in self.sources:
             source.check_model(model, adapter)
 
@@ -135,13 +139,19 @@ class Drafter(ABC):
     def spelled(cls, name: str, argument: str | None) -> Drafter:
         """Return the drafter written `name` or `name:argument`, for a name that the class declares.
 
+        By default the class takes the argument, where its declaration has one.
+
         Raises:
             ValueError: the argument is not of the grammar.
             SelfSpecError: the argument names something that cannot be used.
         """
-        if argument is not None:
+        form = next((each.argument for each in cls.declared if each.name == name), "")
+        if argument is None and not form.startswith(":"):
+            return cls()
+        if not form or not argument:
             raise ValueError(argument)
-        return cls()
+        made: Callable[[str], Drafter] = cls
+        return made(argument)
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> Drafter:
@@ -173,10 +183,15 @@ class Drafter(ABC):
 
 
 class Proposer(ABC):
-    """Drafts in one generation and keeps its state. `Drafter.begin` makes it."""
+    """Drafts in one generation and keeps its state. `Drafter.begin` makes it.
+
+    Attributes:
+        matches: match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`.
+        parts: the proposers that it joins, in order; by default every call is passed on to them.
+    """
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
-    """The match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`."""
+    parts: Sequence[Proposer] = ()
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
@@ -200,9 +215,7 @@ class Proposer(ABC):
         each = zip(found.tokens.tolist(), lengths_of(rows, found), strict=True)
         return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
 
-    def read_prompt(  # noqa: B027 - most do not
-        self, rows: RowsView, counts: Sequence[int], features: Features
-    ) -> None:
+    def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
         """Learn from a pass over prompt tokens, before they are committed.
 
         Args:
@@ -210,16 +223,18 @@ class Proposer(ABC):
             counts: number of tokens read in each row; ignore any behind them.
             features: the target's states of these tokens.
         """
+        for part in self.parts:
+            part.read_prompt(rows, counts, features)
 
-    def ask(self, draft: Draft, target: PassResult) -> None:  # noqa: B027 - most need nothing
+    def ask(self, draft: Draft, target: PassResult) -> None:
         """Start the copies from the device that `learn` needs, after verification and before the verdict.
 
         Do not wait here; the verdict waits for all copies started before it: see `device.HostCopy`.
         """
+        for part in self.parts:
+            part.ask(draft, target)
 
-    def learn(  # noqa: B027 - most do not
-        self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict
-    ) -> None:
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         """Learn from a round before it is committed.
 
         Args:
@@ -228,30 +243,38 @@ class Proposer(ABC):
             target: result of the verification pass; logits are the target's own, `[rows, nodes + 1, vocab]`.
             verdict: the verdict on the draft.
         """
+        for part in self.parts:
+            part.learn(rows, draft, target, verdict)
 
     @property
     def early_exit(self) -> Exit | None:
         """The exit between two layers where the draft leaves the network with nothing skipped, or None."""
-        return None
+        return next((part.early_exit for part in self.parts if part.early_exit is not None), None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights, keys and values beside the model's own."""
-        return 0
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def row_bytes(self) -> int:
         """Part of `nbytes` that grows with the rows and their texts."""
-        return 0
+        return sum(part.row_bytes for part in self.parts)
 
-    def hold(self, rows: int, tokens: int) -> None:  # noqa: B027 - most keep nothing of rows
+    def hold(self, rows: int, tokens: int) -> None:
         """Make storage for `rows` rows of `tokens` committed tokens each, as the shared cache does."""
+        for part in self.parts:
+            part.hold(rows, tokens)
 
-    def join(self, other: Self) -> None:  # noqa: B027 - most keep nothing of rows
+    def join(self, other: Self) -> None:
         """Append the rows of another batch, with their state in a proposer of the same drafter."""
+        for part, joined in zip(self.parts, other.parts, strict=True):
+            part.join(joined)
 
-    def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - most keep nothing of rows
+    def select(self, rows: Sequence[int]) -> None:
         """Keep the state of some rows alone, renumbered in the order given."""
+        for part in self.parts:
+            part.select(rows)
 
 
 class FreeProposer(Proposer):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,7 +16,7 @@ from selfspec.arguments import checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError, ExitHeadError
-from selfspec.files.json_text import PositiveInt, read_json
+from selfspec.files.json_text import DescribedTensors, PositiveInt
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -62,21 +59,31 @@ class EarlyExit(LayerPathDrafter):
         return [cls(layer) for layer in range(1, depth)]
 
 
-CONFIG = "exit_head.json"
-WEIGHTS = "exit_head.safetensors"
-FORMAT = 2
+FILE = "exit_head.safetensors"
+ABOUT = "exits"
+"""Key of the description in the file."""
 _COPY = "copy the folder that selfspec train exit wrote again"
 
 
 @dataclass(frozen=True)
-class _Config:
-    format: Literal[2]
+class AboutExits:
+    """Describes the heads of a file, one for each of `exits`, and the base that they were trained for."""
+
+    format: Literal[3]
     exits: list[int]
     default: int
     hidden: PositiveInt
     rank: PositiveInt
     base: str
-    sha256: str
+
+
+def trained_exits(folder: str | Path) -> DescribedTensors[AboutExits]:
+    """Open the exit heads of a folder; raise ExitHeadError for a file that is missing, damaged or of another format."""
+    place = checked_path("folder", folder, ExitHeadError)
+    try:
+        return DescribedTensors(place / FILE, "exit heads", ABOUT, AboutExits, _COPY)
+    except DraftConfigError as error:
+        raise ExitHeadError(str(error)) from error
 
 
 class ExitAdapter(nn.Module):
@@ -131,29 +138,33 @@ class ExitHead(LayerPathDrafter):
         """Read an exit head from a folder of `selfspec train exit`; without `layer`, its best exit in training.
 
         Raises:
-            ExitHeadError: the files are missing, truncated, corrupt, of another format, or lack the exit.
+            ExitHeadError: the file is missing, truncated, corrupt, of another format, or lacks the exit.
         """
-        place = checked_path("folder", folder, ExitHeadError)
-        config = read_json(place / CONFIG, _Config, ExitHeadError, _COPY)
-        tensors = _read_weights(place / WEIGHTS, config.sha256)
-        chosen = config.default if layer is None else layer
-        if chosen not in config.exits:
-            listed = ", ".join(map(str, config.exits))
+        held = trained_exits(folder)
+        about, chosen = held.about, held.about.default if layer is None else layer
+        if chosen not in about.exits:
+            listed = ", ".join(map(str, about.exits))
             raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
         prefix = f"exits.{chosen}."
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        if config.hidden * config.rank > sum(value.numel() for value in own.values()):
-            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: they are fewer than it says")
-        adapter = ExitAdapter(config.hidden, config.rank)
+        try:
+            tensors = {name: held.read(name) for name in held.names}
+        except DraftConfigError as error:
+            raise ExitHeadError(str(error)) from error
+        tokens = tensors.pop("tokens", None)
+        if not all(weight.isfinite().all() for weight in tensors.values()):
+            raise ExitHeadError(f"{held.source} holds NaN or infinite weights; train the exit head again")
+        own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        if about.hidden * about.rank > sum(weight.numel() for weight in own.values()):
+            raise ExitHeadError(f"the weights in {held.source} are fewer than its description says; {_COPY}")
+        adapter = ExitAdapter(about.hidden, about.rank)
         try:
             adapter.load_state_dict(own)
         except RuntimeError as error:
             said = " ".join(str(error).split())
-            raise ExitHeadError(f"the weights in {folder} do not fit its {CONFIG}: {said}") from error
+            raise ExitHeadError(f"the weights in {held.source} do not fit its description: {said}") from error
         adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
-        tokens = tensors.get("tokens")
         head = DraftHead(adapter, None if tokens is None else tokens.long())
-        return cls(chosen, head, config.base, str(folder))
+        return cls(chosen, head, about.base, str(folder))
 
     @property
     def head(self) -> DraftHead:
@@ -183,21 +194,3 @@ class ExitHead(LayerPathDrafter):
 
     def __repr__(self) -> str:
         return self.spelling
-
-
-def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ExitHeadError(f"{file} cannot be read ({error.strerror}); copy it from the original again") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise ExitHeadError(
-            f"{file} is truncated, corrupt or of another training than the {CONFIG} beside it; copy both again"
-        )
-    try:
-        tensors: dict[str, Tensor] = load(content)
-    except SafetensorError as error:
-        raise ExitHeadError(f"{file} is no safetensors file ({error}); copy it from the original again") from error
-    if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.dtype != torch.int32):
-        raise ExitHeadError(f"{file} holds NaN or infinite weights; train the exit head again")
-    return tensors

@@ -36,21 +36,39 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
     example="skip:attn=3,5;mlp=4;layers=7-9",
     help="all but some attention (attn), MLPs (mlp) and whole layers",
 )
+@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
 @dataclass(frozen=True, init=False)
 class LayerSkip(LayerPathDrafter):
     """Drafts with a skip set, as in Draft & Verify (Zhang et al., 2023) and SWIFT (Xia et al., 2024).
 
     Everything before the first skipped sublayer is exact, so verification resumes there. `attention`, `mlp` and
-    `layers` list the layers whose attention, MLP or whole is skipped.
+    `layers` list the layers whose attention, MLP or whole is skipped. Read from a file, `source`, the set is for one
+    checkpoint alone, the one with fingerprint `base`.
     """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
     layers: tuple[int, ...]
+    base: str | None = None
+    source: str | None = field(default=None, compare=False)
 
     def __init__(self, attention: Iterable[int] = (), mlp: Iterable[int] = (), layers: Iterable[int] = ()) -> None:
         for name, numbers in (("attention", attention), ("mlp", mlp), ("layers", layers)):
             object.__setattr__(self, name, layer_numbers(name, numbers))
+
+    @classmethod
+    def from_file(cls, file: str | Path) -> LayerSkip:
+        """Read a skip file that `selfspec search` wrote.
+
+        Raises:
+            DraftConfigError: the file is missing, unreadable, or no skip file.
+        """
+        remedy = "give a skip set that selfspec search wrote, or write the set itself, as in skip:attn=3,5;mlp=4"
+        held = read_json(checked_path("file", file, DraftConfigError), _Content, DraftConfigError, remedy)
+        found = cls(held.attention, held.mlp, held.layers)
+        object.__setattr__(found, "base", held.base)
+        object.__setattr__(found, "source", str(file))
+        return found
 
     def path(self, depth: int) -> LayerPath:
         skipped: set[Sublayer] = set()
@@ -76,6 +94,8 @@ class LayerSkip(LayerPathDrafter):
         return LayerPath.without(depth, skipped)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        if self.base is not None and self.source is not None:
+            check_base(model, self.base, self.source, DraftConfigError, "search again: selfspec search")
         layers = adapter.decoder_layers(model)
         lacking = [layer for layer in self.mlp if not adapter.modules_of(layers[layer], Part.MLP)]
         if lacking:
@@ -86,8 +106,12 @@ class LayerSkip(LayerPathDrafter):
 
     @classmethod
     def spelled(cls, name: str, argument: str | None) -> LayerSkip:
+        if not argument:
+            raise ValueError(argument)
+        if name == "skip-file":
+            return cls.from_file(argument)
         skipped: dict[str, list[int]] = {kind: [] for kind in _PARTS}
-        for part in (argument or "").split(";"):
+        for part in argument.split(";"):
             kind, _, ranges = part.strip().partition("=")
             if kind not in _NAMES or skipped[_NAMES[kind]]:
                 raise ValueError(argument)
@@ -97,6 +121,8 @@ class LayerSkip(LayerPathDrafter):
 
     @property
     def spelling(self) -> str:
+        if self.source is not None:
+            return f"skip-file:{self.source}"
         parts = ((name, getattr(self, part)) for name, part in _NAMES.items())
         return "skip:" + ";".join(f"{name}={','.join(map(str, layers))}" for name, layers in parts if layers)
 
@@ -135,44 +161,6 @@ class _Content:
     attention: list[int] = field(default_factory=list)
     mlp: list[int] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
-
-
-@drafter("skip-file", argument=":FILE", help="the skip set that `selfspec search` found")
-@dataclass(frozen=True)
-class SkipFile(LayerPathDrafter):
-    """Drafts with a `LayerSkip` for one checkpoint, the one with fingerprint `base`; named by its file."""
-
-    skip: LayerSkip
-    base: str
-    source: str = field(compare=False)
-
-    @classmethod
-    def from_file(cls, file: str | Path) -> SkipFile:
-        """Read a skip file that `selfspec search` wrote.
-
-        Raises:
-            DraftConfigError: the file is missing, unreadable, or no skip file.
-        """
-        remedy = "give a skip set that selfspec search wrote, or write the set itself, as in skip:attn=3,5;mlp=4"
-        found = read_json(checked_path("file", file, DraftConfigError), _Content, DraftConfigError, remedy)
-        return cls(LayerSkip(found.attention, found.mlp, found.layers), found.base, str(file))
-
-    def path(self, depth: int) -> LayerPath:
-        return self.skip.path(depth)
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> SkipFile:
-        if not argument:
-            raise ValueError(argument)
-        return cls.from_file(argument)
-
-    @property
-    def spelling(self) -> str:
-        return f"skip-file:{self.source}"
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_base(model, self.base, self.source, DraftConfigError, "search again: selfspec search")
-        self.skip.check_model(model, adapter)
 
 
 def write_skip_file(skip: LayerSkip, base: str, file: Path, about: Mapping[str, Any]) -> None:

@@ -32,10 +32,6 @@ class OverLessOfCache(AroundLayerPath):
     needs_masks: ClassVar[str]
     """The message on a model that does not take 4-D masks."""
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        return False
-
     @classmethod
     def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
         return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()

@@ -62,10 +62,6 @@ class FewerExperts(AroundLayerPath):
         before = self.draft_with.spelling
         return None if before is None else f"experts:{self.most}+{before}"
 
-    @property
-    def runs_exact_layers(self) -> bool:
-        return False
-
     def followed_by(self, behind: Drafter) -> Drafter | None:
         is_whole = isinstance(self.draft_with, _WholeNetwork)
         return replace(self, draft_with=behind) if is_whole and isinstance(behind, LayerPathDrafter) else None

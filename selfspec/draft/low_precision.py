@@ -16,7 +16,7 @@ from selfspec.arguments import check_module, checked_path, shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
-from selfspec.draft.layer_skip import LayerSkip, SkipFile, layer_numbers
+from selfspec.draft.layer_skip import LayerSkip, layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed
@@ -24,12 +24,7 @@ from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, packed_weights, write_substitutes
-from selfspec.model.substitutes import (
-    Substitutes,
-    no_substitutes,
-    substituted_weights,
-    weights_of,
-)
+from selfspec.model.substitutes import Substitutes, no_substitutes, substituted_weights, weights_of
 
 # Prior acceptance rates of siblings by rank.
 _CHANCES = (0.95, 0.03, 0.01)
@@ -54,60 +49,54 @@ class LowPrecision(LayerPathDrafter):
         format: format of the weights, or `bits` (8 or 4) and `group_size` (weights that share a scale in 4 bits); 8
             bits have one scale for each output.
         layers: numbers of the layers with substitutes; None: all.
-        exit: the layer before which the draft leaves the network; None: it runs to the end.
+        fewer: the exit or the skip set of the draft; None: all layers run.
         head_too: True if the language-model head is in fewer bits too.
         saved: the file of the substitutes; None: they are made at first use.
-        skip: the skip set of the draft, which then has no exit; None: it skips nothing.
     """
 
     format: Format
     layers: tuple[int, ...] | None
-    exit: int | None
+    fewer: EarlyExit | LayerSkip | None
     head_too: bool
     saved: str | None
-    skip: LayerSkip | SkipFile | None
 
     def __init__(
         self,
         bits: int = 8,
         group_size: int = 32,
         layers: Iterable[int] | None = None,
-        exit: int | None = None,
+        fewer: EarlyExit | LayerSkip | None = None,
         head: bool = True,
-        skip: LayerSkip | SkipFile | None = None,
         *,
         format: Format | None = None,
     ) -> None:
         values = {
             "format": format or _of_bits(bits, group_size),
             "layers": None if layers is None else layer_numbers("layers", layers),
-            "exit": exit,
+            "fewer": fewer,
             "head_too": head,
             "saved": None,
-            "skip": skip,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         if type(head) is not bool:
             raise DraftConfigError(f"head={head!r}: write True to have the head in fewer bits too, or False")
-        if skip is not None and (exit is not None or not isinstance(skip, LayerSkip | SkipFile)):
-            raise DraftConfigError(
-                f"skip={shown(skip)}: give a LayerSkip or a SkipFile, and no exit beside it, e.g. LayerSkip(layers=[2])"
-            )
+        if not isinstance(fewer, EarlyExit | LayerSkip | None):
+            raise DraftConfigError(f"fewer={shown(fewer)}: give an EarlyExit or a LayerSkip, e.g. EarlyExit(4)")
         if self.layers == ():
             raise DraftConfigError("layers lists none; name at least one, or leave it out for all")
 
     @classmethod
-    def from_file(cls, file: str | Path, exit: int | None = None) -> LowPrecision:
+    def from_file(cls, file: str | Path, fewer: EarlyExit | LayerSkip | None = None) -> LowPrecision:
         """Draft with substitutes that `save` or `selfspec quantize` wrote; they are read when a model is wrapped.
 
-        Format, layers and head come from the file. Without `exit`, the draft runs to the end.
+        Format, layers and head come from the file.
 
         Raises:
             DraftConfigError: the file is missing, truncated, foreign or of another format.
         """
         saved = SubstituteFile(checked_path("file", file, DraftConfigError))
-        draft = cls(layers=saved.about.layers, exit=exit, head=saved.about.head, format=saved.format)
+        draft = cls(layers=saved.about.layers, fewer=fewer, head=saved.about.head, format=saved.format)
         object.__setattr__(draft, "saved", str(file))
         return draft
 
@@ -173,25 +162,25 @@ class LowPrecision(LayerPathDrafter):
     @property
     def spelling(self) -> str | None:
         kind = type(self.format)
-        usual = formats().get(self.format.name) is kind and self == _usual(kind(), self.exit, self.skip)
+        usual = formats().get(self.format.name) is kind and self == LowPrecision(fewer=self.fewer, format=kind())
         if self.saved is None and not usual:
             return None
         file = "" if self.saved is None else f":{self.saved}"
         return f"{self.format.name}{file}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
-        if self == _usual(self.format) and (packed := behind.in_format(self.format)) is not None:
+        if self == LowPrecision(format=self.format) and (packed := behind.in_format(self.format)) is not None:
             return packed
-        if self.fewer is not None or not isinstance(behind, EarlyExit | LayerSkip | SkipFile):
+        if self.fewer is not None or not isinstance(behind, EarlyExit | LayerSkip):
             return None
-        exit, skip = (behind.layer, None) if isinstance(behind, EarlyExit) else (None, behind)
-        found = LowPrecision(layers=self.layers, exit=exit, head=self.head_too, skip=skip, format=self.format)
+        found = LowPrecision(layers=self.layers, fewer=behind, head=self.head_too, format=self.format)
         object.__setattr__(found, "saved", self.saved)
         return found
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
-        return [*(cls(format=kind()) for kind in formats().values()), *(cls(exit=layer) for layer in range(1, depth))]
+        whole = [cls(format=kind()) for kind in formats().values()]
+        return [*whole, *(cls(fewer=EarlyExit(layer)) for layer in range(1, depth))]
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         if self.saved is not None:
@@ -201,11 +190,6 @@ class LowPrecision(LayerPathDrafter):
     def chances(self) -> Sequence[float]:
         # Without an exit 8 bits agree with the target in 0.98 to 0.99 of all places, 4 bits in 0.94 mostly.
         return super().chances if self.fewer is not None else _CHANCES
-
-    @property
-    def fewer(self) -> LayerPathDrafter | None:
-        """Drafter whose path leaves layers out; None: all layers run."""
-        return self.skip if self.exit is None else EarlyExit(self.exit)
 
     @property
     def _copy(self) -> WeightCopy:
@@ -228,8 +212,8 @@ class LowPrecision(LayerPathDrafter):
             raise DraftConfigError(
                 f"there are no kernels for low-precision drafts on {model.device.type}; use cpu or cuda"
             )
-        if self.skip is not None:
-            self.skip.check_model(model, adapter)
+        if self.fewer is not None:
+            self.fewer.check_model(model, adapter)
         layers = adapter.decoder_layers(model)
         path = self.path(len(layers))
         modules = [
@@ -264,10 +248,6 @@ def _of_bits(bits: object, group_size: object) -> Format:
     if bits == 8 and grouped != type(grouped)():
         raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
     return grouped if bits == 4 else cast(Format, kinds["int8"]())
-
-
-def _usual(format: Format, exit: int | None = None, skip: LayerSkip | SkipFile | None = None) -> LowPrecision:
-    return LowPrecision(exit=exit, skip=skip, format=format)
 
 
 def _check_texts(texts: object, model: PreTrainedModel) -> None:

@@ -18,15 +18,17 @@ from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget, Draft, Verdict
-from selfspec.draft.drafter import Drafter, DraftMemory, Exit, drafter, read_number
+from selfspec.draft.drafter import Drafter, Exit, drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip
-from selfspec.draft.rows_view import RowsView
+from selfspec.draft.rows_view import RowsView, remembered
 from selfspec.errors import DraftConfigError
+from selfspec.model.gated_view import compared_view
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.registry import find_adapter
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.request import Behind, PassRequest, PassResult
+from selfspec.runtime.runner import ModelRunner
 
 # The most paths of a family, and the most paths whose recorded passes a wrapper keeps.
 FAMILY = 6
@@ -49,6 +51,7 @@ class ChosenPath(Drafter):
     """
 
     runs = "layers"
+    branches = True
 
     @abstractmethod
     def family(self, depth: int) -> Sequence[LayerPathDrafter]:
@@ -66,9 +69,6 @@ class ChosenPath(Drafter):
     def check(self, depth: int) -> None:
         for each in self.family(depth):
             each.check(depth)
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        adapter.check_trees(model)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return self.family(len(adapter.decoder_layers(model)))[0].cost(model, adapter)
@@ -94,17 +94,11 @@ class Worth:
         self.tokens = _MEMORY * self.tokens + tokens
 
 
-class RecentPaths(DraftMemory):
-    """Remembers the paths that a wrapper drafted along recently."""
-
-    def __init__(self) -> None:
-        self._paths: list[LayerPath] = []
-
-    def use(self, path: LayerPath, rows: RowsView) -> None:
-        """Note that a path drafts; beyond `FAMILY` paths, drop the recorded passes of the least recently used one."""
-        self._paths = [*(each for each in self._paths if each != path), path]
-        if len(self._paths) > FAMILY:
-            rows.runner.forget(self._paths.pop(0))
+def use_path(recent: list[LayerPath], path: LayerPath, runner: ModelRunner) -> None:
+    """Note that a path drafts; beyond `FAMILY` paths, drop the recorded passes of the least recently used one."""
+    recent[:] = [*(each for each in recent if each != path), path]
+    if len(recent) > FAMILY:
+        runner.forget(recent.pop(0))
 
 
 class ChosenPathProposer(LayerPathProposer):
@@ -214,9 +208,7 @@ class ChosenPathProposer(LayerPathProposer):
             return
         self.chosen, self._path = best, best.path(self._depth)
         if self._looked_for:
-            recent = rows.memories.setdefault(self._memory, RecentPaths())
-            assert isinstance(recent, RecentPaths)
-            recent.use(self._path, rows)
+            use_path(remembered(rows, self._memory, list[LayerPath]), self._path, rows.runner)
 
 
 @drafter(
@@ -371,24 +363,7 @@ class ExitTrial(Trial):
         return 1 + len(self.exits)
 
     def view(self, model: nn.Module, adapter: Adapter, behind: int, choices: list[Tensor]) -> nn.Module:
-        layers: list[nn.Module] = adapter.decoder_layers(model)
-        left: dict[int, Tensor] = {}
-        for layer in self.exits:
-            layers[layer] = replaced(layers[layer], partial(self._leave, layers[layer], layer, left))
-        layers[-1] = replaced(layers[-1], partial(self._append, layers[-1], left))
-        return view_with_layers(model, adapter.path(model), layers)
-
-    @staticmethod
-    def _leave(run: Callable[..., Any], layer: int, left: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
-        left[layer] = hidden_states(args, kwargs)
-        return run(*args, **kwargs)
-
-    def _append(self, run: Callable[..., Any], left: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
-        output = run(*args, **kwargs)
-        states = output[0] if isinstance(output, tuple) else output
-        # They become further rows, so that the model's norm and head read them.
-        states = torch.cat([states, *(left[layer] for layer in self.exits)], -3)
-        return (states, *output[1:]) if isinstance(output, tuple) else states
+        return compared_view(model, adapter, self.exits)
 
     def by_column(self, logits: Tensor, behind: int) -> Tensor:
         columns: Tensor = logits.unflatten(0, (self.columns, -1)).movedim(0, -2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,19 +40,38 @@ class PromptLookup(Drafter):
             )
 
     def begin(self, rows: RowsView) -> LookUpProposer:
-        return LookUpProposer(self.shortest, self.longest, [rows.source(row) for row in range(rows.size)])
+        return LookUpProposer(self.shortest, self.longest, map(rows.source, range(rows.size)))
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
         return (cls(),)
 
 
-class LookUpProposer(FreeProposer):
+class TextProposer(FreeProposer):
+    """Drafts from what each row's own text and its source repeat."""
+
+    def __init__(self, sources: Iterable[Sequence[int]]) -> None:
+        self._texts = [OwnText(source) for source in sources]
+
+    def text_of(self, rows: RowsView, row: int) -> Tokens:
+        """Return the tokens of a row's source and text."""
+        text = self._texts[row]
+        text.extend(rows.text(row, text.length))
+        return text.tokens
+
+    def join(self, other: TextProposer) -> None:
+        self._texts.extend(other._texts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._texts[:] = [self._texts[row] for row in rows]
+
+
+class LookUpProposer(TextProposer):
     """Copies from each row's own text and its source."""
 
-    def __init__(self, shortest: int, longest: int, sources: Sequence[Sequence[int]]) -> None:
+    def __init__(self, shortest: int, longest: int, sources: Iterable[Sequence[int]]) -> None:
+        super().__init__(sources)
         self._shortest, self._longest = shortest, longest
-        self._texts = [OwnText(source) for source in sources]
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a chain; none if no unfinished row has a match, or too few rows have one for it to pay."""
@@ -61,12 +80,11 @@ class LookUpProposer(FreeProposer):
         # Match lengths of the pacing rows: in one generation, progress of other rows does not end the batch sooner.
         behind: list[int] = []
         for row in rows.running:
-            text = self._texts[row]
-            text.extend(rows.text(row, text.length))
-            match = last_match(text.tokens, self._shortest, self._longest) if row in rows.unfinished else None
+            text = self.text_of(rows, row)
+            match = last_match(text, self._shortest, self._longest) if row in rows.unfinished else None
             if row in pacing:
                 behind.append(0 if match is None else match.length)
-            found.append([] if match is None else following(text.tokens, match, budget.depth))
+            found.append([] if match is None else following(text, match, budget.depth))
         if not any(found):
             return rows.no_draft()
         share = sum(match > 0 for match in behind) / len(behind)
@@ -74,12 +92,6 @@ class LookUpProposer(FreeProposer):
         # The row with the shortest match limits the batch.
         least = max(min(behind), self._shortest)
         return chains(rows, [row[:most] for row in found], match_length=least)
-
-    def join(self, other: LookUpProposer) -> None:
-        self._texts.extend(other._texts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._texts[:] = [self._texts[row] for row in rows]
 
 
 Tokens = NDArray[np.int32]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy
 from selfspec.draft.draft import Budget, Draft, Offer, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, drafter
-from selfspec.draft.rows_view import RowsView, chains, guesses
+from selfspec.draft.prompt_lookup import NONE
+from selfspec.draft.rows_view import RowsView, chains, guesses, remembered
 from selfspec.draft.tree_growth import RankChances, best_shape, largest_products
 from selfspec.errors import DraftConfigError
 from selfspec.runtime.request import PassResult
@@ -53,6 +53,7 @@ class Recycling(Drafter):
         most_bytes: size of the table, 8 KiB to 16 GiB; when it is full, new contexts replace older ones.
     """
 
+    branches = True
     candidates: int = 8
     longest: int = 4
     most_bytes: int = 8 << 20
@@ -63,30 +64,23 @@ class Recycling(Drafter):
             if type(given) is not int or not least <= given <= most:
                 raise DraftConfigError(f"{name} must be an integer from {least} to {most}, got {shown(given)}")
 
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        adapter.check_trees(model)
-
     def begin(self, rows: RowsView) -> RecyclingProposer:
-        if self not in rows.memories:
-            rows.memories[self] = RecyclingMemory(self.candidates, self.longest, self.most_bytes)
-        memory = rows.memories[self]
-        assert isinstance(memory, RecyclingMemory)
-        return RecyclingProposer(self, memory, rows)
+        made = partial(RecyclingMemory, self.candidates, self.longest, self.most_bytes)
+        return RecyclingProposer(self, remembered(rows, self, made), rows)
 
 
 class RecyclingMemory(DraftMemory):
     """Keeps candidates, and the acceptance rates of their ranks by context length."""
 
     def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
-        self._size = (candidates, longest, nbytes)
+        self._row_bytes = min(nbytes, _ROW_BYTES)
         self.table = CandidateTable(candidates, longest, nbytes)
         first = (_CHANCES[min(length, 1)] for length in range(longest))
         self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
 
     def of_row(self) -> CandidateTable:
         """Make a table for one row, which reads this one and learns separately."""
-        candidates, longest, nbytes = self._size
-        return CandidateTable(candidates, longest, min(nbytes, _ROW_BYTES), under=self.table)
+        return CandidateTable(self.table.kept, self.table.longest, self._row_bytes, under=self.table)
 
 
 class RecyclingProposer(FreeProposer):
@@ -207,9 +201,6 @@ def contexts_of(contexts: NDArray[np.int64], tokens: NDArray[np.int64], tree: Tr
     return ends
 
 
-NONE = -1
-"""Stands for an unknown candidate, and for a token before the beginning of a text."""
-
 # Odd factor and shift of the hash of a context.
 _FACTOR, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 # Places of a context that count in one text, the last ones, for each candidate kept.
@@ -226,6 +217,8 @@ class Found:
 
 class CandidateTable:
     """Keeps the `kept` likeliest next tokens after contexts of one to `longest` tokens, as the target last gave them.
+
+    `NONE` stands for an unknown candidate, and for a token before the beginning of a text.
 
     A context lies at the place of its hash, where a newer one replaces it. A longer context known to the table `under`
     it goes first; that table never changes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch import Tensor
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
+from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import Draws
 from selfspec.runtime.runner import ModelRunner
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -168,13 +171,20 @@ class RowsView(Protocol):
         """Memories that drafters keep as long as the wrapper lives, by drafter."""
 
 
-def own_programs(rows: RowsView, owner: Hashable) -> GraphCache | None:
-    """Return the programs of a model that `owner` drafts with, kept as long as the wrapper; None: it makes none."""
-    if rows.programs is None:
-        return None
-    programs = rows.memories.setdefault(owner, rows.programs.for_another_model())
-    assert isinstance(programs, GraphCache)
-    return programs
+def remembered(rows: RowsView, key: Hashable, made: Callable[[], _Made]) -> _Made:
+    """Return what the wrapper keeps under this key, made at first use."""
+    if key not in rows.memories:
+        rows.memories[key] = made()
+    return cast(_Made, rows.memories[key])
+
+
+def check_text(rows: RowsView, reader: str) -> None:
+    """Refuse prompts of more than token ids, which `reader` alone reads."""
+    if not rows.are_text:
+        raise UnsupportedOptionError(
+            f"{reader} reads token ids, and these prompts have embeddings, a soft prompt or a past of other tokens; "
+            "pass the whole text as input_ids, or draft with the model's own layers"
+        )
 
 
 def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -> Draft:
@@ -188,11 +198,7 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
 
 def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
     """Bring draft tokens from a text, `[rows, nodes]`, to the device, with ids beyond the head replaced."""
-    return _writable(rows, to_device(tokens, rows.last_tokens.device))
-
-
-def _writable(rows: RowsView, tokens: Tensor) -> Tensor:
-    return tokens.clamp(max=rows.runner.vocabulary - 1)
+    return to_device(tokens, rows.last_tokens.device).clamp(max=rows.runner.vocabulary - 1)
 
 
 def last_known(rows: RowsView) -> list[int]:
@@ -217,7 +223,7 @@ def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[B
         return other if other.length else found
     own = to_device(taken, other.tokens.device)[:, None] > 0
     each = ((found, own), (other, ~own))
-    tokens = _writable(rows, rows.last_tokens).repeat(1, max(found.length, other.length))
+    tokens = rows.last_tokens.clamp(max=rows.runner.vocabulary - 1).repeat(1, max(found.length, other.length))
     for draft, its in each:
         tokens[:, : draft.length] = torch.where(its, draft.tokens, tokens[:, : draft.length])
     drawn = next((draft.probs for draft, _ in each if draft.probs is not None), None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +20,11 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.draft.draft import Budget, Draft, Offer, TokenPath, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, drafter
-from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, OwnText, Tokens, places_in
-from selfspec.draft.rows_view import RowsView
+from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, TextProposer, Tokens, places_in
+from selfspec.draft.rows_view import RowsView, remembered
 from selfspec.draft.union import MergingProposer
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import DescribedTensors, write_described
+from selfspec.files.json_text import DescribedTensors
 from selfspec.model.identity import Vocabulary
 from selfspec.runtime.request import PassResult
 
@@ -52,6 +53,7 @@ class Suffixes(Drafter):
         DraftConfigError: `most_bytes` is out of range, or the corpus cannot be used.
     """
 
+    branches = True
     corpus: str | None = None
     most_bytes: int = 1 << 20
     _opened: CorpusFile | None = field(init=False, repr=False, compare=False, default=None)
@@ -63,18 +65,13 @@ class Suffixes(Drafter):
             object.__setattr__(self, "_opened", CorpusFile(self.corpus))
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        adapter.check_trees(model)
+        super().check_model(model, adapter)
         if self._opened is not None:
             self._opened.check(Vocabulary.of(model))
 
     def begin(self, rows: RowsView) -> SuffixProposer:
-        memory = rows.memories.setdefault(self, TextMemory(self.most_bytes))
-        assert isinstance(memory, TextMemory)
+        memory = remembered(rows, self, partial(TextMemory, self.most_bytes))
         return SuffixProposer(rows, memory, None if self._opened is None else self._opened.corpus)
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Suffixes:
-        return cls(argument)
 
     @property
     def spelling(self) -> str | None:
@@ -82,23 +79,17 @@ class Suffixes(Drafter):
         return f"suffix:{self.corpus}" if has_file else super().spelling
 
 
-class SuffixProposer(MergingProposer):
+class SuffixProposer(MergingProposer, TextProposer):
     """Counts continuations in each row's text, in earlier texts of the wrapper, and in the corpus if there is one."""
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
-        super().__init__(rows)
+        MergingProposer.__init__(self, rows)
+        TextProposer.__init__(self, map(rows.source, range(rows.size)))
         self._memory, self._corpus, self._at_first = memory, corpus, memory.tokens
-        self._texts = [OwnText(rows.source(row)) for row in range(rows.size)]
 
     @property
     def nbytes(self) -> int:
         return self._memory.tokens.nbytes
-
-    def join(self, other: SuffixProposer) -> None:
-        self._texts.extend(other._texts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._texts[:] = [self._texts[row] for row in rows]
 
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
         return [(self._offer(rows, row, rows.budget_of(row, budget).depth),) for row in rows.running]
@@ -114,11 +105,10 @@ class SuffixProposer(MergingProposer):
         return self._at_first if self.rows_apart else self._memory.tokens
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
-        own = self._texts[row]
-        own.extend(rows.text(row, own.length))
-        context: list[int] = own.tokens[-LONGEST:].tolist()
+        own = self.text_of(rows, row)
+        context: list[int] = own[-LONGEST:].tolist()
         # A loop that reaches the end of the text continues with its beginning.
-        found = [_Found(own.tokens, places_in(own.tokens, context, LONGEST), goes_round=True)]
+        found = [_Found(own, places_in(own, context, LONGEST), goes_round=True)]
         found.append(_Found(self._earlier, places_in(self._earlier, context, LONGEST)))
         if self._corpus is not None:
             found.append(_Found(self._corpus.tokens, self._corpus.places(context, LONGEST)))
@@ -198,23 +188,26 @@ class TextMemory(DraftMemory):
         self.tokens = kept[max(len(kept) - self._most, 0) :]
 
 
-_ABOUT = "corpus"
+ABOUT = "corpus"
+"""Key of the description in a file."""
 _REWRITE = "write it again: selfspec index"
 LONGEST = 16
 """Tokens of a context that places are sorted by."""
 
 
 @dataclass(frozen=True)
-class _About:
+class AboutCorpus:
+    """Describes a corpus: the tokens that its ids are of."""
+
     format: Literal[2]
     vocabulary: Vocabulary
 
 
-class CorpusFile(DescribedTensors[_About]):
-    """Maps a corpus of `write_corpus` into memory, to be read in parts; raises DraftConfigError for a bad file."""
+class CorpusFile(DescribedTensors[AboutCorpus]):
+    """Maps a corpus of `selfspec index` into memory, to be read in parts; raises DraftConfigError for a bad file."""
 
     def __init__(self, file: str | Path) -> None:
-        super().__init__(file, "a corpus", _ABOUT, _About, _REWRITE)
+        super().__init__(file, "a corpus", ABOUT, AboutCorpus, _REWRITE)
         self.check_names(("tokens", "ends"))
         tokens, ends = self.read("tokens"), self.read("ends")
         within = _is_within(tokens, NONE) and _is_within(ends, 1, len(tokens))
@@ -237,24 +230,8 @@ def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
     return least <= int(smallest) and (most is None or int(largest) <= most)
 
 
-def write_corpus(file: str | Path, texts: Iterable[Sequence[int]], vocabulary: Vocabulary) -> int:
-    """Write a corpus of texts of token ids, in one piece or not at all; return its number of tokens.
-
-    Raises DraftConfigError if the texts hold no tokens, StorageError if the file cannot be written.
-    """
-    between = np.array([NONE], dtype=np.int32)
-    parts: list[Tokens] = [each for text in texts for each in (np.asarray(text, dtype=np.int32), between)]
-    tokens = np.concatenate(parts) if parts else between
-    if len(tokens) == len(parts) // 2:
-        raise DraftConfigError("a corpus needs texts with tokens; give others")
-    ends = sorted_ends(tokens, LONGEST)
-    parts_of_it = {"tokens": torch.from_numpy(tokens), "ends": torch.from_numpy(ends)}
-    write_described(Path(file), _ABOUT, asdict(_About(2, vocabulary)), parts_of_it)
-    return len(tokens) - len(parts) // 2
-
-
 class SortedCorpus:
-    """Holds texts with `NONE` between them, and their places sorted by `sorted_ends`, for binary search of contexts."""
+    """Holds texts with `NONE` between them, and their places sorted by the tokens before each, the nearest first."""
 
     def __init__(self, tokens: Tokens, ends: Tokens) -> None:
         self.tokens = tokens
@@ -277,21 +254,3 @@ class SortedCorpus:
             chosen = np.linspace(low, high - 1, min(high - low, MOST_PLACES)).astype(np.int64)
             found.append(self._ends[chosen].astype(np.int64))
         return found
-
-
-def sorted_ends(tokens: Tokens, longest: int) -> Tokens:
-    """Sort the places after each token of a text by the tokens before them, the nearest first; `[tokens]`.
-
-    Ranks by some tokens sort by twice as many (doubling; Manber and Myers, 1993). Places with at least `longest` equal
-    tokens keep the text's order.
-    """
-    ranks, known = tokens.astype(np.int64) - NONE + 1, 1
-    while True:
-        keys = ranks * (int(ranks.max(initial=0)) + 1)
-        keys[known:] += ranks[:-known]
-        order = np.argsort(keys, kind="stable")
-        if 2 * known >= longest:
-            return (order + 1).astype(np.int32)
-        ordered = keys[order]
-        ranks[order] = np.cumsum(np.diff(ordered, prepend=ordered[:1]) != 0) + 1
-        known *= 2

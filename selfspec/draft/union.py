@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +9,12 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.draft.cascade import JoinedDrafter, JoinedProposer, joined_spelling
+from selfspec.draft.cascade import JoinedDrafter, joined_spelling
 from selfspec.draft.draft import Budget, Draft, Offer, TokenPath, Verdict
 from selfspec.draft.drafter import MODEL, FreeProposer, Proposer, drafter
-from selfspec.draft.rows_view import RowsView, chains, filled_up, guesses, last_known
+from selfspec.draft.rows_view import RowsView, chains, filled_up, guesses, last_known, lengths_of
 from selfspec.draft.tree_growth import sizes_within
 from selfspec.runtime.request import PassResult
 
@@ -50,35 +47,36 @@ class Union(JoinedDrafter):
     `FixedLength`), each has a chain: of the sources without a model, or else of the model, which is asked last.
     """
 
+    branches = True
+
     @property
     def spelling(self) -> str | None:
         names = joined_spelling(self.sources)
         return None if names is None else f"union:{names}"
 
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        adapter.check_trees(model)
-        super().check_model(model, adapter)
-
     def begin(self, rows: RowsView) -> Proposer:
         free = [source.begin(rows) for source in self.sources if source.runs == "nothing"]
         drawn = [source.begin(rows) for source in self.sources if source.runs != "nothing"]
-        merging = FreeUnionProposer(rows, free)
+        merging = MergingProposer(rows, free)
         return UnionProposer(merging, drawn[0]) if drawn else merging
 
 
 class MergingProposer(FreeProposer):
-    """Drafts a tree from the offers to each row, or a chain for each where rows are apart; nothing is drawn."""
+    """Drafts a tree from the offers to each row, or a chain for each where rows are apart; nothing is drawn.
 
-    def __init__(self, rows: RowsView) -> None:
-        self.rows_apart = rows.rows_apart
+    By default they are the offers of its parts, all of them without a model.
+    """
+
+    def __init__(self, rows: RowsView, parts: Sequence[Proposer] = ()) -> None:
+        self.rows_apart, self.parts = rows.rows_apart, parts
         self._trust: defaultdict[int, Trust] = defaultdict(Trust)
         # The last draft, taken or not, and the offers behind it, by running row.
         self.proposed: Draft | None = None
         self.offered: Sequence[tuple[Offer, ...]] = ()
 
-    @abstractmethod
     def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return the offers of all sources to each running row."""
+        each = [part.offers(rows, budget) for part in self.parts]
+        return [tuple(chain.from_iterable(offers)) for offers in zip(*each, strict=True)]
 
     def trust(self, row: int) -> Trust:
         """Return the trust in offers to a row: its own where rows are apart, else that of all rows."""
@@ -106,13 +104,16 @@ class MergingProposer(FreeProposer):
         return self.proposed
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        if self.rows_apart:
-            self._learn_apart(draft, verdict)
-        elif draft is self.proposed:
-            for row, offers in zip(verdict.running, self.offered, strict=True):
-                if row in verdict.rows:
-                    found = verdict.rows[row]
-                    self.trust(row).count(offers, Outcome(draft.tree, found.drafted, found.path))
+        super().learn(rows, draft, target, verdict)
+        # Where rows are apart, the draft may hold chains of a source behind this one, too.
+        took = draft.length > 0 if self.rows_apart else draft is self.proposed
+        if self.proposed is None or not took:
+            return
+        lengths = lengths_of(rows, self.proposed)
+        for row, offers, length in zip(verdict.running, self.offered, lengths, strict=True):
+            if length and row in verdict.rows:
+                found, tree = verdict.rows[row], Tree.chain(length) if self.rows_apart else draft.tree
+                self.trust(row).count(offers, Outcome(tree, found.drafted, found.path[:length]))
 
     def _chains(self, rows: RowsView, budget: Budget) -> Draft:
         found = [
@@ -123,36 +124,12 @@ class MergingProposer(FreeProposer):
         ]
         return chains(rows, found, match_length=2)
 
-    def _learn_apart(self, draft: Draft, verdict: Verdict) -> None:
-        lengths = self.proposed.row_lengths if self.proposed is not None and draft.length else None
-        for row, offers, length in zip(verdict.running, self.offered, lengths or (), strict=lengths is not None):
-            if length and row in verdict.rows:
-                found = verdict.rows[row]
-                self.trust(row).count(offers, Outcome(Tree.chain(length), found.drafted, found.path[:length]))
 
-
-class FreeUnionProposer(MergingProposer, JoinedProposer):
-    """Merges the offers of several sources without a model."""
-
-    def __init__(self, rows: RowsView, sources: Sequence[Proposer]) -> None:
-        MergingProposer.__init__(self, rows)
-        JoinedProposer.__init__(self, sources)
-
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        each = [source.offers(rows, budget) for source in self.sources]
-        return [tuple(chain.from_iterable(offers)) for offers in zip(*each, strict=True)]
-
-    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        MergingProposer.learn(self, rows, draft, target, verdict)
-        JoinedProposer.learn(self, rows, draft, target, verdict)
-
-
-class UnionProposer(JoinedProposer):
+class UnionProposer(Proposer):
     """Puts the offers of sources without a model beside the draft of a source with a model."""
 
-    def __init__(self, free: FreeUnionProposer, drawn: Proposer) -> None:
-        super().__init__([free, drawn])
-        self._free, self._drawn = free, drawn
+    def __init__(self, free: MergingProposer, drawn: Proposer) -> None:
+        self.parts = self._free, self._drawn = free, drawn
         # Mean number of tokens that recent rounds with the model's draft committed.
         self._length = _COMMITS
         # The model's last draft with offers beside it, and how many of its nodes are the model's.
@@ -226,15 +203,16 @@ class Trust:
     """Learns how often offers are accepted, for each source and kind of offer."""
 
     def __init__(self) -> None:
-        self._accepted: dict[Hashable, float] = {}
-        self._promised: dict[Hashable, float] = {}
+        # From the prior on, by place, source and kind.
+        self._accepted: defaultdict[Hashable, float] = defaultdict(lambda: _WEIGHT)
+        self._promised: defaultdict[Hashable, float] = defaultdict(lambda: _WEIGHT)
 
     def reach(self, offers: Sequence[Offer], place: Hashable = 0) -> dict[TokenPath, float]:
         """Return each path's highest probability by any source; each `place` has a trust of its own."""
         reach: dict[TokenPath, float] = {}
         for source, offer in enumerate(offers):
             key = (place, source, offer.kind)
-            trust = (_WEIGHT + self._accepted.get(key, 0.0)) / (_WEIGHT + self._promised.get(key, 0.0))
+            trust = self._accepted.get(key, _WEIGHT) / self._promised.get(key, _WEIGHT)
             for path, chance in offer.reach(trust).items():
                 reach[path] = max(chance, reach.get(path, 0.0))
         return reach
@@ -245,9 +223,8 @@ class Trust:
             key = (place, source, offer.kind)
             for before, children, accepted in outcome.places():
                 offered = [child for child in children if (*before, child) in offer.shares]
-                promised = sum(offer.shares[*before, child] for child in offered)
-                self._promised[key] = self._promised.get(key, 0.0) + promised
-                self._accepted[key] = self._accepted.get(key, 0.0) + (accepted in offered)
+                self._promised[key] += sum(offer.shares[*before, child] for child in offered)
+                self._accepted[key] += accepted in offered
 
 
 @dataclass(frozen=True)

@@ -275,29 +275,38 @@ def _values(hidden: Tensor | None, returns: int) -> Any:
     return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
 
 
-def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
-    """Return a view of a model whose pass gives logits of the target, then of an exit: `[2 * batch, tokens, vocab]`.
+def compared_view(model: nn.Module, adapter: Adapter, exits: Sequence[int], head: DraftHead | None = None) -> nn.Module:
+    """Return a view of a model whose pass gives logits of the target, then of each exit, in further rows.
 
-    The exit leaves out layers from `exit_layer`, at least 1, on. Norm and head read each token by itself.
+    Logits are `[(1 + exits) * batch, tokens, vocab]`; an exit is the first layer that it leaves out, at least 1. Norm
+    and head read each token by itself.
     """
     layers = adapter.decoder_layers(model)
-    at_exit: list[Tensor] = []
-    layers[exit_layer] = replaced(layers[exit_layer], partial(_recording, layers[exit_layer], at_exit))
-    layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], at_exit, head))
+    left: dict[int, Tensor] = {}
+    for layer in exits:
+        layers[layer] = replaced(layers[layer], partial(_recording, layers[layer], layer, left))
+    layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], exits, left, head))
     return view_with_layers(model, adapter.path(model), layers)
 
 
-def _recording(layer: nn.Module, at_exit: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-    at_exit.append(hidden_states(args, kwargs))
-    return layer(*args, **kwargs)
+def _recording(run: Callable[..., Any], layer: int, left: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
+    left[layer] = hidden_states(args, kwargs)
+    return run(*args, **kwargs)
 
 
-def _appending(layer: nn.Module, at_exit: list[Tensor], head: DraftHead | None, *args: Any, **kwargs: Any) -> Any:
-    output = layer(*args, **kwargs)
-    left = at_exit.pop()
+def _appending(
+    run: Callable[..., Any],
+    exits: Sequence[int],
+    left: dict[int, Tensor],
+    head: DraftHead | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    output = run(*args, **kwargs)
+    states = [left.pop(layer) for layer in exits]
     if head is not None:
-        left = head.adapted(left)
+        states = [head.adapted(each) for each in states]
     # Some models keep several streams of hidden states, before the batch.
     if isinstance(output, tuple):
-        return torch.cat([output[0], left], -3), *output[1:]
-    return torch.cat([output, left], -3)
+        return torch.cat([output[0], *states], -3), *output[1:]
+    return torch.cat([output, *states], -3)

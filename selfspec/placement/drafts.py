@@ -12,7 +12,7 @@ from selfspec.cache.shared_layer import CacheKind
 from selfspec.control import CostAware
 from selfspec.control.costs import Costs
 from selfspec.control.profile import DraftChoice
-from selfspec.draft import Drafter, LowPrecision
+from selfspec.draft import Drafter, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
@@ -34,8 +34,8 @@ class _StandIn(LowPrecision):
         return self.format.name + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        if self.skip is not None:
-            self.skip.check_model(model, adapter)
+        if self.fewer is not None:
+            self.fewer.check_model(model, adapter)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Placement:
                 f"layers={list(draft.layers or ())}: {kept} stay in memory as they are, and the budget has no room for "
                 "copies of them; leave layers out, and those that are streamed have copies"
             )
-        end = self.depth if draft.exit is None else draft.exit
+        end = draft.fewer.layer if isinstance(draft.fewer, EarlyExit) else self.depth
         if draft.fewer is not None and not any(
             draft.fewer.path(self.depth).runs(Sublayer(layer, part))
             for layer in range(self.plan.resident, self.depth)
@@ -106,7 +106,7 @@ class Placement:
             return draft.fewer
         layers = range(self.plan.resident, end) if draft.layers is None else draft.layers
         head = draft.head_too and self.head
-        return _StandIn(layers=layers, exit=draft.exit, head=head, skip=draft.skip, format=draft.format)
+        return _StandIn(layers=layers, fewer=draft.fewer, head=head, format=draft.format)
 
     def _step(self, draft: Drafter, model: PreTrainedModel, adapter: Adapter) -> float:
         """Predict c."""

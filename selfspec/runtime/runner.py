@@ -134,7 +134,7 @@ class ModelRunner:
         Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
         first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
         """
-        view = compared_view(self._model, self._adapter, exit_layer, head)
+        view = compared_view(self._model, self._adapter, [exit_layer], head)
         kept = self._kept(min(most, tokens.shape[1]))
         with self._attending:
             target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)

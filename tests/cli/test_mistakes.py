@@ -82,7 +82,7 @@ COMMANDS = {
         "--draft skip:layers=40": "40",
         "--draft skip-file:no.json": "no.json",
         "--draft auto:no.json": "selfspec calibrate",
-        "--draft head:nowhere": "exit_head.json",
+        "--draft head:nowhere": "exit_head.safetensors",
         "--draft suffix:nowhere": "cannot be read as a corpus",
         "--draft int4:no.safetensors": "no.safetensors",
         "--nodes 8": "--nodes has no effect",

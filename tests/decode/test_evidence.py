@@ -90,7 +90,7 @@ def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, mo
         (None, {}),
         (selfspec.drafts.LayerSkip(mlp=[1]), {}),
         (selfspec.drafts.LowPrecision(8), {}),
-        (selfspec.drafts.LowPrecision(8, exit=2), {}),
+        (selfspec.drafts.LowPrecision(8, fewer=selfspec.drafts.EarlyExit(2)), {}),
         (selfspec.drafts.PromptLookup(), {}),
         (selfspec.drafts.EarlyExit(2), {"draft_length": 3}),
         (selfspec.drafts.EarlyExit(2), {"repetition_penalty": 1.2}),

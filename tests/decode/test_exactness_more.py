@@ -61,7 +61,7 @@ DRAFTERS = (
     selfspec.drafts.EarlyExit(1),
     selfspec.drafts.LayerSkip(attention=[1]),
     selfspec.drafts.LowPrecision(4),
-    selfspec.drafts.LowPrecision(8, exit=1),
+    selfspec.drafts.LowPrecision(8, fewer=selfspec.drafts.EarlyExit(1)),
 )
 
 

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.reference import Calls, first_linear, layers_of, sublayer_module, with_layers
 from selfspec.draft import Drafter, EarlyExit, ExitHead, LayerSkip
-from selfspec.draft.early_exit import CONFIG, WEIGHTS
-from selfspec.draft.layer_skip import SkipFile, write_skip_file
+from selfspec.draft.early_exit import ABOUT, FILE
+from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, ExitHeadError
+from selfspec.files.json_text import write_described
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, sublayers
 from selfspec.tools.train.exit_heads import ExitHeads
@@ -191,27 +194,29 @@ def file(tmp_path: Path) -> Path:
 
 def test_it_drafts_as_the_set_itself_does(file: Path) -> None:
     drafter = parse_draft(f"skip-file:{file}")
-    assert isinstance(drafter, SkipFile)
+    assert isinstance(drafter, LayerSkip)
     assert draft_name(drafter) == f"skip-file:{file}"
     model, prompt = tiny.llama(), tiny.prompt(5)
-    found = selfspec.wrap(model, drafter, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
-    itself = selfspec.wrap(model, drafter.skip, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+    found, itself = (
+        selfspec.wrap(model, draft, draft_length=3).generate(prompt, max_new_tokens=12, do_sample=False)
+        for draft in (drafter, LayerSkip([1, 2], [3]))
+    )
     assert found.sequences.tolist() == itself.sequences.tolist()
     assert found.stats.accepted_per_depth == itself.stats.accepted_per_depth
 
 
 def test_another_model_is_refused(file: Path) -> None:
     with pytest.raises(DraftConfigError, match="is of another base"):
-        selfspec.wrap(tiny.llama(seed=1), SkipFile.from_file(file))
+        selfspec.wrap(tiny.llama(seed=1), LayerSkip.from_file(file))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "base": "x"}', '{"format": 2}'])
 def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(DraftConfigError, match="selfspec search wrote"):
-        SkipFile.from_file(tmp_path / "x.json")
+        LayerSkip.from_file(tmp_path / "x.json")
     with pytest.raises(DraftConfigError, match="cannot be read"):
-        SkipFile.from_file(tmp_path / "none.json")
+        LayerSkip.from_file(tmp_path / "none.json")
 
 
 def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:
@@ -269,19 +274,22 @@ def test_the_base_is_known_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -
 
 def test_what_is_no_such_head_is_refused(tmp_path: Path) -> None:
     folder = _side_car(tmp_path / "heads", tiny.llama())
-    config = (folder / CONFIG).read_text()
+    with safe_open(folder / FILE, framework="pt") as opened:
+        about = json.loads(opened.metadata()[ABOUT])
+    tensors = load_file(folder / FILE)
     with pytest.raises(ExitHeadError, match="it has 1, 2"):
         ExitHead.from_pretrained(folder, layer=3)
-    changes: list[dict[str, object]] = [{"format": 1}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}]
-    for change in (*changes, {"base": 3}, {"default": 3}):
-        (folder / CONFIG).write_text(json.dumps({**json.loads(config), **change}))
+    changes: list[dict[str, Any]] = [{"format": 1}, {"exits": None}, {"rank": 0}, {"rank": 17}, {"hidden": 8}]
+    for change in [*changes, {"base": 3}, {"default": 3}]:
+        write_described(folder / FILE, ABOUT, {**about, **change}, tensors)
         with pytest.raises(ExitHeadError):
             ExitHead.from_pretrained(folder)
-    for file in (CONFIG, WEIGHTS):
-        (folder / CONFIG).write_text(config)
-        (folder / file).unlink()
-        with pytest.raises(ExitHeadError, match=re.escape(file)):
-            ExitHead.from_pretrained(folder)
+    write_described(folder / FILE, ABOUT, about, {**tensors, "exits.1.scale": torch.full((32,), torch.nan)})
+    with pytest.raises(ExitHeadError, match="NaN or infinite"):
+        ExitHead.from_pretrained(folder)
+    (folder / FILE).unlink()
+    with pytest.raises(ExitHeadError, match=re.escape(FILE)):
+        ExitHead.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("other", [lambda: tiny.llama(seed=1), tiny.mistral], ids=["weights", "architecture"])

@@ -34,7 +34,7 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.tree import Tree
 from selfspec.decode.sequences import Sequences
 from selfspec.draft import Assistant, Drafter
-from selfspec.draft.assistant import AssistantState
+from selfspec.draft.assistant import AssistantProposer
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import by_level, growth_of
@@ -201,10 +201,16 @@ _LIMIT, _ROWS = 90, 3
 
 
 class _View:
-    """What the state reads of a batch's rows."""
+    """What the assistant reads of a batch's rows."""
+
+    vocabulary = tiny.VOCABULARY
 
     def __init__(self, sequences: Sequences) -> None:
         self.running, self.text, self.text_length = sequences.running, sequences.text_from, sequences.text_length
+
+    @property
+    def runner(self) -> _View:
+        return self
 
 
 class AnyCommits(RuleBasedStateMachine):
@@ -228,9 +234,8 @@ class AnyCommits(RuleBasedStateMachine):
         ids, mask = padded(self.prompts)
         self.sequences = Sequences(ids, 0, mask.bool())
         cache = adapter.shared_cache(self.model, len(lengths), _LIMIT, NODES, bucket=self.bucket)
-        self.state = AssistantState(
-            ModelRunner(self.model, adapter, cache), cache, self.sequences.running, tiny.VOCABULARY, weights=0
-        )
+        runner = ModelRunner(self.model, adapter, cache)
+        self.state = AssistantProposer(cast(RowsView, _View(self.sequences)), runner, weights=0)
 
     @rule(tree=trees(least=1), ends=a_number_for_each_row(-2, NODES - 1), own=st.integers(1, 3))
     def drafted(self, tree: Tree, ends: list[int], own: int) -> None:
@@ -240,10 +245,11 @@ class AnyCommits(RuleBasedStateMachine):
         drafts = self._random(len(rows), len(tree))
         levels = growth_of(tree, drafts.device).levels
         with torch.no_grad():
-            self._check(self.state.after_text(cast(RowsView, _View(self.sequences)), tree)[:, 0], texts)
+            view = cast(RowsView, _View(self.sequences))
+            self._check(self.state.after_text(view, tree)[:, 0], texts)
             for level in levels[1:]:
                 nodes = range(level.first, level.first + len(level.paths))
-                logits = self.state.after(drafts[:, nodes.start : nodes.stop], level.first)
+                logits = self.state.after(view, drafts[:, nodes.start : nodes.stop], level.first)
                 for node, found in zip(nodes, logits.unbind(1), strict=True):
                     paths = [run[list(tree.paths[node])].tolist() for run in drafts]
                     self._check(found, [text + path for text, path in zip(texts, paths, strict=True)])

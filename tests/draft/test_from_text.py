@@ -36,8 +36,9 @@ from selfspec.draft.prompt_lookup import (
 )
 from selfspec.draft.recycling import CandidateTable, RecyclingMemory, contexts_of
 from selfspec.draft.registry import draft_name, parse_draft
-from selfspec.draft.suffixes import CorpusFile, SortedCorpus, TextMemory, sorted_ends, write_corpus
+from selfspec.draft.suffixes import CorpusFile, SortedCorpus, TextMemory
 from selfspec.model.identity import Vocabulary
+from selfspec.tools.index import sorted_ends, write_corpus
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 

@@ -381,7 +381,7 @@ def test_verification_resumes_where_substitutes_begin() -> None:
     path = selfspec.drafts.LowPrecision(8, layers=[2, 4]).path(5)
     assert path.resume_point == Sublayer(2, Part.ATTENTION)
     assert selfspec.drafts.LowPrecision().path(5).resume_point is None
-    assert selfspec.drafts.LowPrecision(exit=3).path(5).exit_point == Sublayer(3, Part.ATTENTION)
+    assert selfspec.drafts.LowPrecision(fewer=EarlyExit(3)).path(5).exit_point == Sublayer(3, Part.ATTENTION)
     assert path.runs(Sublayer(3, Part.MLP))
     assert LayerPath.full(5).copy is None
 
@@ -391,7 +391,7 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
     eight, four = (selfspec.drafts.LowPrecision(bits).cost(model, adapter) for bits in (8, 4))
     assert eight == pytest.approx(0.25, abs=0.02)
     assert four == pytest.approx(0.125, abs=0.02)
-    assert selfspec.drafts.LowPrecision(exit=2).cost(model, adapter) < eight
+    assert selfspec.drafts.LowPrecision(fewer=EarlyExit(2)).cost(model, adapter) < eight
 
 
 @pytest.mark.parametrize(
@@ -404,9 +404,9 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
         (lambda: selfspec.drafts.LowPrecision(layers=[]), "at least one"),
         (lambda: selfspec.drafts.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
         (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(exit=99)), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[3], exit=2)), "leaves none"),
-        (lambda: selfspec.drafts.LowPrecision(exit=2, skip=selfspec.drafts.LayerSkip(layers=[1])), "no exit beside it"),
+        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(fewer=EarlyExit(99))), "out of range"),
+        (lambda: selfspec.drafts.LowPrecision(layers=[3], fewer=EarlyExit(2)).check(4), "leaves none"),
+        (lambda: selfspec.drafts.LowPrecision(fewer=2), "give an EarlyExit or a LayerSkip"),  # type: ignore[arg-type]
         (lambda: parse_draft("int8+exit:2+skip:layers=1"), "at most one draft runs a model"),
     ],
 )

@@ -31,9 +31,9 @@ from selfspec.draft.path_choice import (
     ChosenSkips,
     ExitTrial,
     PathTrial,
-    RecentPaths,
     Trial,
     Tried,
+    use_path,
 )
 from selfspec.model.features import Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -146,11 +146,11 @@ def test_a_family_stays_small_and_keeps_what_drafts(llama: PreTrainedModel) -> N
 
 def test_programs_of_few_paths_are_kept() -> None:
     forgotten: list[LayerPath] = []
-    rows: Any = SimpleNamespace(runner=SimpleNamespace(forget=forgotten.append))
+    runner: Any = SimpleNamespace(forget=forgotten.append)
     paths = [LayerSkip(layers=[layer]).path(12) for layer in range(FAMILY + 1)]
-    recent = RecentPaths()
+    recent: list[LayerPath] = []
     for path in [*paths[:FAMILY], paths[0], paths[FAMILY]]:
-        recent.use(path, rows)
+        use_path(recent, path, runner)
     assert forgotten == [paths[1]]
 
 

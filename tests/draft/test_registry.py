@@ -110,7 +110,7 @@ def test_names_are_read_and_written(name: str) -> None:
 
 def test_what_names_mean() -> None:
     assert parse_draft("lookup + int8") == Cascade(PromptLookup(), LowPrecision(8))
-    assert parse_draft("int8+exit:3") == LowPrecision(8, exit=3)
+    assert parse_draft("int8+exit:3") == LowPrecision(8, fewer=EarlyExit(3))
     assert parse_draft("recycle") == Recycling()
     assert parse_draft("clasp:2") == ChosenSkips(2)
     assert parse_draft("del:1-3") == ChosenExit(1, 3)

@@ -38,7 +38,7 @@ from selfspec.draft import (
 )
 from selfspec.draft.draft import Offer, RowOutcome, TokenPath
 from selfspec.draft.suffixes import counted
-from selfspec.draft.union import FreeUnionProposer, Merged, Outcome, Trust, UnionProposer, likeliest_path, merged
+from selfspec.draft.union import Merged, MergingProposer, Outcome, Trust, UnionProposer, likeliest_path, merged
 
 
 def test_what_was_seen_stands_beside_the_models_draft(llama: PreTrainedModel) -> None:
@@ -117,7 +117,7 @@ def test_rows_in_lockstep_are_cut_exactly(rule: Rule, seed: int) -> None:
     )  # fmt: skip
 
     def proposed(drawn: Draft) -> Draft:
-        return UnionProposer(FreeUnionProposer(rows, [free]), Drew(drawn)).propose(rows, Budget(2, 3))
+        return UnionProposer(MergingProposer(rows, [free]), Drew(drawn)).propose(rows, Budget(2, 3))
 
     generator = torch.Generator().manual_seed(seed)
     row, beside = ((conditionals(3, range(1, 4), generator), conditionals(3, range(1, 3), generator)) for _ in range(2))

@@ -30,12 +30,12 @@ from selfspec.draft import (
     Suffixes,
     Union,
 )
-from selfspec.draft.suffixes import write_corpus
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.model.identity import Vocabulary
 from selfspec.serve.engine import Engine
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.served import prompt_logprobs
+from selfspec.tools.index import write_corpus
 
 SMALL = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from selfspec import Profile
-from selfspec.draft import EarlyExit, ExitHead, ReducedVocabulary, SkipFile
+from selfspec.draft import EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
+from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import SelfSpecError
 from selfspec.files.json_text import parse_json
@@ -35,9 +36,9 @@ BAD = {
 
 READERS: dict[str, Callable[[Path], object]] = {
     "profile.json": Profile.load,
-    "skip.json": SkipFile.from_file,
+    "skip.json": LayerSkip.from_file,
     "vocabulary.json": lambda file: ReducedVocabulary.from_file(EarlyExit(1), file),
-    "exit_head.json": lambda file: ExitHead.from_pretrained(file.parent),
+    EXIT_HEADS: lambda file: ExitHead.from_pretrained(file.parent),
     "config.json": lambda file: read_config(str(file.parent)),
     "prompts.jsonl": read_prompts,
     "workload.jsonl": lambda file: parse_workloads(f"name={file}"),

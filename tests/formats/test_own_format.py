@@ -123,7 +123,7 @@ def test_a_format_without_a_declaration_drafts_as_an_object() -> None:
     # Its products are the model's own, so that nothing is rejected.
     assert output.stats.acceptance_rate == 1.0
     assert draft.spelling is None
-    assert draft.runs_exact_layers
+    assert draft.runs_exact_layers(2)
     weight = torch.randn(6, 5, dtype=torch.float64)
     assert torch.equal(DoubledLinear(Doubled().pack(weight), None, weight.dtype).weight.clone(), weight)
 

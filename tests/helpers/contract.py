@@ -344,7 +344,7 @@ def fewer_bits(subject: Subject) -> None:
     drafts: list[LayerPathDrafter] = [
         selfspec.drafts.LowPrecision(),
         selfspec.drafts.LowPrecision(8, layers=[last], head=False),
-        selfspec.drafts.LowPrecision(8, exit=last),
+        selfspec.drafts.LowPrecision(8, fewer=selfspec.drafts.EarlyExit(last)),
     ]
     for draft in drafts:
         _in_fewer_bits(subject, draft.path(subject.depth))

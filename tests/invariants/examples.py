@@ -33,8 +33,8 @@ from selfspec.draft import (
     Union,
 )
 from selfspec.draft.layer_skip import write_skip_file
-from selfspec.draft.suffixes import write_corpus
 from selfspec.model.identity import Vocabulary, fingerprint
+from selfspec.tools.index import write_corpus
 from selfspec.tools.train.exit_heads import ExitHeads
 
 Draft = str | Drafter

@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "runtime": "architecture cache compat device errors formats kernels model process",
         "draft": "architecture arguments cache device errors files formats model runtime",
         "accept": "arguments cache device draft errors",
-        "control": "architecture arguments cache draft device errors files kernels model process version",
+        "control": "arguments cache draft device errors files kernels model process version",
         "placement": "architecture arguments cache control draft errors formats model process",
         "decode": "accept architecture arguments cache compat control device draft errors kernels model runtime",
         "recipe": "accept control draft errors files version",

@@ -4,43 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.device import to_device
-from selfspec.draft.drafter import OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, drafted_tokens, fill, output_layer
-from selfspec.draft.heads.growing_head import HeadDrafter, LevelProposer, share_of
-from selfspec.draft.heads.head import Fusion, Head, bytes_kept, bytes_read, causal_lm, check_for_head, layer_config
-from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.drafter import drafter
+from selfspec.draft.heads.folder import assembled
+from selfspec.draft.heads.head import Fusion, Head, causal_lm, inside_of
+from selfspec.draft.heads.layered import LayersConfig, LayersFromFolder
+from selfspec.draft.heads.pairs import LevelProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.errors import HeadError
-from selfspec.model.features import Point
-from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.registry import find_adapter
-from selfspec.model.sizes import cache_bytes_of_token
 
 
-@dataclass(frozen=True)
-class BlockConfig:
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(LayersConfig):
     """Describes the blocks of a head, read from its folder in either layout.
 
     Attributes:
-        points: numbers of the layers whose inputs it reads.
-        end: state that it reads where that number is the model's depth, before or after the final norm.
         size: tokens of a block, the last committed one included.
-        mask: token in the place of unknown tokens.
         first: place in the block that guesses the next token.
     """
 
-    layers: Mapping[str, Any]
-    points: tuple[int, ...]
-    end: Literal["last", "normed"]
     size: int
     mask: int
     first: int
@@ -61,17 +50,21 @@ class BlockConfig:
         if not points or len(numbers) < len(points) + 2 or numbers[-1] < 2:
             raise ValueError("it lacks target_layer_ids, mask_token_id or block_size")
         *points, mask, size = numbers
-        end: Literal["last", "normed"] = "last" if own is None else "normed"
-        return cls(layers, tuple(points), end, size, mask, 0 if config.get("sample_from_anchor") else 1)
+        if "sliding_attention" in (layers.get("layer_types") or ()):
+            raise ValueError("its layers have sliding windows, which are not read yet")
+        return cls(
+            layers=layers,
+            points=tuple(points),
+            end="last" if own is None else "normed",
+            size=size,
+            mask=mask,
+            first=0 if config.get("sample_from_anchor") else 1,
+        )
 
 
-@drafter(
-    "dflash",
-    argument=":FOLDER",
-    help="a published DFlash head that was trained for this model",
-)
+@drafter("dflash", argument=":FOLDER", help="a published DFlash head that was trained for this model")
 @dataclass(frozen=True)
-class DFlash(FromFolder, HeadDrafter):
+class DFlash(LayersFromFolder):
     """Drafts with a DFlash head (2026, arXiv 2602.06036): all tokens of a block in one pass, which is not causal.
 
     Its layers take keys and values of the text from the target's states, and keep none of drafted tokens.
@@ -81,100 +74,36 @@ class DFlash(FromFolder, HeadDrafter):
     holds = "DFlash head"
     essential = ("fc.weight", "hidden_norm.weight", "norm.weight")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "sliding_attention" in (self._config.layers.get("layer_types") or ()):
-            raise HeadError(f"{self.source} has layers with sliding windows, which are not read yet")
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> BlockConfig:
-        return BlockConfig.of(config)
-
-    @property
-    def passes(self) -> type[PairState]:  # type: ignore[override]
-        return ContextState
+    read_config = BlockConfig.of
 
     @property
     def block(self) -> int:
         return self._config.size
 
-    def points(self, depth: int) -> tuple[Point, ...]:
-        return tuple(self._config.end if point == depth else point for point in self._config.points)
-
-    def check(self, depth: int) -> None:
-        beyond = [point for point in self._config.points if point > depth]
-        if beyond:
-            raise HeadError(f"{self.source} reads layer {beyond[0]}, and this model has {depth}: it is for another one")
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        check_for_head(model, "a draft head", self.weight_format)
-        known, hidden = weight_of(model.get_input_embeddings()).shape
-        own, read = self._shapes["fc.weight"]
-        wanted = len(self._config.points) * hidden
-        if read != wanted or (own != hidden and "embed_tokens.weight" not in self._shapes):
-            raise HeadError(
-                f"{self.source} was trained for another model: its fc reads {read} numbers, and this model of width "
-                f"{hidden} gives {wanted}"
-            )
-        size = vocabulary_size(model)
-        drafted = self._shapes.get("lm_head.weight", (size,))[0]
-        if self._config.mask >= known or drafted > size:
-            raise HeadError(
-                f"{self.source} knows token {max(self._config.mask, drafted - 1)}, and this model has {known}: it is "
-                "for another one"
-            )
-
-    def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        without = ("embed_tokens.weight", "t2d", "d2t")
-        read = {name: shape for name, shape in self._shapes.items() if name not in without}
-        # One pass drafts all tokens of a block.
-        return share_of(bytes_read(read, model, self.weight_format), model, adapter) / (self._config.size - 1)
-
-    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        kept = {name: shape for name, shape in self._shapes.items() if name not in ("d2t", "t2d")}
-        size = bytes_kept(kept, model, self.weight_format)
-        token = cache_bytes_of_token(self._layers_config(), model.dtype)
-        return OwnBytes(size, token, token * self._config.size)
-
-    def _layers_config(self) -> PreTrainedConfig:
-        numbers = [int(name.split(".")[1]) for name in self._shapes if name.startswith("layers.")]
-        return layer_config({**self._config.layers, "num_hidden_layers": 1 + max(numbers)}, self.source)
+    @property
+    def levels(self) -> int:
+        return self._config.size - 1
 
     @torch.no_grad()
-    def head(self, model: PreTrainedModel) -> Head:
-        weights = self.weights()
-        layers = causal_lm(self._layers_config(), None)
-        adapter = find_adapter(layers)
-        inside: Any = layers.get_submodule(adapter.base(layers))
-        inside.embed_tokens = nn.Identity()
+    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+        layers = causal_lm(self.layers_config(), None)
         hidden, read = self._shapes["fc.weight"]
         with torch.device("meta"):
-            fusion = BlockFusion(self._config, read, hidden, inside.norm)
-        for module in (inside, fusion):
-            fill(module, weights, self.source)
-            module.to(device=model.device, dtype=model.dtype)
-        embed: Any = model.get_input_embeddings()
-        if self._shapes["fc.weight"][0] != weight_of(embed).shape[1]:
-            embed = nn.Embedding.from_pretrained(weights["embed_tokens.weight"].to(model.device, model.dtype))
-        layers.lm_head = output_layer(weights, "lm_head.", model, self.source)
-        layers.set_input_embeddings(embed)
-        tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), self.source)
-        return Head(fusion, layers, adapter, "normed", embed, None if tokens is None else tokens.to(model.device))
+            fusion = BlockFusion(read, hidden, inside_of(layers).norm)
+        return [assembled(model, layers, fusion, self.weights(), self.source, "normed")]
 
-    def proposer(self, state: PairState) -> LevelProposer:
-        return LevelProposer(state, self._config.size - self._config.first)
+    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> BlockProposer:
+        return BlockProposer(self, rows, heads)
 
 
 class BlockFusion(Fusion):
     """Joins states of several layers of the target, of width `read` together, and norms them as `norm` does."""
 
-    def __init__(self, config: BlockConfig, read: int, hidden: int, norm: nn.Module) -> None:
+    def __init__(self, read: int, hidden: int, norm: nn.Module) -> None:
         super().__init__()
-        self.config = config
         self.fc = nn.Linear(read, hidden, bias=False)
         made: Any = type(norm)
-        eps = getattr(norm, "variance_epsilon", 1e-6)
-        self.hidden_norm = made(hidden, eps=eps)
+        self.hidden_norm = made(hidden, eps=getattr(norm, "variance_epsilon", 1e-6))
 
     def state(self, features: Sequence[Tensor]) -> Tensor:
         joined: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
@@ -184,22 +113,27 @@ class BlockFusion(Fusion):
         return embedded
 
 
-class ContextState(PairState):
+class BlockProposer(LevelProposer):
     """Keeps the keys and values that a DFlash head makes from the target's states; slot p belongs to token p."""
 
     kept = 0
 
+    def __init__(self, drafter: DFlash, rows: RowsView, heads: Sequence[Head]) -> None:
+        super().__init__(drafter, rows, heads)
+        self._config = drafter._config
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return super().propose(rows, budget.within(self._config.size - self._config.first))
+
     def _reaches(self, number: int) -> bool:
         return super()._reaches(number) or self._cache.seq_lens[number] > 0
 
-    def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
-        self._drop(view.running)
-        self._catch_up(view, 0)
-        fusion = self.head.fusion
-        assert isinstance(fusion, BlockFusion)
-        config = fusion.config
-        tokens = view.last_tokens.new_full((len(view.running), config.size), config.mask)
-        tokens[:, :1] = view.last_tokens
+    def levels_after_text(self, rows: RowsView, depth: int) -> Tensor:
+        self._drop(rows.running)
+        self._catch_up(rows, 0)
+        config = self._config
+        tokens = rows.last_tokens.new_full((len(rows.running), config.size), config.mask)
+        tokens[:, :1] = rows.last_tokens
         states = self.head.embed(tokens)
         base = self._base
         # A block sees all committed tokens before it, and all of its own.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import checked_path
 from selfspec.draft.drafter import Drafter, name_of
+from selfspec.draft.heads.head import Fusion, Head, inside_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
+from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.registry import find_adapter
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"
@@ -42,6 +45,7 @@ class FromFolder(Drafter):
         essential: names of weights without which a folder holds no such head.
     """
 
+    runs = "model"
     source: str
     weight_format: Format | None = None
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -51,7 +55,10 @@ class FromFolder(Drafter):
 
     def __post_init__(self) -> None:
         folder = HeadFolder.at(self.source)
-        folder.check_kind(name_of(type(self)))
+        found = kind_of(folder.config())
+        if found not in (None, name_of(type(self))):
+            remedy = f"write {found}:{self.source}" if found in _KINDS else f"heads of the kind {found!r} are not read"
+            raise HeadError(f"{self.source} holds a head of another kind than {name_of(type(self))!r}; {remedy}")
         shapes = {self.common_name(name): shape for name, shape in folder.shapes().items()}
         try:
             config = self.read_config(folder.config())
@@ -60,6 +67,9 @@ class FromFolder(Drafter):
         lacks = [name for name in self.essential if name not in shapes]
         if lacks:
             raise HeadError(f"{self.source} holds no {self.holds}: it has no weight {lacks[0]}; see docs/heads.md")
+        lost = [name for name in self.needed(shapes) if name not in shapes]
+        if lost:
+            raise HeadError(f"{self.source} lacks the weight {lost[0]}; copy it from the original again")
         object.__setattr__(self, "_shapes", shapes)
         object.__setattr__(self, "_config", config)
 
@@ -73,15 +83,18 @@ class FromFolder(Drafter):
         """Return the name of a weight without what differs between layouts."""
         return name
 
+    @staticmethod
+    def needed(shapes: Mapping[str, tuple[int, ...]]) -> Sequence[str]:
+        """Return the names of weights that a head with these others needs."""
+        return ()
+
+    def foreign(self, said: str) -> HeadError:
+        """Return the error for a model that the head was not trained for."""
+        return HeadError(f"{self.source} was trained for another model: {said}")
+
     def weights(self) -> dict[str, Tensor]:
         """Read the weights by their common names."""
         return {self.common_name(name): weight for name, weight in HeadFolder.at(self.source).tensors().items()}
-
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> Self:
-        if not argument:
-            raise ValueError(argument)
-        return cls(argument)
 
     @property
     def spelling(self) -> str:
@@ -118,14 +131,6 @@ class HeadFolder:
             raise HeadError(f"{file} holds no JSON object; copy it from the original again")
         return content
 
-    def check_kind(self, wanted: str) -> None:
-        """Raise `HeadError` if the config.json says that the folder holds another kind of head."""
-        found = kind_of(self.config())
-        if found in (None, wanted):
-            return
-        remedy = f"write {found}:{self.path}" if found in _KINDS else f"heads of the kind {found!r} are not read"
-        raise HeadError(f"{self.path} holds a head of another kind than {wanted!r}; {remedy}")
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Read the names and shapes of its weights; for safetensors, only the headers are read."""
         files = self._safetensors()
@@ -142,7 +147,7 @@ class HeadFolder:
         files = self._safetensors()
         found: dict[str, Tensor] = {}
         if files is None:
-            file = self._pickle()
+            file = next(file for pattern in _PICKLES for file in sorted(self.path.glob(pattern)))
             try:
                 content = torch.load(file, map_location="cpu", weights_only=True)
             except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
@@ -179,9 +184,6 @@ class HeadFolder:
             raise HeadError(str(error)) from error
         # Modules for multi-token prediction may have a file that the index does not name.
         return [*files, *(file for file in sorted(self.path.glob("*mtp*.safetensors")) if file not in files)]
-
-    def _pickle(self) -> Path:
-        return next(file for pattern in _PICKLES for file in sorted(self.path.glob(pattern)))
 
     def _opened(self, file: Path) -> Any:
         try:
@@ -222,6 +224,34 @@ def drafted_tokens(differences: Tensor | None, drafted: Tensor | None, vocabular
     return tokens
 
 
+def assembled(
+    model: PreTrainedModel,
+    layers: PreTrainedModel,
+    fusion: Fusion,
+    weights: Mapping[str, Tensor],
+    source: str,
+    recycled: Literal["last", "normed"],
+) -> Head:
+    """Fill layers and fusion of a head, and give it its embeddings, output layer and tokens, or else the model's."""
+    embed = model.get_input_embeddings()
+    given = weights.get("embed_tokens.weight")
+    if given is not None and not _is_equal(given, weight_of(embed)):
+        embed = nn.Embedding.from_pretrained(given.to(model.device, model.dtype))
+    for module in (fusion, inside_of(layers)):
+        fill(module, weights, source)
+        module.to(device=model.device, dtype=model.dtype)
+    layers.set_output_embeddings(output_layer(weights, "lm_head.", model, source))
+    layers.set_input_embeddings(embed)
+    tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), source)
+    tokens = None if tokens is None else tokens.to(model.device)
+    return Head(fusion, layers, find_adapter(layers), recycled, embed, tokens)
+
+
+def _is_equal(given: Tensor, own: Tensor) -> bool:
+    same = given.shape == own.shape and not own.is_meta
+    return same and torch.equal(given.to(own.dtype), own.detach().cpu())
+
+
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Put weights into a module on the meta device; raise `HeadError` for one that is missing or does not fit."""
     wanted = dict(module.named_parameters())
@@ -250,23 +280,16 @@ def output_layer(weights: Mapping[str, Tensor], prefix: str, model: PreTrainedMo
 
 
 def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Make linear layers under the names of their weights, `NAME.weight` and, if there is one, `NAME.bias`."""
-    root = nn.Module()
+    """Make linear layers of weights `NAME.weight` and, if there is one, `NAME.bias`; each dot becomes a /."""
+    layers = nn.ModuleDict()
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
-        if last != "weight":
-            continue
-        holder = root
-        *outer, inner = path.split(".")
-        for part in outer:
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
-        bias = weights.get(f"{path}.bias")
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})}, assign=True)
-        holder.add_module(inner, layer.requires_grad_(False))
-    return root
+        if last == "weight":
+            bias = weights.get(f"{path}.bias")
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+            layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})}, assign=True)
+            layers[path.replace(".", "/")] = layer.requires_grad_(False)
+    return layers
 
 
 SCALE = "_scale_inv"

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from selfspec.errors import DraftConfigError, HeadError
 from selfspec.formats.format import Format
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import WeightCopy
+from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
 
@@ -95,20 +96,15 @@ def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
     return sum(size for key, size in own.items() if key not in its)
 
 
-def weight_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, format: Format | None) -> int:
-    """Count bytes of weights by name; a format packs linear layers, the rest takes `itemsize` bytes a number."""
-    return sum(_bytes_of(name, shape, itemsize, format) for name, shape in shapes.items())
+def weight_bytes(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
+    """Count bytes of weights by name; a format packs linear layers, the rest has the dtype of the model."""
+    return sum(_bytes_of(name, shape, model.dtype.itemsize, format) for name, shape in shapes.items())
 
 
 def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
     """Count bytes that a step reads: the weights, as in `weight_bytes`, and the model's head if they have no head."""
     output = weight_of(model.get_output_embeddings()).shape
-    return weight_bytes({"lm_head.weight": output, **shapes}, model.dtype.itemsize, format)
-
-
-def bytes_kept(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
-    """Count bytes to keep: the weights, as in `weight_bytes`, and in a format also a copy of the model's head."""
-    return weight_bytes(shapes, model.dtype.itemsize, None) if format is None else bytes_read(shapes, model, format)
+    return weight_bytes({"lm_head.weight": output, **shapes}, model, format)
 
 
 def _bytes_of(name: str, shape: Sequence[int], itemsize: int, format: Format | None) -> int:
@@ -145,6 +141,8 @@ def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the configuration of one layer like a target's own, with embeddings and a head that take no room."""
     config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
     config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:1]
     config.vocab_size = 1
     config.tie_word_embeddings = False
     config.bos_token_id = config.eos_token_id = None
@@ -152,16 +150,21 @@ def one_layer_config(model: PreTrainedModel) -> PreTrainedConfig:
     config.pad_token_id = 0
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    found: PreTrainedConfig = config
-    return found
+    return cast(PreTrainedConfig, config)
 
 
 def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """Make a causal LM on the meta device with real rotary tables; `attention` None is the default kernel."""
+    """Make a causal LM that is called with embeddings, on the meta device; `attention` None is the default kernel."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     _make_tables(model, config)
+    inside_of(model).embed_tokens = nn.Identity()
     return model.eval()
+
+
+def inside_of(layers: PreTrainedModel) -> Any:
+    """Return the part of a causal LM that holds its layers and its final norm."""
+    return layers.get_submodule(find_adapter(layers).base(layers))
 
 
 def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
-from selfspec.draft.heads.folder import FromFolder, fill, linear_layers, output_layer
-from selfspec.draft.heads.growing_head import HeadDrafter, HeadProposer, share_of
+from selfspec.draft.heads.folder import FromFolder, assembled, linear_layers
+from selfspec.draft.heads.growing_head import share_of
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, check_for_head, one_layer_config, weight_bytes
-from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
-from selfspec.errors import HeadError
-from selfspec.model.features import Point
 from selfspec.model.identity import vocabulary_size
-from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import cache_bytes_of_token
 
 # The published spelling.
 _PREFIX = "prefix_embeding_layer."
 
 
-@drafter(
-    "hydra",
-    argument=":FOLDER",
-    help="published Hydra heads that were trained for this model",
-)
+@drafter("hydra", argument=":FOLDER", help="published Hydra heads that were trained for this model")
 @dataclass(frozen=True)
 class Hydra(FromFolder, HeadDrafter):
     """Drafts with Hydra heads that have a prefix layer (Ankner et al., 2024, arXiv 2402.05109), one for each level."""
@@ -45,60 +38,44 @@ class Hydra(FromFolder, HeadDrafter):
     holds = "Hydra heads with a prefix layer"
     essential = ("hydra_mlp.0.1.linear.weight", f"{_PREFIX}norm.weight")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        lacks = [f"hydra_lm_head.{number}.1.weight" for number in range(_count(self._shapes))]
-        lacks = [name for name in lacks if name not in self._shapes]
-        if lacks:
-            raise HeadError(f"{self.source} lacks the weight {lacks[0]}; copy it from the original again")
+    @staticmethod
+    def needed(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        return [f"hydra_lm_head.{number}.1.weight" for number in range(_count(shapes))]
 
     @staticmethod
     def common_name(name: str) -> str:
         return name.removeprefix("hydra_head.")
-
-    def points(self, depth: int) -> tuple[Point, ...]:
-        return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "Hydra heads", self.weight_format)
         hidden, vocabulary = model.config.get_text_config(decoder=True).hidden_size, vocabulary_size(model)
         norm, head = self._shapes[f"{_PREFIX}norm.weight"], self._shapes["hydra_lm_head.0.1.weight"]
         if norm != (hidden,) or head != (vocabulary, hidden):
-            raise HeadError(
-                f"{self.source} was trained for another model: its heads are {list(head)}, and this model needs "
-                f"{[vocabulary, hidden]}"
-            )
+            raise self.foreign(f"its heads are {list(head)}, and this model needs {[vocabulary, hidden]}")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         read = {name: shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"}
-        size = weight_bytes(read, model.dtype.itemsize, self.weight_format)
-        return OwnBytes(size, cache_bytes_of_token(_layer_config(model), model.dtype))
+        size = weight_bytes(read, model, self.weight_format)
+        return OwnBytes(size, cache_bytes_of_token(one_layer_config(model), model.dtype))
 
     @torch.no_grad()
-    def head(self, model: PreTrainedModel) -> Head:
-        weights = self.weights()
-        layers = causal_lm(_layer_config(model), None)
-        adapter = find_adapter(layers)
-        inside: Any = layers.get_submodule(adapter.base(layers))
-        inside.embed_tokens = nn.Identity()
-        # The guesses of the prefix layer itself are not used.
-        width = layers.config.hidden_size
-        unused = torch.zeros(1, width, device=model.device, dtype=model.dtype)
-        layers.lm_head = output_layer({"weight": unused}, "", model, self.source)
+    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+        layers, weights = causal_lm(one_layer_config(model), None), self.weights()
+        # The guesses of the prefix layer itself are not used, and its embeddings are the model's.
         prefix = {name.removeprefix(_PREFIX): each for name, each in weights.items() if name.startswith(_PREFIX)}
-        fill(inside, prefix, self.source)
-        inside.to(device=model.device, dtype=model.dtype)
+        prefix |= {"lm_head.weight": torch.zeros(1, layers.config.hidden_size)}
+        prefix.pop("embed_tokens.weight", None)
         own = {name: each for name, each in weights.items() if not name.startswith(_PREFIX)}
-        fusion = HydraFusion({name: each.to(model.device, model.dtype) for name, each in own.items()})
-        embed = model.get_input_embeddings()
-        layers.set_input_embeddings(embed)
-        return Head(fusion, layers, adapter, "normed", embed, None)
+        fusion = HydraFusion(own)
+        # Its weights are in place already.
+        prefix |= dict(fusion.named_parameters())
+        return [assembled(model, layers, fusion, prefix, self.source, "normed")]
 
-    def proposer(self, state: PairState) -> HydraProposer:
-        return HydraProposer(state)
+    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> HydraProposer:
+        return HydraProposer(self, rows, heads)
 
 
 class HydraFusion(Fusion):
@@ -106,9 +83,8 @@ class HydraFusion(Fusion):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.heads = linear_layers(weights)
-        self.count = _count(weights)
-        self._names = list(weights)
+        layers = linear_layers(weights)
+        self.heads, self.count, self._names = layers, _count(weights), [name for name, _ in layers.named_children()]
 
     def inputs(self, embedded: Tensor, state: Tensor) -> Tensor:
         return state.clone()
@@ -123,38 +99,39 @@ class HydraFusion(Fusion):
         head = tokens - 1
         states = torch.cat([prefix.expand(-1, nodes, -1), embedded.reshape(rows, nodes, tokens * hidden)], -1)
         for block in _blocks(self._names, head):
-            place = f"hydra_mlp.{head}.{block}"
+            place = f"hydra_mlp/{head}/{block}"
             # A head that is not grounded reads the prefix alone.
-            linear: Any = self.heads.get_submodule(f"{place}.linear")
-            states = states[..., : linear.in_features]
-            residual = states
-            if f"{place}.res_connection.weight" in self._names:
-                residual = self.heads.get_submodule(f"{place}.res_connection")(states)
+            linear: Any = self.heads.get_submodule(f"{place}/linear")
+            states = residual = states[..., : linear.in_features]
+            if f"{place}/res_connection" in self._names:
+                residual = self.heads.get_submodule(f"{place}/res_connection")(states)
             states = residual + silu(linear(states))
-        logits: Tensor = self.heads.get_submodule(f"hydra_lm_head.{head}.1")(states)
+        logits: Tensor = self.heads.get_submodule(f"hydra_lm_head/{head}/1")(states)
         return logits
 
 
-class HydraProposer(HeadProposer):
+class HydraProposer(PairProposer):
     """Grows drafts with Hydra heads, one for each level, from the prefix state and the path before it."""
 
+    @property
+    def _heads(self) -> HydraFusion:
+        assert isinstance(self.head.fusion, HydraFusion)
+        return self.head.fusion
+
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        fusion = self._state.head.fusion
-        assert isinstance(fusion, HydraFusion)
-        return super().propose(rows, budget.within(fusion.count))
+        return super().propose(rows, budget.within(self._heads.count))
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
-        fusion = self._state.head.fusion
-        assert isinstance(fusion, HydraFusion)
-        prefix = self._state.state_after_text(rows)
+        _, prefix = self._after_committed(rows)
+        self._states, fusion = prefix, self._heads
         # The last committed token, and the nodes that are read.
-        embedded = self._state.head.embed(rows.last_tokens)
+        embedded = self.head.embed(rows.last_tokens)
 
         def read(tokens: Tensor, first: int) -> Tensor:
             nonlocal embedded
             if first < 0:
                 return fusion.logits(prefix, embedded[:, None])
-            embedded = torch.cat([embedded, self._state.head.embed(tokens)], 1)
+            embedded = torch.cat([embedded, self.head.embed(tokens)], 1)
             paths = [[-1, *tree.paths[node]] for node in range(first, first + tokens.shape[1])]
             return fusion.logits(prefix, embedded[:, to_device(paths, embedded.device) + 1])
 
@@ -167,12 +144,5 @@ def _count(names: Iterable[str]) -> int:
 
 def _blocks(names: Iterable[str], head: int) -> list[int]:
     """Return the numbers of a head's residual blocks; the numbers between them belong to modules of training alone."""
-    found = (re.fullmatch(rf"hydra_mlp\.{head}\.(\d+)\.linear\.weight", name) for name in names)
+    found = (re.fullmatch(rf"hydra_mlp/{head}/(\d+)/linear", name) for name in names)
     return sorted(int(each[1]) for each in found if each)
-
-
-def _layer_config(model: PreTrainedModel) -> PreTrainedConfig:
-    config: Any = one_layer_config(model)
-    config.layer_types = None if getattr(config, "layer_types", None) is None else config.layer_types[:1]
-    found: PreTrainedConfig = config
-    return found

@@ -18,17 +18,9 @@ from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.cache.tree import Tree
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequantised, fill, format_spelled, output_layer
-from selfspec.draft.heads.growing_head import HeadDrafter, remembered, share_of
-from selfspec.draft.heads.head import (
-    Fusion,
-    Head,
-    check_for_head,
-    one_layer_config,
-    own_bytes,
-    text_alone,
-    weight_bytes,
-)
-from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.heads.growing_head import share_of
+from selfspec.draft.heads.head import Fusion, Head, check_for_head, one_layer_config, text_alone, weight_bytes
+from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.formats.format import Format
@@ -57,21 +49,16 @@ class MtpFusion(Fusion):
 
 @dataclass(frozen=True)
 class _Module:
-    """Describes a module in a checkpoint's files; see `MtpLayout.renamed` for the meaning of `names`."""
+    """Describes a module in a checkpoint's files.
+
+    `names` maps the checkpoint's names to their meanings, as in `MtpLayout.renamed`; `shapes` are by meaning, and leave
+    out scales.
+    """
 
     number: int
     folder: HeadFolder
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def kept(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the weights to keep, without scales."""
-        return {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
-
-    @property
-    def size(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.kept.values())
 
     @property
     def _config(self) -> Mapping[str, Any]:
@@ -80,7 +67,7 @@ class _Module:
 
     def check(self, layout: MtpLayout, hidden: int) -> None:
         """Refuse a module that is incomplete, or that belongs to a model of another width."""
-        shapes = {self.names[name]: shape for name, shape in self.shapes.items()}
+        shapes = self.shapes
         check_layout(shapes, self._config, str(self.folder.path))
         wanted = ["embedding", "hidden", "projection", *(["norm"] if layout.norm is not None else [])]
         missing = [part for part in wanted if f"{part}.weight" not in shapes]
@@ -130,11 +117,7 @@ class _Module:
         return Head(fusion, layers, adapter, layout.recycles, embed, None, passes_on=layout.passes_on)
 
 
-@drafter(
-    "mtp",
-    argument="[:FOLDER]",
-    help="the module for multi-token prediction in the model's own checkpoint",
-)
+@drafter("mtp", argument="[:FOLDER]", help="the module for multi-token prediction in the model's own checkpoint")
 @dataclass(frozen=True)
 class MultiTokenPrediction(HeadDrafter):
     """Drafts with the module that a checkpoint was trained with (MTP; DeepSeek-V3, 2024, arXiv 2412.19437).
@@ -153,9 +136,6 @@ class MultiTokenPrediction(HeadDrafter):
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
         return [cls()]
-
-    def points(self, depth: int) -> tuple[Point, ...]:
-        return ("normed",)
 
     def features(self, depth: int) -> tuple[Point, ...]:
         # The model's architecture says which of them is read.
@@ -191,23 +171,15 @@ class MultiTokenPrediction(HeadDrafter):
         return OwnBytes(self._bytes(modules, model) + copied, token)
 
     def _bytes(self, modules: Sequence[_Module], model: PreTrainedModel) -> int:
-        return sum(weight_bytes(each.kept, model.dtype.itemsize, self.weight_format) for each in modules)
+        return sum(weight_bytes(each.shapes, model, self.weight_format) for each in modules)
 
     def _head_bytes(self, model: PreTrainedModel) -> int:
         """Count bytes of the model's head as the modules read it; 0 if they have heads of their own."""
         shapes = {} if _layout(model).head is not None else {"head": weight_of(model.get_output_embeddings()).shape}
-        return weight_bytes(shapes, model.dtype.itemsize, self.weight_format)
+        return weight_bytes(shapes, model, self.weight_format)
 
-    def state(self, rows: RowsView) -> PairState:
-        first, *others = heads = remembered(rows, self, self.made)
-        size = own_bytes(heads, rows.runner.model)
-        if not others:
-            return self.state_of(self.passes, first, rows, size)
-        further = [self.state_of(ModuleState, head, rows, 0) for head in others]
-        return self.state_of(ModulesInOrder, first, rows, size, further=further)
-
-    def head(self, model: PreTrainedModel) -> Head:
-        return self._modules(model)[0].head(model, _layout(model))
+    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> PairProposer:
+        return ModulesInOrder(self, rows, heads) if len(heads) > 1 else PairProposer(self, rows, heads)
 
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
         return [module.head(model, _layout(model)) for module in self._modules(model)]
@@ -231,16 +203,14 @@ class MultiTokenPrediction(HeadDrafter):
                 f"the files in {folder.path} have no module for multi-token prediction"
                 + (f", though the config promises {promised}; download the checkpoint whole" if promised else "")
             )
-        return [
-            _Module(number, folder, names, {name: shapes[name] for name in names})
-            for number, names in enumerate(renamed)
-        ]
+        kept = ({each: shapes[name] for name, each in names.items() if not name.endswith(SCALE)} for names in renamed)
+        return [_Module(number, folder, *each) for number, each in enumerate(zip(renamed, kept, strict=True))]
 
     def _folder(self, model: PreTrainedModel) -> HeadFolder:
         if self.source is not None:
             return HeadFolder.at(self.source)
         # Within a memory budget, only the config knows the folder.
-        found = map(_folder_of, (model.name_or_path, model.config.name_or_path))
+        found = map(folder_of, (model.name_or_path, model.config.name_or_path))
         folder = next((each for each in found if each is not None), None)
         if folder is None:
             raise HeadError(
@@ -249,62 +219,12 @@ class MultiTokenPrediction(HeadDrafter):
             )
         return HeadFolder(folder)
 
-    @classmethod
-    def spelled(cls, name: str, argument: str | None) -> MultiTokenPrediction:
-        return cls(argument)
-
     @property
     def spelling(self) -> str:
         return format_spelled(self.weight_format) + ("mtp" if self.source is None else f"mtp:{self.source}")
 
 
-@dataclass(frozen=True)
-class HeldModules:
-    """Counts the modules for multi-token prediction of a checkpoint.
-
-    Attributes:
-        promised: number of modules by its config; 0: the config says nothing.
-        held: number of modules in its files; None: its files are not all here.
-        parameters: number of parameters of these modules.
-    """
-
-    promised: int
-    held: int | None
-    parameters: int
-
-    def __str__(self) -> str:
-        if self.held:
-            return f"{self.held}, {self.parameters:,} parameters: draft mtp"
-        lacking = (
-            "the weights are not here" if self.held is None else "the files have none: download the checkpoint whole"
-        )
-        return f"the config promises {self.promised}, and {lacking}"
-
-
-def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
-    """Count the modules of a checkpoint, by its folder or by its name on the hub, from files on this machine.
-
-    None: selfspec knows no modules of this architecture, or the checkpoint neither has nor promises one.
-    """
-    layout, text = mtp_layout(config), config.get_text_config(decoder=True)
-    if layout is None:
-        return None
-    folder = _folder_of(name)
-    try:
-        shapes = HeadFolder(folder).shapes() if folder is not None else None
-    except HeadError:
-        shapes = None
-    promised, depth = layout.promised(text), text.num_hidden_layers
-    if not promised and (shapes is None or not layout.held(shapes, depth)):
-        return None
-    if shapes is None:
-        return HeldModules(promised, None, 0)
-    modules = [layout.renamed(shapes, depth, module) for module in range(layout.held(shapes, depth))]
-    size = sum(torch.Size(shapes[each]).numel() for names in modules for each in names if not each.endswith(SCALE))
-    return HeldModules(promised, len(modules), size)
-
-
-def _folder_of(name: str) -> Path | None:
+def folder_of(name: str) -> Path | None:
     """Return the folder with the files of a checkpoint; None: it is not on this machine."""
     if name and Path(name).expanduser().is_dir():
         return Path(name).expanduser()
@@ -344,8 +264,8 @@ def _with_text(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedCo
     return whole
 
 
-class ModuleState(PairState):
-    """Runs the passes of one module, which may begin a draft at nodes that the modules before it guessed."""
+class ModuleProposer(PairProposer):
+    """Drafts with one module, which may begin a draft at nodes that the modules before it guessed."""
 
     # States read for the root and the nodes, if the module behind reads these too.
     _read: Tensor | None = None
@@ -357,17 +277,17 @@ class ModuleState(PairState):
         assert passed is not None
         return passed
 
-    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        logits = super().after_text(view, tree)
+    def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
+        logits = super().after_text(rows, tree)
         if self.following is not None and self.head.passes_on == "read":
-            self._read = self._next_pairs(view, 1)[1]
+            self._read = self._next_pairs(rows, 1)[1]
         return logits
 
-    def after_nodes(self, view: RowsView, before: ModuleState, tokens: Tensor, first: int) -> Tensor:
+    def after_nodes(self, rows: RowsView, before: ModuleProposer, tokens: Tensor, first: int) -> Tensor:
         """Read the text, then nodes with states of the module `before`; return the logits from node `first` on."""
-        self._catch_up(view, 0)
+        self._catch_up(rows, 0)
         self._tree = before._tree
-        root, states = self._next_pairs(view, 1)
+        root, states = self._next_pairs(rows, 1)
         parents = [self._tree.parents[node] + 1 for node in range(tokens.shape[1])]
         self._read = torch.cat([states, before.passed_on[:, parents]], 1)
         inputs = self.head.fusion.inputs(self.head.embed(torch.cat([root, tokens], 1)), self._read)
@@ -377,66 +297,43 @@ class ModuleState(PairState):
         return self.head.spread(logits[:, first + 1 :], self._vocabulary)
 
 
-class ModulesInOrder(ModuleState):
-    """Runs the passes of several modules in order: the first's own, and the `further` ones of those behind it.
+class ModulesInOrder(ModuleProposer):
+    """Drafts with several modules in order, each in passes of its own.
 
     Module j reads a token and the state that module j - 1 made of the token before it: the nodes of a draft down to
     depth j - 1, with keys and values of its own. Deeper, the last module reads its own states.
     """
 
-    def __init__(self, *args: Any, further: Sequence[ModuleState]) -> None:
-        super().__init__(*args)
-        self._further = list(further)
+    parts: Sequence[ModuleProposer]
+
+    def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
+        super().__init__(drafter, rows, heads)
+        self.parts = [ModuleProposer(drafter, rows, [head]) for head in heads[1:]]
         for module, following in pairwise(self._modules):
             module.following = following
 
     @property
-    def _modules(self) -> list[ModuleState]:
+    def _modules(self) -> list[ModuleProposer]:
         # An attribute would be a reference cycle.
-        return [self, *self._further]
+        return [self, *self.parts]
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(each.nbytes for each in self._further)
-
-    @property
-    def row_bytes(self) -> int:
-        return super().row_bytes + sum(each.row_bytes for each in self._further)
+        return self._weights + sum(each._cache.most_bytes for each in self._modules)
 
     def _reaches(self, number: int) -> bool:
         # The last module reads a state that each module before it made from one token earlier.
         known = self._cache.seq_lens[number] + self._count(number)
-        return super()._reaches(number) and known > len(self._further)
+        return super()._reaches(number) and known > len(self.parts)
 
-    def read_if_many(self, view: RowsView) -> None:
-        super().read_if_many(view)
-        for each in self._further:
-            each.read_if_many(view)
-
-    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        logits = super().after_text(view, tree)
-        self._tokens = view.last_tokens[:, :0]
+    def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
+        logits = super().after_text(rows, tree)
+        self._tokens = rows.last_tokens[:, :0]
         return logits
 
-    def after(self, view: RowsView, tokens: Tensor, first: int) -> Tensor:
+    def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
         self._tokens = torch.cat([self._tokens, tokens], 1)
         depth, modules = self._tree.depths[first], self._modules
         if depth < len(modules):
-            return modules[depth].after_nodes(view, modules[depth - 1], self._tokens, first)
-        return modules[-1].after(view, tokens, first)
-
-    def hold(self, rows: int, tokens: int) -> None:
-        super().hold(rows, tokens)
-        for each in self._further:
-            each.hold(rows, tokens)
-
-    def join(self, other: PairState) -> None:
-        assert isinstance(other, ModulesInOrder)
-        super().join(other)
-        for each, joined in zip(self._further, other._further, strict=True):
-            each.join(joined)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        for each in self._further:
-            each.select(rows)
+            return modules[depth].after_nodes(rows, modules[depth - 1], self._tokens, first)
+        return modules[-1].after(rows, tokens, first)

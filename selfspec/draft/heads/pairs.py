@@ -6,85 +6,106 @@ a drafted token has the head's own, and the next draft begins by writing its slo
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.heads.head import Head
-from selfspec.draft.rows_view import RowsView
+from selfspec.draft.draft import Draft, Verdict
+from selfspec.draft.drafter import Drafter
+from selfspec.draft.heads.growing_head import FeatureProposer, made_once, of_levels
+from selfspec.draft.heads.head import Head, own_bytes
+from selfspec.draft.rows_view import RowsView, check_text
+from selfspec.draft.tree_growth import ModelProposer, Read, own_runner
+from selfspec.formats.format import Format
+from selfspec.model.early_head import plain_head
 from selfspec.model.features import Features, Point
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
+from selfspec.model.substitutes import Substitutes
+from selfspec.runtime.request import PassRequest, PassResult
 from selfspec.runtime.runtime import with_kernels
 
 # The most states of a row that wait for the next draft; if there are more, they are read earlier.
 _MOST_WAITING = 256
 
 
-@dataclass
-class _Waiting:
-    """Holds the states of a row that are not in the cache yet, `[tokens, hidden]`.
+class HeadDrafter(Drafter):
+    """Drafts with a head that was trained on states of one target, for that target alone."""
 
-    Attributes:
-        start: number of the token that slot 0 belongs to; None: nothing was read yet.
-        first_read: True if the first of them was read, as the last pair before a draft.
-    """
+    runs = "model"
+    weight_format: Format | None = None
+    """Bits of its linear layers; None: they have the dtype of the target."""
 
-    states: Tensor
-    start: int | None = None
-    first_read: bool = False
+    @property
+    def block(self) -> int:
+        """Number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
+        return 0
+
+    def points(self, depth: int) -> tuple[Point, ...]:
+        """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
+        return ("normed",)
+
+    def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
+        """Return these points for one model; by default they do not depend on it."""
+        return self.points(depth)
+
+    @abstractmethod
+    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+        """Make its heads over a target, in its dtype and on its device. Raises `HeadError` for files of another."""
+
+    def made(self, model: PreTrainedModel) -> Sequence[Head]:
+        """Make these heads in `weight_format`."""
+        heads = self.heads(model)
+        if self.weight_format is None:
+            return heads
+        substitutes = Substitutes(f"layers.{plain_head(heads[0].layers)}")
+        return [head.packed(self.weight_format, substitutes) for head in heads]
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return tuple(dict.fromkeys(self.points(depth)))
+
+    def begin(self, rows: RowsView) -> PairProposer:
+        check_text(rows, "a draft head")
+        return self.proposer(rows, made_once(rows, self, self.made))
+
+    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> PairProposer:
+        """Make the proposer that drafts with these heads."""
+        return PairProposer(self, rows, heads)
 
 
-class PairState:
-    """Reads pairs of a state and the token after it, committed pairs first and drafted ones behind them.
-
-    `points` are the target's, in the order of `Fusion.state`; `vocabulary` is the number of the target's logits.
+class PairProposer(ModelProposer, FeatureProposer):
+    """Grows drafts with a head, which reads pairs: committed pairs first and drafted ones behind them.
 
     Attributes:
         kept: number of pairs of each row that are left for the pass that begins a draft.
-        following: passes of the module that reads this one's states, if there is one.
+        following: proposer over the module that reads this one's states, if there is one.
     """
 
     kept = 1
-    following: PairState | None = None
+    following: PairProposer | None = None
 
-    def __init__(
-        self,
-        head: Head,
-        runner: ModelRunner,
-        cache: SharedCache,
-        points: Sequence[Point],
-        rows: Sequence[int],
-        vocabulary: int,
-        weight_bytes: int,
-    ) -> None:
+    def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
+        head, target = heads[0], rows.runner
+        runner = own_runner(rows, head, head.layers, head.adapter, drafter.block)
+        super().__init__(rows, runner, own_bytes(heads, target.model))
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
-        self._runner = runner
-        self._cache = cache
-        self._points = points
-        self._vocabulary = vocabulary
-        self._weight_bytes = weight_bytes
+        self._points = drafter.read_points(target.model, target.depth)
         self._path = LayerPath(runner.depth, copy=head.copy)
-        self._rows = list(rows)
-        self._waiting: list[_Waiting | None] = [None] * len(rows)
-        self._tree = Tree.chain(0)
+        self._waiting: list[_Waiting | None] = [None] * len(self._rows)
         # The head's states of the nodes read so far, that of the last committed token first, `[rows, nodes, hidden]`.
         self._states: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights, keys and values."""
-        return self._weight_bytes + self._cache.most_bytes
+    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
+        self.read_if_many(rows)
+        super().learn(rows, draft, target, verdict)
 
-    def add(self, view: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
-        """Take over the target's states of committed tokens, at these places of a pass for each running row."""
-        self._drop(view.running)
+    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
+        self._drop(rows.running)
         states = self.head.fusion.state([features[point] for point in self._points])
         for number, chosen in enumerate(places):
             if chosen:
@@ -97,47 +118,43 @@ class PairState:
         else:
             waiting.states = torch.cat([waiting.states, states])
 
-    def read_if_many(self, view: RowsView) -> None:
+    def read_if_many(self, rows: RowsView) -> None:
         """Read pairs before the next draft if many are waiting."""
         if max(self._counts) > _MOST_WAITING:
-            self._catch_up(view, _MOST_WAITING)
+            self._catch_up(rows, _MOST_WAITING)
+        if self.following is not None:
+            self.following.read_if_many(rows)
 
-    def known(self, view: RowsView) -> list[bool]:
-        self._drop(view.running)
+    def known(self, rows: RowsView) -> list[bool]:
+        self._drop(rows.running)
         return [self._reaches(number) for number in range(len(self._rows))]
 
     def _reaches(self, number: int) -> bool:
         return self._count(number) > 0
 
-    def after_text(self, view: RowsView, tree: Tree) -> Tensor:
-        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
-        logits, states = self._after_committed(view)
+    def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
+        logits, states = self._after_committed(rows)
         self._cache.open(tree)
         self._tree, self._states = tree, states
         return self.head.spread(logits, self._vocabulary)
 
-    def state_after_text(self, view: RowsView) -> Tensor:
-        """Read the committed text; return the head's own state after each row's last token, `[rows, 1, hidden]`."""
-        _, self._states = self._after_committed(view)
-        return self._states
-
-    def levels_after_text(self, view: RowsView, depth: int) -> Tensor:
+    def levels_after_text(self, rows: RowsView, depth: int) -> Tensor:
         """Read the text and then `depth` unknown tokens in one pass; return their logits, `[rows, depth, vocab]`."""
-        logits, self._states = self._after_committed(view, depth - 1)
+        logits, self._states = self._after_committed(rows, depth - 1)
         return self.head.spread(logits, self._vocabulary)
 
-    def _after_committed(self, view: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
+    def _after_committed(self, rows: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
         """Read all pairs and `masked` slots behind each row's last pair; return logits and states from that pair on."""
-        self._drop(view.running)
-        self._catch_up(view, self._cache.cursors.slack - masked)
+        self._drop(rows.running)
+        self._catch_up(rows, self._cache.cursors.slack - masked)
         counts = self._counts
-        tokens, states = self._next_pairs(view, max(counts) + masked)
+        tokens, states = self._next_pairs(rows, max(counts) + masked)
         inputs = self.head.fusion.inputs(self.head.embed(tokens), states)
         last = to_device([max(count - 1, 0) for count in counts], inputs.device)[:, None]
         places = last + torch.arange(masked + 1, device=inputs.device)
         if self.head.masked is not None:
-            rows = torch.arange(len(counts), device=inputs.device)[:, None]
-            inputs[rows, places[:, 1:]] = self.head.masked
+            each = torch.arange(len(counts), device=inputs.device)[:, None]
+            inputs[each, places[:, 1:]] = self.head.masked
         logits, made = self._run(inputs, first=-1)
         self._settle([max(count - 1, 0) for count in counts], made)
         self._note_first_read()
@@ -149,8 +166,7 @@ class PairState:
             if waiting is not None:
                 waiting.first_read = True
 
-    def after(self, view: RowsView, tokens: Tensor, first: int) -> Tensor:
-        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
+    def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
         assert self._states is not None
         parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
         inputs = self.head.fusion.inputs(self.head.embed(tokens), self._states[:, to_device(parents, tokens.device)])
@@ -160,28 +176,26 @@ class PairState:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of its keys and values."""
-        return self._cache.nbytes
+        return self._cache.nbytes + super().row_bytes
 
     def hold(self, rows: int, tokens: int) -> None:
         self._cache.cursors.limit = max(self._cache.cursors.limit, tokens)
         self._cache.hold(rows, tokens)
+        super().hold(rows, tokens)
 
-    def join(self, other: PairState) -> None:
+    def join(self, other: PairProposer) -> None:
         for each in (self, other):
             each._close()
         longest = max(self._cache.cursors.room, other._cache.cursors.room)
-        self.hold(max(self._cache.cursors.held, len(self._rows) + len(other._rows)), longest)
-        self._cache.cursors.limit = max(self._cache.cursors.limit, other._cache.cursors.limit)
+        self._cache.cursors.limit = max(self._cache.cursors.limit, longest, other._cache.cursors.limit)
+        self._cache.hold(max(self._cache.cursors.held, len(self._rows) + len(other._rows)), longest)
         self._cache.join(other._cache)
         self._waiting += other._waiting
         self._rows = list(range(len(self._waiting)))
+        super().join(other)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._close()
-        self._cache.narrow(rows)
-        self._waiting = [self._waiting[row] for row in rows]
-        self._rows = list(range(len(rows)))
+        self._keep(rows, range(len(rows)))
 
     @property
     def _counts(self) -> list[int]:
@@ -193,15 +207,16 @@ class PairState:
 
     def _drop(self, running: Sequence[int]) -> None:
         """Drop the rows that the target no longer runs."""
-        if self._rows == list(running):
-            return
+        if self._rows != list(running):
+            self._keep([self._rows.index(row) for row in running], running)
+
+    def _keep(self, kept: Sequence[int], rows: Sequence[int]) -> None:
         self._close()
-        kept = [self._rows.index(row) for row in running]
         self._cache.narrow(kept)
         self._waiting = [self._waiting[row] for row in kept]
-        self._rows = list(running)
+        self._rows = list(rows)
         if self.following is not None:
-            self.following._drop(running)
+            self.following._keep(kept, rows)
 
     def _close(self) -> None:
         """End a draft; of its slots keep the first alone, which was read with the target's state."""
@@ -221,13 +236,13 @@ class PairState:
                 waiting.states = waiting.states[count:]
                 waiting.first_read = False
 
-    def _catch_up(self, view: RowsView, most: int) -> None:
+    def _catch_up(self, rows: RowsView, most: int) -> None:
         """Read pairs until each row has at most `most` of them left, besides its last `kept`."""
         self._close()
         for row, waiting in zip(self._rows, self._waiting, strict=True):
             if waiting is not None and waiting.start is None:
                 # Earlier states are unknown, as in a past that the caller gave.
-                waiting.start = view.text_length(row) - 1 - len(waiting.states)
+                waiting.start = rows.text_length(row) - 1 - len(waiting.states)
         self._cache.cursors.offsets = [0 if each is None else each.start or 0 for each in self._waiting]
         counts = self._counts
         self._cache.cursors.reserve(max(a + b for a, b in zip(self._cache.seq_lens, counts, strict=True)))
@@ -236,7 +251,7 @@ class PairState:
             # Shorter rows are filled up; the scrap behind their cursors needs slots as well.
             width = min(max(unread), self._cache.cursors.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
-            tokens, states = self._next_pairs(view, width)
+            tokens, states = self._next_pairs(rows, width)
             self._settle(read, self._write(tokens, states, read))
             unread = [count - done for count, done in zip(unread, read, strict=True)]
 
@@ -246,7 +261,7 @@ class PairState:
         features = self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts, taps)
         return features.get(self.head.recycled, states)
 
-    def _next_pairs(self, view: RowsView, width: int) -> tuple[Tensor, Tensor]:
+    def _next_pairs(self, rows: RowsView, width: int) -> tuple[Tensor, Tensor]:
         """Return tokens and states of each row's next pairs, padded: `[rows, width]` and `[rows, width, hidden]`."""
         known = next(each.states for each in self._waiting if each is not None)
         states = known.new_zeros(len(self._rows), max(width, 1), known.shape[-1])
@@ -257,10 +272,32 @@ class PairState:
             count = min(len(waiting.states), width)
             states[number, :count] = waiting.states[:count]
             after = waiting.start + self._cache.seq_lens[number] + 1
-            tokens[number, :count] = torch.tensor(view.text(self._rows[number], after)[:count])
+            tokens[number, :count] = torch.tensor(rows.text(self._rows[number], after)[:count])
         return to_device(tokens, states.device), states
 
     def _run(self, inputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Run the head's layers; return logits of the tokens that it can draft, and the states for the next step."""
         result = self._runner.run(PassRequest(self._path, inputs, first=first, taps=(self.head.recycled,)))
         return result.logits, result.features[self.head.recycled]
+
+
+@dataclass
+class _Waiting:
+    """Holds the states of a row that are not in the cache yet, `[tokens, hidden]`.
+
+    Attributes:
+        start: number of the token that slot 0 belongs to; None: nothing was read yet.
+        first_read: True if the first of them was read, as the last pair before a draft.
+    """
+
+    states: Tensor
+    start: int | None = None
+    first_read: bool = False
+
+
+class LevelProposer(PairProposer):
+    """Grows drafts from one pass of a head, which guesses all levels independently."""
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        levels = self.levels_after_text(rows, tree.depth)
+        return of_levels(tree, lambda level: levels[:, level : level + 1])

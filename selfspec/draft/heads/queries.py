@@ -19,7 +19,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder
-from selfspec.draft.heads.growing_head import KeepingProposer, remembered, share_of
+from selfspec.draft.heads.growing_head import KeepingProposer, made_once, share_of
 from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read
@@ -30,15 +30,12 @@ from selfspec.model.identity import vocabulary_size, weight_of
 
 
 @drafter(
-    "queries",
-    argument=":FOLDER",
-    help="an assistant with queries alone, over keys and values of this model's cache",
+    "queries", argument=":FOLDER", help="an assistant with queries alone, over keys and values of this model's cache"
 )
 @dataclass(frozen=True)
 class QueriesAssistant(FromFolder):
     """Drafts with an assistant for targets that share keys and values between layers, as the assistant does."""
 
-    runs = "model"
     holds = "assistant with queries alone"
     essential = ("pre_projection.weight",)
 
@@ -60,21 +57,21 @@ class QueriesAssistant(FromFolder):
         lacks = self._config - _storing(model, adapter).keys()
         hidden, vocabulary = weight_of(model.get_input_embeddings()).shape[1], vocabulary_size(model)
         own = self._shapes.get("model.embed_tokens.weight", (vocabulary,))[0]
-        if lacks or self._shapes["pre_projection.weight"][1] != 2 * hidden or own != vocabulary:
-            raise HeadError(
-                f"{self.source} was trained for another model: it reads states of "
-                f"{self._shapes['pre_projection.weight'][1] // 2} numbers and drafts {own} tokens, and this one has "
-                f"{hidden} and {vocabulary}" + (f", and no keys of {min(lacks)} layers to share" if lacks else "")
+        read = self._shapes["pre_projection.weight"][1] // 2
+        if lacks or read != hidden or own != vocabulary:
+            said = (
+                f"it reads states of {read} numbers and drafts {own} tokens, and this one has {hidden} and {vocabulary}"
             )
+            raise self.foreign(said + (f", and no keys of {min(lacks)} layers to share" if lacks else ""))
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         return share_of(bytes_read(self._shapes, model, None), model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        return OwnBytes(weight_bytes(self._shapes, model.dtype.itemsize, None))
+        return OwnBytes(weight_bytes(self._shapes, model, None))
 
     def begin(self, rows: RowsView) -> QueriesProposer:
-        return QueriesProposer(rows.size, remembered(rows, self, self._assistant))
+        return QueriesProposer(rows.size, made_once(rows, self, self._assistant))
 
     def _assistant(self, model: PreTrainedModel) -> PreTrainedModel:
         try:
@@ -102,12 +99,8 @@ class QueriesProposer(KeepingProposer):
     """Grows drafts with an assistant that has queries alone."""
 
     def __init__(self, rows: int, assistant: PreTrainedModel) -> None:
-        super().__init__(rows)
+        super().__init__(rows, [assistant])
         self._assistant: Any = assistant
-
-    @property
-    def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self._assistant.parameters())
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         known = self.stacked(rows)[:, None]

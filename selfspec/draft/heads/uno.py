@@ -22,7 +22,7 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
-from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, remembered, share_of
+from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, made_once, share_of
 from selfspec.draft.heads.head import check_for_head, weight_bytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import Read, grow
@@ -47,11 +47,7 @@ _USUAL = 7
 _STRIDE = 2654435761
 
 
-@drafter(
-    "uno",
-    argument=":FOLDER",
-    help="a LoRA for mask rows that the pass which verifies reads, too (UNO)",
-)
+@drafter("uno", argument=":FOLDER", help="a LoRA for mask rows that the pass which verifies reads, too (UNO)")
 @dataclass(frozen=True)
 class Uno(FromFolder):
     """Drafts with mask rows in the target's own pass (UNO, 2026), whose LoRA is in the layout of `peft`.
@@ -61,7 +57,7 @@ class Uno(FromFolder):
     """
 
     _config: Mapping[str, Any] = field(init=False, repr=False, compare=False)
-    runs = "model"
+    branches = True
     holds = "LoRA of linear layers"
 
     def __post_init__(self) -> None:
@@ -77,8 +73,8 @@ class Uno(FromFolder):
             raise HeadError(f"{self.source} holds no LoRA of linear layers alone: see {min(odd)}, and docs/heads.md")
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        super().check_model(model, adapter)
         check_for_head(model, "a LoRA of mask rows", self.weight_format)
-        adapter.check_trees(model)
         prefix = ".".join(adapter.path(model)) + "."
         own = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
         for name, shape in self._shapes.items():
@@ -86,10 +82,7 @@ class Uno(FromFolder):
             # The second names are those of GPT-2's layers.
             sizes = (("in_features", "nx"), 1) if name.endswith(_DOWN) else (("out_features", "nf"), 0)
             if shape[sizes[1]] not in [getattr(own.get(place), size, None) for size in sizes[0]]:
-                raise HeadError(
-                    f"{self.source} was trained for another model: its weight {name} is {list(shape)}, and "
-                    f"{place} is no such linear layer of this one"
-                )
+                raise self.foreign(f"its weight {name} is {list(shape)}, and {place} is no such linear layer here")
             check_whole_passes(place, adapter)
         low, bound = self._ids(model)
         known = weight_of(model.get_input_embeddings()).shape[0]
@@ -114,12 +107,11 @@ class Uno(FromFolder):
         return share_of(self.own_bytes(model).weights // _USUAL, model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        size = model.dtype.itemsize
-        guesses = self._depth * vocabulary_size(model) * size
-        return OwnBytes(weight_bytes(self._shapes, size, self.weight_format), row=guesses)
+        guesses = self._depth * vocabulary_size(model) * model.dtype.itemsize
+        return OwnBytes(weight_bytes(self._shapes, model, self.weight_format), row=guesses)
 
     def begin(self, rows: RowsView) -> UnoProposer:
-        return UnoProposer(rows.size, remembered(rows, self, self._lora), self._depth, self._ids(rows.runner.model))
+        return UnoProposer(rows.size, made_once(rows, self, self._lora), self._depth, self._ids(rows.runner.model))
 
     @torch.no_grad()
     def _lora(self, model: PreTrainedModel) -> Lora:
@@ -128,7 +120,7 @@ class Uno(FromFolder):
             place = name.removeprefix(PREFIX).removesuffix(".weight")
             rank = weight.shape[1] ** 0.5 if self._config.get("use_rslora") else weight.shape[1]
             scaled = weight if name.endswith(_DOWN) else weight * (alpha / rank)
-            weights[f"{place.replace('.', '/')}.weight"] = scaled.to(model.device, model.dtype)
+            weights[f"{place}.weight"] = scaled.to(model.device, model.dtype)
         layers = linear_layers(weights)
         if self.weight_format is not None:
             layers = Substitutes().within(layers, "lora", WeightCopy(self.weight_format))
@@ -190,16 +182,11 @@ class UnoProposer(KeepingProposer):
     """Grows chains from the guesses of masks in the pass before; it keeps `[levels, vocab]` of each row."""
 
     def __init__(self, rows: int, lora: Lora, depth: int, ids: tuple[int, int]) -> None:
-        super().__init__(rows)
+        super().__init__(rows, [*lora.down.values(), *lora.up.values()])
         self._lora, self._depth, self._ids = lora, depth, ids
         # Number of masks behind each token of the last pass, and the number that each row would have had alone.
         self._levels = 0
         self._alone: dict[int, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        modules = [*self._lora.down.values(), *self._lora.up.values()]
-        return self.row_bytes + sum(weight.nbytes for module in modules for weight in module.parameters())
 
     @property
     def row_bytes(self) -> int:

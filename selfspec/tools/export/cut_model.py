@@ -186,7 +186,7 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
             f"{name} runs layers in fewer bits, which a checkpoint of these weights does not hold; export the layers "
             "(exit:E, skip:layers=...) and let the engine quantize them"
         )
-    if not drafter.runs_exact_layers:
+    if not drafter.runs_exact_layers(depth):
         raise DraftConfigError(
             f"{name} reads less of the cache, or fewer experts, than a checkpoint of these layers would; export the "
             "layers alone (exit:E, skip:layers=...)"

@@ -82,7 +82,8 @@ def find_out(
     costs = costs_asked(studied, drafts, study.pricing)
     rule = content(studied.given.rules.get(study.accept) or find_rule(study.accept))
     drafters = {draft: studied.given.drafter(draft) for draft in drafts}
-    forced = {draft for draft, each in drafters.items() if is_judged_by_teacher_forcing(each, studied.adapter)}
+    taught = partial(is_judged_by_teacher_forcing, adapter=studied.adapter, depth=studied.depth)
+    forced = {draft for draft, each in drafters.items() if taught(each)}
     grid = [*product(studied.prompts, study.temperatures)]
     # Drafts that begin alike side by side, since they share that work.
     ordered = sorted(drafts, key=lambda draft: (draft not in forced, not draft.startswith("skip"), draft))

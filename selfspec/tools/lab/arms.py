@@ -17,7 +17,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.fixed import control_of
-from selfspec.control.profile import DraftPolicy
+from selfspec.control.profile import Profile
 from selfspec.device import has_graphs, on_host, random_state_kept
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
@@ -233,7 +233,7 @@ class OwnArm:
     def drafter(self, cell: Cell) -> Drafter | None:
         """Return the drafter under the conditions of a cell."""
         draft = self.wrapped.draft
-        if isinstance(draft, DraftPolicy):
+        if isinstance(draft, Profile):
             return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
         return draft
 

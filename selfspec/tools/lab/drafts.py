@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 
 from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
-from selfspec.control.profile import DraftPolicy
-from selfspec.draft import Drafter, LayerSkip, SkipFile
+from selfspec.control.profile import Profile
+from selfspec.draft import Drafter, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.early_exit import CONFIG
+from selfspec.draft.early_exit import trained_exits
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
-from selfspec.files.json_text import read_json
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer, sublayers
 
@@ -38,11 +37,6 @@ _PATIENCE = 1000
 
 SkipSet = frozenset[Sublayer]
 """Sublayers that a draft leaves out."""
-
-
-@dataclass(frozen=True)
-class _Heads:
-    exits: list[int]
 
 
 @dataclass(frozen=True)
@@ -144,11 +138,11 @@ def draft_kind(name: str) -> str:
     return "+".join(part[0] if part[0] in kinds() else ":".join(part[:2]) for part in parts)
 
 
-def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter) -> bool:
+def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter, depth: int) -> bool:
     """Return whether one reading of a text can judge many such drafts: those of exact layers that keep no states."""
     if adapter.recurrent or adapter.publishes is not None:
         return False
-    exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers
+    exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers(depth)
     return exact and type(drafter).begin is LayerPathDrafter.begin
 
 
@@ -169,8 +163,7 @@ def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) ->
         draws = Space.of(model, adapter, size, size).random(Random(f"{seed} {name}").getrandbits(32))
         yield from islice(dict.fromkeys(map(skip_name, islice(draws, count + _PATIENCE))), count)
     elif kind == "heads":
-        heads = read_json(Path(rest) / CONFIG, _Heads, StudyError, "write exit heads with selfspec train exit")
-        yield from (f"head:{rest}@{layer}" for layer in heads.exits)
+        yield from (f"head:{rest}@{layer}" for layer in trained_exits(rest).about.exits)
     else:
         yield name
 
@@ -183,14 +176,13 @@ def skip_name(skipped: Iterable[Sublayer]) -> str:
 
 def skip_set(name: str) -> SkipSet:
     """Return the sublayers that a skip set of that name leaves out."""
-    drafter = parse_draft(name)
-    skip = drafter.skip if isinstance(drafter, SkipFile) else drafter
+    skip = parse_draft(name)
     if not isinstance(skip, LayerSkip):
         raise StudyError(f"drafts: {name!r} is no skip set")
     return skip.path(2 + max([*skip.attention, *skip.mlp, *skip.layers])).skipped
 
 
-def content(*parts: Drafter | DraftPolicy | Rule | None) -> str:
+def content(*parts: Drafter | Profile | Rule | None) -> str:
     """Digest what drafts and rules are beyond their names, so that results for other contents are not taken for theirs.
 
     That is their fields, the weights and the files that these name, and code of another package.
@@ -207,7 +199,7 @@ def _contents(part: Any) -> Iterator[str]:
             yield getsource(sys.modules[kind.__module__])
     for name, value in getattr(part, "__dict__", {}).items():
         for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, Drafter | DraftPolicy) or (is_dataclass(each) and not isinstance(each, type)):
+            if isinstance(each, Drafter | Profile) or (is_dataclass(each) and not isinstance(each, type)):
                 yield from _contents(each)
             elif isinstance(each, nn.Module):
                 yield fingerprint(each)

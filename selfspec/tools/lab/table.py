@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from selfspec.api import wrap
 from selfspec.architecture import Adapter
 from selfspec.control.costs import Costs, speedup
-from selfspec.draft import EarlyExit, LayerSkip, SkipFile
+from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import MeasuredCosts, measure_costs
@@ -28,7 +28,7 @@ from selfspec.tools.lab.study import Pricing, StudiedModel
 
 _WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 15
 # Kinds of drafts whose cost follows from their sublayers.
-_BY_SUBLAYERS = (EarlyExit, LayerSkip, SkipFile)
+_BY_SUBLAYERS = (EarlyExit, LayerSkip)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.draft.early_exit import CONFIG, FORMAT, WEIGHTS, ExitAdapter
-from selfspec.files.writing import write_sealed
+from selfspec.draft.early_exit import ABOUT, FILE, AboutExits, ExitAdapter
+from selfspec.files.json_text import write_described
 from selfspec.measure.acceptance import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint, vocabulary_size
@@ -42,25 +41,13 @@ class ExitHeads(nn.Module):
         return values if self.tokens is None else values.index_select(-1, self.tokens)
 
     def save(self, folder: Path, dtype: torch.dtype, base: str, default: int, validation: Mapping[str, float]) -> None:
-        """Write a side-car for `ExitHead.from_pretrained`."""
-        content = save(
-            {
-                name: value.to("cpu", dtype if value.is_floating_point() else torch.int32).contiguous()
-                for name, value in self.state_dict().items()
-            }
-        )
-        config = {
-            "format": FORMAT,
-            "exits": [int(name) for name in self.exits],
-            "default": default,
-            "hidden": self.hidden,
-            "rank": self.rank,
-            "base": base,
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "validation": dict(validation),
+        """Write the file that `ExitHead.from_pretrained` reads."""
+        tensors = {
+            name: value.to("cpu", dtype if value.is_floating_point() else torch.int32).contiguous()
+            for name, value in self.state_dict().items()
         }
-        (folder / WEIGHTS).write_bytes(content)
-        write_sealed(folder / CONFIG, config)
+        about = AboutExits(3, [int(name) for name in self.exits], default, self.hidden, self.rank, base)
+        write_described(folder / FILE, ABOUT, {**asdict(about), "validation": dict(validation)}, tensors)
 
 
 class ExitLesson(Lesson):

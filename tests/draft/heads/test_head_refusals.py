@@ -24,14 +24,14 @@ FAR = {"mask_token_id": 3, "target_layer_ids": [1, 9]}
 ANOTHER = "trained for another model"
 # A kind of head, options of its writer, of the model that it is given to, and the words of the refusal.
 MISFITS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("eagle3", SPECULATORS, {"hidden_size": 48}, "trained for another model, some/base"),
+    ("eagle3", SPECULATORS, {"hidden_size": 48}, "trained for another model: .*; it is for some/base"),
     ("eagle3", SPECULATORS, {"num_hidden_layers": 4}, "too few"),
     ("eagle3", SPECULATORS, {"vocab_size": 21}, "of 50 tokens, and this model knows 21"),
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 30]}, {}, "reads layer 30"),
     ("eagle3", {"target_hidden_size": 48}, {}, "one of width 48, and this one has 32"),
     ("eagle3", {"backbone_hidden_size": 32}, {}, "write queries:"),
     ("dflash", {}, {"hidden_size": 48}, ANOTHER),
-    ("dflash", {}, {"vocab_size": 3}, "knows token 3, and this model has 3"),
+    ("dflash", {}, {"vocab_size": 3}, "masks with token 3, and this model knows 3"),
     ("dflash", {"dflash_config": FAR}, {}, "reads layer 10"),
     ("dflash", {"block_size": None}, {}, "lacks target_layer_ids, mask_token_id or block_size"),
     ("peagle", {"mask_token_id": 60}, {}, "masks with token 60, and this model knows 50"),

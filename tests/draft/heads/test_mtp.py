@@ -18,9 +18,10 @@ from helpers.drafting import GREEDY
 from helpers.joints import padded
 from helpers.reference_heads import PROMPTS
 from helpers.tiny import in_turns
-from selfspec.draft.heads.growing_head import HeadProposer
-from selfspec.draft.heads.mtp import MultiTokenPrediction, held_modules
+from selfspec.draft.heads.mtp import MultiTokenPrediction
+from selfspec.draft.heads.pairs import PairProposer
 from selfspec.errors import HeadError
+from selfspec.tools.prospects import held_modules
 
 # Their layers with states read token by token.
 SLOW = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -33,7 +34,7 @@ def test_a_module_drafts_what_it_was_trained_for(
     kind: str, control: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = published_heads.mtp(tmp_path, kind)
-    found = reference_heads.drafts_of(monkeypatch, HeadProposer, made.model, "mtp", control, new=8)
+    found = reference_heads.drafts_of(monkeypatch, PairProposer, made.model, "mtp", control, new=8)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, kind))
 
 
@@ -50,7 +51,7 @@ def test_several_modules_draft_in_their_order(
 ) -> None:
     # Few words, so that random modules often guess right.
     made = published_heads.mtp(tmp_path, kind, modules=3, vocab_size=6)
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    found = reference_heads.recorded_drafts(monkeypatch, PairProposer)
     ids, mask = padded([prompt % 3 + 3 for prompt in PROMPTS])
     spec = selfspec.wrap(made.model, "mtp", draft_length=control)
     out = spec.generate(ids, attention_mask=mask, max_new_tokens=12, **GREEDY)
@@ -67,7 +68,7 @@ def test_its_first_tokens_are_those_of_transformers(
 ) -> None:
     options: dict[str, Any] = {"num_nextn_predict_layers": modules}
     made = published_heads.mtp(tmp_path, kind, modules, **options)
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    found = reference_heads.recorded_drafts(monkeypatch, PairProposer)
     spec = selfspec.wrap(made.model, "mtp", draft_length=modules + 1)
     spec.generate(PROMPTS[1], max_new_tokens=8, **GREEDY)
     made.model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[456].*"}
@@ -110,7 +111,7 @@ def test_a_step_checkpoint_may_call_its_layers_and_heads_otherwise(
         for name, each in load_file(file).items()
     }
     save_file(renamed, file, {"format": "pt"})
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    found = reference_heads.recorded_drafts(monkeypatch, PairProposer)
     spec = selfspec.wrap(made.model, "mtp", draft_length=2)
     out = spec.generate(PROMPTS[1], max_new_tokens=6, **GREEDY)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "step3p7"))
@@ -157,7 +158,7 @@ def test_a_module_in_float8_drafts_what_its_blocks_say(
 ) -> None:
     made = published_heads.mtp(tmp_path, "deepseek_v3")
     in_float8(tmp_path, made, block)
-    found = reference_heads.recorded_drafts(monkeypatch, HeadProposer)
+    found = reference_heads.recorded_drafts(monkeypatch, PairProposer)
     out = selfspec.wrap(made.model, "mtp", draft_length=2).generate(PROMPTS[1], max_new_tokens=6, **GREEDY)
     reference_heads.assert_drafts_are(found, reference_heads.mtp(made.model, made.blocks, made.weights, "deepseek_v3"))
     held = held_modules(str(tmp_path), made.model.config)

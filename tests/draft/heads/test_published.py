@@ -23,10 +23,9 @@ from helpers.reference_heads import PROMPTS, assert_drafts_are, drafts_of
 from helpers.shrunken import shrunken
 from helpers.snippets import snippets
 from selfspec.draft import Budget
-from selfspec.draft.heads.growing_head import HeadProposer, LevelProposer
 from selfspec.draft.heads.hydra import HydraProposer
 from selfspec.draft.heads.medusa import MedusaProposer
-from selfspec.draft.heads.pairs import PairState
+from selfspec.draft.heads.pairs import LevelProposer, PairProposer
 from selfspec.draft.heads.queries import QueriesProposer
 from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
 from selfspec.model.layer_path import LayerPath, Lora, LoraRows
@@ -64,7 +63,7 @@ def test_an_eagle_3_head_drafts_what_it_was_published_for(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, control: Any
 ) -> None:
     folder = published_heads.eagle3(tmp_path, model, **EAGLE_3[variant])
-    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", control)
+    found = drafts_of(monkeypatch, PairProposer, model, f"eagle:{folder}", control)
     points = EAGLE_3[variant].get("eagle_aux_hidden_state_layer_ids", (2, 4, 5))
     assert_drafts_are(found, reference_heads.eagle3(model, *read(folder), points))
 
@@ -75,7 +74,7 @@ def test_an_eagle_1_head_drafts_what_it_was_published_for(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool, control: Any
 ) -> None:
     folder = published_heads.eagle1(tmp_path, model, bias)
-    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", control)
+    found = drafts_of(monkeypatch, PairProposer, model, f"eagle:{folder}", control)
     assert_drafts_are(found, reference_heads.eagle1(model, read(folder)[0]))
 
 
@@ -91,7 +90,7 @@ class Later(selfspec.FixedLength):
 
 def test_a_row_without_a_state_waits(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = published_heads.eagle3(tmp_path, model)
-    found = drafts_of(monkeypatch, HeadProposer, model, f"eagle:{folder}", Later(3))
+    found = drafts_of(monkeypatch, PairProposer, model, f"eagle:{folder}", Later(3))
     assert_drafts_are(found, reference_heads.eagle3(model, *read(folder)))
 
 
@@ -101,7 +100,7 @@ def test_behind_a_look_up_it_still_knows_all_that_was_committed(
 ) -> None:
     folder = published_heads.eagle3(tmp_path, model)
     repeated = [prompt.repeat(1, 3) for prompt in PROMPTS]
-    found = drafts_of(monkeypatch, HeadProposer, model, f"lookup+eagle:{folder}", 3, repeated, 30)
+    found = drafts_of(monkeypatch, PairProposer, model, f"lookup+eagle:{folder}", 3, repeated, 30)
     assert_drafts_are(found, reference_heads.eagle3(model, *read(folder)))
 
 
@@ -145,13 +144,13 @@ def test_a_draft_of_peagle_takes_one_pass_of_the_head(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
-    run = PairState._run
+    run = PairProposer._run
 
     def counted(self: Any, inputs: Any, first: int) -> Any:
         passes.append(inputs.shape[1])
         return run(self, inputs, first)
 
-    monkeypatch.setattr(PairState, "_run", counted)
+    monkeypatch.setattr(PairProposer, "_run", counted)
     spec = selfspec.wrap(model, f"peagle:{published_heads.peagle(tmp_path, model)}", draft_length=4)
     stats = spec.generate(PROMPTS[1], max_new_tokens=12, **GREEDY).stats
     assert stats.drafted > 3 * len(passes) > 0

@@ -483,7 +483,7 @@ def _reduced(model: PreTrainedModel, *drafts: LayerPathDrafter) -> list[str | No
 
 @pytest.mark.tools
 def test_drafts_in_fewer_bits_have_one_where_the_head_is_large() -> None:
-    drafts = EarlyExit(2), LowPrecision(8), LowPrecision(4), LowPrecision(8, exit=2)
+    drafts = EarlyExit(2), LowPrecision(8), LowPrecision(4), LowPrecision(8, fewer=EarlyExit(2))
     assert _reduced(_writing_few(), *drafts) == ["int8+vocab:tokens.json", "int4+vocab:tokens.json"]
     assert _reduced(_writing_few(), EarlyExit(2)) == []
     assert _reduced(tiny.llama(vocab_size=64), *drafts) == []

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import published_heads, reference_heads, tiny
 from selfspec import FixedLength
-from selfspec.draft.heads.growing_head import HeadProposer
 from selfspec.draft.heads.medusa import MedusaProposer
+from selfspec.draft.heads.pairs import PairProposer
 from selfspec.draft.heads.uno import UnoProposer
 from selfspec.errors import HeadError, TrainingError
 from selfspec.model.identity import fingerprint
@@ -184,7 +184,7 @@ def test_a_module_learns_and_drafts_from_its_new_folder(
     made, to = published_heads.mtp(tmp_path / "base", kind), tmp_path / "module"
     text = said_by(made.model)
     lesson, figures = MtpLesson(made.model, MTP, Split(text, text), 0), ("alpha_1", "alpha_3", "accepted_greedily")
-    assert assert_learns_and_drafts(lesson, text, "mtp", to, HeadProposer, figures, monkeypatch)
+    assert assert_learns_and_drafts(lesson, text, "mtp", to, PairProposer, figures, monkeypatch)
     assert load_file(to / "model.safetensors").keys() == {*lesson.model.weights()}
 
 
@@ -237,7 +237,7 @@ def test_a_head_learns_and_drafts_with_what_it_learnt(
 ) -> None:
     lesson = lesson_on(model, text)
     figures = ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily")
-    found = assert_learns_and_drafts(lesson, text, "eagle", tmp_path, HeadProposer, figures, monkeypatch, 80)
+    found = assert_learns_and_drafts(lesson, text, "eagle", tmp_path, PairProposer, figures, monkeypatch, 80)
     weights, config = saved(lesson, tmp_path)
     reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, config, (2, 4, 5)))
 
