@@ -20,14 +20,11 @@ pytestmark = pytest.mark.accelerator
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda found: found[0].item(),
     "tolist": lambda found: found.tolist(),
-    "cpu": lambda found: found.cpu(),
     "bool": lambda found: bool(found[0] > 0),
     "nonzero": lambda found: found.nonzero(),
     "chosen by a mask": lambda found: found[found > 0],
     "written by a mask": lambda found: found.index_put_((found > 0,), torch.tensor(0.0)),
-    "equal": lambda found: torch.equal(found, found),
     "copied into": lambda found: torch.empty(4).copy_(found),
-    "copied from": lambda found: found.copy_(torch.zeros(4)),
     "made from numbers": lambda found: torch.tensor([1], device=found.device),
     "chosen by places of the host": lambda found: found[torch.tensor([0, 1])],
     "copied from memory that is not locked": lambda found: torch.zeros(4).to(found.device, non_blocking=True),
@@ -35,10 +32,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 MIXES: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda found: found + torch.ones(4),
     "mask": lambda found: found.masked_fill(torch.ones(4, dtype=torch.bool), 0.0),
-    "where": lambda found: torch.where(torch.ones(4, dtype=torch.bool), found, 0.0),
     "rows": lambda found: found.index_select(0, torch.tensor([0])),
     "embedding": lambda found: embedding(torch.tensor([0]), found[:, None]),
-    "product": lambda found: torch.ones(4, 4) @ found,
     "one after the other": lambda found: torch.cat([found, torch.ones(4)]),
 }
 

@@ -1,9 +1,10 @@
-"""The contract of architectures: every causal LM of the installed `transformers` works, or is refused for a reason."""
+"""The contract: every causal LM of `transformers`, and the classes that people download, work or are refused."""
 
 from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import CONFIG_MAPPING
 
 import selfspec
 from helpers.captures import StandIn
+from helpers.checkpoints import MULTIMODAL, TEXT, line
+from helpers.checkpoints import table as table_of_checkpoints
 from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
 from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
 from helpers.proving import wrapped
@@ -212,3 +216,36 @@ def test_an_architecture_that_takes_one_prompt_at_a_time_refuses_two() -> None:
     spec = selfspec.wrap(shrunken("roformer"), selfspec.drafts.EarlyExit(1), draft_length=4)
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="one prompt at a time"):
         spec.generate(torch.full((2, 4), 5), max_new_tokens=3)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+# A plain one, a head inside, positions in sections, states, an adapter of sight into every layer, and refusals.
+QUICK_CHECKPOINTS = ("llama4", "llava", "qwen2_vl", "qwen3_5", "qwen3_vl", "mllama", "paligemma")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in QUICK_CHECKPOINTS else pytest.mark.contract)
+        for name in (*TEXT, *MULTIMODAL)
+    ],
+)
+def test_the_line_of_the_table_holds(model_type: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = line(model_type)
+    assert "DIFFERS" not in found
+    if f"`transformers` {transformers.__version__}:" in page:
+        assert found in page.splitlines()
+
+
+def test_the_page_is_what_its_lines_make() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    if f"`transformers` {transformers.__version__}:" not in page:
+        pytest.skip("the table is of another transformers")
+    lines = [each for each in page.splitlines() if each.startswith("| ") and not each.startswith("| type")]
+    assert [each.split(" ")[1] for each in lines] == [*TEXT, *MULTIMODAL]
+    assert page == table_of_checkpoints(lines)

@@ -41,7 +41,7 @@ PAGES = [
     "benchmarks/device/README.md",
     "benchmarks/results/ablate/README.md",
 ]
-# Run on a model and examples of its own by tests/adapters/test_your_own_adapter.py.
+# Run on a model and examples of its own by tests/adapters/test_adapters.py.
 ELSEWHERE = {"docs/your_own_adapter.md"}
 # Commands that end within seconds on the embedded model: these run. Of the others every option and value is parsed.
 RUN = {"export", "generate", "inspect", "quantize"}

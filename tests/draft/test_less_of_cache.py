@@ -69,12 +69,11 @@ def one_layer() -> PreTrainedModel:
     return tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
 
 
-def test_they_are_written_behind_other_drafts() -> None:
-    window = CacheWindow(LowPrecision(8), 512)
-    assert window.sinks == 4
-    found = [parse_draft(f"int8+{behind}") for behind in ("window:512", "top:512", "window:512+kv4")]
-    assert repr(found) == repr([window, TopOfCache(LowPrecision(8), 512), CacheInBits(window, 4)])
-    assert CacheInBits(window, 4).path(4).view == CacheView(window=Window(512, 4), bits=4)
+def test_a_step_sees_the_window_and_reads_the_copies() -> None:
+    draft = parse_draft("int8+window:512+kv4")
+    assert repr(draft) == repr(CacheInBits(CacheWindow(LowPrecision(8), 512, 4), 4))
+    assert isinstance(draft, CacheInBits)
+    assert draft.path(4).view == CacheView(window=Window(512, 4), bits=4)
 
 
 @pytest.mark.parametrize("kind", [CacheInBits, CacheWindow, TopOfCache])

@@ -1,11 +1,9 @@
-"""What tests of programs share: a clock by which every program proves itself, and generations at the same time."""
+"""What tests of programs share: a clock by which every program proves itself."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,15 +46,6 @@ def assert_stock(spec: selfspec.SelfSpeculative, ids: Tensor, max_new_tokens: in
     assert found.tolist() == spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
 
 
-def greedy_together(
-    spec: selfspec.SelfSpeculative, prompts: Sequence[Tensor], max_new_tokens: int
-) -> list[list[list[int]]]:
-    """Greedy texts of some prompts, each generated in a thread of its own."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: spec.generate(ids, **options).sequences.tolist(), prompts))
-
-
 def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int) -> list[list[int]]:
     """Samples of three rows of different lengths, `prompt` tokens the longest."""
     prompts = torch.cat([tiny.prompt(prompt, seed=seed) for seed in range(3)])
@@ -66,12 +55,3 @@ def ragged_samples(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: 
     output = spec.generate(prompts, mask, max_new_tokens=max_new_tokens, do_sample=True, seed=1)
     tokens: list[list[int]] = output.sequences.tolist()
     return tokens
-
-
-def check_inference_mode(spec: selfspec.SelfSpeculative, prompt: int, max_new_tokens: int, first: bool) -> None:
-    """Greedy text is the stock model's in inference mode and out of it, by programs."""
-    for inference in (first, not first, first):
-        with torch.inference_mode(inference):
-            assert_stock(spec, tiny.prompt(prompt), max_new_tokens)
-        assert spec.programs.proved
-        assert not spec.programs.refusals

@@ -1,20 +1,26 @@
-"""Which library of the CPU kernels runs, and what is said where none does."""
+"""Which kernels run: the library for a processor, for as many rows as a trial says, where they agree with torch."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.own_kernels import kernels
 from selfspec.errors import UnsupportedOptionError
+from selfspec.kernels import crossover as module
 from selfspec.kernels import native
+from selfspec.kernels.crossover import Crossover, crossover
+from selfspec.kernels.trial import Trial, runs_triton
 from selfspec.runtime.few_rows import for_few_rows
+from selfspec.runtime.model_state import run_watched
 
 _BUILT = native._FOLDER
 
@@ -67,3 +73,110 @@ def test_a_library_of_other_sources_is_refused(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(native, "_sources", lambda: "others")
     with pytest.raises(UnsupportedOptionError, match=r"v3.* are older than their sources: install selfspec again"):
         native.available()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the trial of an unknown processor is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(module, "device_name", lambda _: "unheard of")
+    monkeypatch.setattr(native.library(), "variant", "v4")
+    crossover.cache_clear()
+    yield tmp_path
+    crossover.cache_clear()
+
+
+@pytest.mark.kernels
+def test_a_processor_of_the_table_needs_no_trial(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_name", lambda _: "AMD EPYC 9B45")
+    monkeypatch.setattr(module, "tried", lambda: pytest.fail("tried"))
+    found = crossover()
+    assert found.rows(torch.bfloat16, 64) < found.rows(torch.float32, 4096) <= found.rows(torch.float32, 64)
+    assert found.rows(torch.float16, 4096) == native.MOST_ROWS
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_avx512_kernels_multiply_all_rows_in_16_bits(
+    kept: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.library(), "variant", "v3")
+    assert crossover().rows(torch.float32, 64) < crossover().rows(dtype, 64) == native.MOST_ROWS
+
+
+@pytest.mark.kernels
+def test_a_trial_is_kept_and_decides_in_later_processes(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert crossover().rows(torch.float32, 64) >= 10
+    (file,) = kept.iterdir()
+    others = Crossover(32, 64, 16, 128)
+    file.write_text(json.dumps({"unheard of": [32, 64, 16, 128]}))
+    monkeypatch.setattr(module, "tried", lambda: pytest.fail("tried again"))
+    crossover.cache_clear()
+    assert crossover() == others
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("text", ["no JSON", "{}", '{"unheard of": [1]}', '{"unheard of": [0, 1, 1, true]}', "[]"])
+def test_what_a_damaged_file_says_is_tried_again(kept: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kept / "crossover-v4.json").write_text(text)
+    monkeypatch.setattr(module, "tried", lambda: Crossover(512, 256, 32, 1024))
+    assert crossover() == Crossover(512, 256, 32, 1024)
+    assert json.loads((kept / "crossover-v4.json").read_text()) == {"unheard of": [512, 256, 32, 1024]}
+
+
+RIGHT = torch.tensor([1.0, -4.0])
+
+
+class Calls:
+    """Paths that count how often they run."""
+
+    def __init__(self, kernel: Tensor, stock: Tensor = RIGHT) -> None:
+        self.given = {"kernel": kernel, "stock": stock}
+        self.counts = dict.fromkeys(self.given, 0)
+
+    def run(self, trial: Trial, kind: str = "any") -> Tensor:
+        return trial.run(kind, lambda: self._path("kernel"), lambda: self._path("stock"), most=1e-3)
+
+    def _path(self, name: str) -> Tensor:
+        self.counts[name] += 1
+        if not len(self.given[name]):
+            raise RuntimeError("no such instruction")
+        return self.given[name]
+
+
+def test_a_kernel_that_gives_what_torch_gives_runs_alone_after_its_trial(caplog: pytest.LogCaptureFixture) -> None:
+    rounded, trial = Calls(RIGHT + 1e-4), Trial("something")
+    for _ in range(3):
+        assert rounded.run(trial) is rounded.given["kernel"]
+    assert rounded.counts == {"kernel": 4, "stock": 1}
+    rounded.run(trial, "another kind")
+    assert rounded.counts == {"kernel": 6, "stock": 2}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("wrong", [RIGHT + 0.1, RIGHT * torch.nan, torch.zeros(0)], ids=["off", "nan", "raises"])
+def test_a_kernel_that_does_not_is_not_run_again(wrong: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    calls, trial = Calls(wrong), Trial("something")
+    for _ in range(3):
+        assert calls.run(trial) is RIGHT
+    assert calls.counts == {"kernel": 1, "stock": 3}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "something in Triton" in caplog.text
+
+
+def test_numbers_that_are_not_finite_decide_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    trial, broken = Trial("something"), Calls(RIGHT * torch.nan, RIGHT * torch.nan)
+    assert broken.run(trial) is broken.given["stock"]
+    calls = Calls(RIGHT.clone())
+    assert calls.run(trial) is calls.given["kernel"]
+    assert not caplog.records
+
+
+def test_a_pass_that_may_read_no_values_may_try_a_kernel() -> None:
+    calls = Calls(RIGHT.clone())
+    assert run_watched(lambda: calls.run(Trial("something"))) is calls.given["kernel"]
+
+
+def test_a_cpu_runs_none() -> None:
+    assert not runs_triton(torch.device("cpu"))

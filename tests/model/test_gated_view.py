@@ -1,4 +1,4 @@
-"""Gates: every gated pass equals a stock model that was cut, thinned or zeroed by hand, and hooks see what runs."""
+"""Paths and gates: a gated pass equals a stock model that was cut, thinned or zeroed by hand; hooks see what runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -134,20 +136,6 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
             assert torch.equal(found[1][:, :, :PAST], old[1][:, :, :PAST])
             written = not torch.equal(found[0], old[0])
             assert written == path.runs(Sublayer(layer, Part.ATTENTION)), layer
-
-
-def test_a_path_that_has_nothing_to_hand_over_leaves_nothing(llama: PreTrainedModel) -> None:
-    bench = bench_of(llama, PAST)
-    for path in (bench.full, LayerPath.without(tiny.DEPTH, [ALL[0]]), LayerPath.up_to(tiny.DEPTH, ALL[0])):
-        assert bench.states(path) is None
-
-
-def test_what_a_pass_left_is_taken_once(llama: PreTrainedModel) -> None:
-    view = GatedModel(llama, ADAPTERS["llama"], LayerPath.up_to(tiny.DEPTH, ALL[3]))
-    with torch.no_grad():
-        view.module(tiny.prompt(3), use_cache=False)
-    assert view.leave() is not None
-    assert view.leave() is None
 
 
 def test_a_view_shares_every_weight_and_changes_no_module(architecture: str) -> None:
@@ -332,3 +320,44 @@ def test_the_head_of_an_exit_reads_its_states_alone(llama: PreTrainedModel) -> N
     left = LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION))
     equal(draft, other.runner.run(PassRequest(left, other.tokens, head=head)).logits)
     equal(target, other.logits(other.full))
+
+
+def test_sublayers_stand_in_the_order_in_which_they_run() -> None:
+    assert [(s.layer, s.part) for s in ALL] == [(layer, part) for layer in range(tiny.DEPTH) for part in Part]
+    assert [*Part] == [Part.ATTENTION, Part.MLP]
+    shuffled = ALL[1::2] + ALL[::2]
+    assert sorted(shuffled) == ALL
+
+
+@given(st.sets(st.sampled_from(ALL)), st.none() | st.sampled_from(ALL))
+def test_a_pass_runs_what_is_neither_skipped_nor_before_its_start(
+    skipped: set[Sublayer], start: Sublayer | None
+) -> None:
+    whole = LayerPath.without(tiny.DEPTH, skipped)
+    path = whole if start is None else whole.resumed_at(start)
+    assert whole.start is None
+    assert (path == whole) == (start is None)
+    assert path.skipped == whole.skipped
+    for place, sublayer in enumerate(ALL):
+        wanted = sublayer not in skipped and (start is None or place >= ALL.index(start))
+        assert path.runs(sublayer) == wanted
+
+
+@given(st.sets(st.sampled_from(ALL), min_size=1))
+def test_a_skip_set_hands_over_at_the_first_it_skips_unless_nothing_comes_before(skipped: set[Sublayer]) -> None:
+    path = LayerPath.without(tiny.DEPTH, skipped)
+    first = next(s for s in ALL if s in skipped)
+    assert path.resume_point == (None if first == ALL[0] else first)
+    assert all(path.runs(s) for s in ALL[: ALL.index(first)])
+
+
+@given(st.lists(st.sampled_from(ALL), min_size=1))
+def test_the_same_skip_set_is_the_same_path_in_whatever_order_it_is_named(skipped: list[Sublayer]) -> None:
+    path, other = LayerPath.without(tiny.DEPTH, skipped), LayerPath.without(tiny.DEPTH, [*reversed(skipped), *skipped])
+    assert path == other
+    assert len({path, other}) == 1
+
+
+@pytest.mark.parametrize("end", ALL)
+def test_a_path_up_to_a_sublayer_skips_it_and_all_after_it(end: Sublayer) -> None:
+    assert LayerPath.up_to(tiny.DEPTH, end) == LayerPath.without(tiny.DEPTH, ALL[ALL.index(end) :])

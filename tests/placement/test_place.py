@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.captures import Again
 from helpers.proving import ticking
+from helpers.shrunken import shrunken
 from helpers.tiny import in_turns
 from selfspec.decode.generation import Limits
 from selfspec.draft import ReducedVocabulary
@@ -46,21 +47,11 @@ PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 
-def mixtral() -> PreTrainedModel:
-    config = MixtralConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128, initializer_range=0.3,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return MixtralForCausalLM(config).float().eval()
-
-
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64),
     "tied": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64, tie_word_embeddings=True),
     "gpt2": lambda: tiny.gpt2(dtype=torch.float32),
-    "mixtral": mixtral,
+    "mixtral": lambda: shrunken("mixtral", torch.float32, intermediate_size=64),
 }
 
 
@@ -270,14 +261,6 @@ def test_what_cannot_be_done_with_weights_elsewhere_is_refused(spec: selfspec.Se
     for kind in ("quantized", "offloaded", "static"):
         with pytest.raises(UnsupportedOptionError, match=r"keys and values exact.*context"):
             spec.generate(PROMPTS, MASK, max_new_tokens=4, cache_implementation=kind)
-
-
-def test_load_takes_all_of_a_model_that_fits(tmp_path: Path, model: PreTrainedModel) -> None:
-    model.save_pretrained(tmp_path)
-    spec = selfspec.load(tmp_path, "64GiB")
-    assert not any(weight.is_meta for weight in spec.model.parameters())
-    assert fingerprint(spec.model) == fingerprint(model)
-    torch.testing.assert_close(dict(spec.model.named_buffers()), dict(model.named_buffers()), rtol=0, atol=0)
 
 
 def test_without_a_context_there_is_room_for_as_much_as_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,29 @@
-"""Plans stay within the budget, keep what they can, and say what would be enough."""
+"""Plans stay within the budget, with room for what a prompt takes; weights are read from files to the last bit."""
 
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
-from selfspec.errors import UnsupportedOptionError
+import selfspec
+from helpers import tiny
+from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.placement.place import place
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, parse_bytes, plan_memory, shown_bytes
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_source import FromDisk, ReadBuffer, WeightFiles, stored_weights
 
 DISK = Bandwidth(memory=10e9, stream=1e9)
 FORMATS = ("int8", "int4")
@@ -104,3 +118,143 @@ def test_what_is_no_size_is_refused_by_name(size: object) -> None:
 @pytest.mark.parametrize(("size", "text"), [(512, "0.5 KiB"), (3 * 2**19, "1.50 MiB"), (6 * 2**30, "6.00 GiB")])
 def test_sizes_are_shown(size: int, text: str) -> None:
     assert shown_bytes(size) == text
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    odd=st.booleans(),
+)
+def test_weights_are_read_as_they_were_saved(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype, odd: bool
+) -> None:
+    file = tmp_path_factory.mktemp("files") / "model.safetensors"
+    saved = {f"w{number}": torch.randn(shape, dtype=torch.float64).to(dtype) for number, shape in enumerate(shapes)}
+    # Header lengths move the weights to other offsets.
+    save_file(saved, file, {"note": "x" * (3 if odd else 8)})
+    found = stored_weights([file])
+    assert set(found) == set(saved)
+    files, buffer = WeightFiles(), ReadBuffer(max(weight.nbytes for weight in found.values()))
+    for name, weight in found.items():
+        assert torch.equal(buffer.read(files, weight), saved[name])
+
+
+def test_a_weight_of_more_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.placement.weight_source._MOST_AT_ONCE", 4096)
+    weight = torch.randn(5000)
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    found = stored_weights([tmp_path / "model.safetensors"])["w"]
+    assert torch.equal(ReadBuffer(found.nbytes).read(WeightFiles(), found), weight)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(10_000, dtype=torch.int8)}, file)
+    return file
+
+
+def test_truncated_files_are_refused_before_anything_is_read(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"truncated.*copy or download it again"):
+        stored_weights([file])
+
+
+def test_numbers_that_torch_has_not_are_refused(file: Path) -> None:
+    assert stored_weights([file])["w"].dtype == torch.int8
+    file.write_bytes(file.read_bytes().replace(b'"I8"', b'"I9"'))
+    with pytest.raises(CheckpointError, match=r"w in .* is I9"):
+        stored_weights([file])
+
+
+# What allocators hold on to is not in tensors.
+_NOT_IN_TENSORS = 80 * 2**20
+
+
+class _Held(TorchDispatchMode):
+    """Counts bytes of tensors that are made within it: those that are there, and the most that were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self._count(each.untyped_storage())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known.add(place)
+            self.now += size
+            weakref.finalize(storage, self._gone, place, size)
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.remove(place)
+        self.now -= size
+
+
+def _wide() -> PreTrainedModel:
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return tiny.llama(dtype=torch.float32, max_position_embeddings=4096, **sizes)
+
+
+def _long() -> PreTrainedModel:
+    return tiny.llama(dtype=torch.float32, max_position_embeddings=32768, num_hidden_layers=1)
+
+
+def _bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=64, n_layer=1, n_head=8, eos_token_id=49))
+
+
+def _gpt_oss() -> PreTrainedModel:
+    kept = {"num_hidden_layers": 1, "max_position_embeddings": 4096, "eos_token_id": 49, "pad_token_id": 49}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return GptOssForCausalLM(
+        GptOssConfig(vocab_size=50, hidden_size=64, intermediate_size=64, **kept, **heads, **experts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "context", "tokens"),
+    [
+        (_wide, 4096, 2000),
+        # Masks are most of it.
+        pytest.param(_long, 32768, 32500, marks=pytest.mark.contract),
+        # Eager attention: scores are.
+        (_bloom, 2048, 2000),
+        pytest.param(_gpt_oss, 4096, 4000, marks=pytest.mark.contract),
+    ],
+)
+def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], context: int, tokens: int
+) -> None:
+    make().save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), None, context, FromDisk())
+    spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
+    held = _Held()
+    with held:
+        output = spec.generate(tiny.prompt(tokens), max_new_tokens=1, do_sample=False)
+    memory = surveyed.memory
+    assert held.most > output.stats.cache_bytes
+    assert held.most <= output.stats.cache_bytes + memory.working - _NOT_IN_TENSORS
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, 8), (True, 4), (False, 8)])
+def test_copies_of_a_head_that_stays_are_set_aside_where_they_are_made(tmp_path: Path, tied: bool, bits: int) -> None:
+    model = tiny.llama(dtype=torch.float32, vocab_size=20_000, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    memory = survey(str(tmp_path), None, 64, FromDisk()).memory
+    spec = selfspec.load(tmp_path, "64GiB", device="cpu", context=64, draft=f"int{bits}")
+    spec.generate(tiny.prompt(5), max_new_tokens=4, draft_length=2, do_sample=False)
+    aside = sum(memory.substitutes[f"int{bits}"]) + memory.kept_substitutes[f"int{bits}"]
+    assert 20_000 * 32 * bits // 8 < spec.substitutes.nbytes <= aside

@@ -298,10 +298,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(
     "method",
     [
         {"quant_method": "awq", "bits": 4, "group_size": 32},
-        {"quant_method": "gptq", "bits": 4, "group_size": 32},
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
-        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
         {"quant_method": "hqq"},
     ],
     ids=lambda method: method["quant_method"],

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers import tiny
 from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.model_state import ModelState
 
 CUDA, KERNELS = torch.device("cuda"), torch.backends.cuda
+EVERY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def enabled() -> bool:
@@ -20,22 +22,10 @@ def enabled() -> bool:
     return found
 
 
-def allow_only_cudnn() -> None:
-    for enable in (KERNELS.enable_flash_sdp, KERNELS.enable_mem_efficient_sdp, KERNELS.enable_math_sdp):
-        enable(False)
-    KERNELS.enable_cudnn_sdp(True)
-
-
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = (KERNELS.flash_sdp_enabled(), KERNELS.mem_efficient_sdp_enabled(), KERNELS.math_sdp_enabled(), enabled())
-    yield
-    for enable, value in zip(
-        (KERNELS.enable_flash_sdp, KERNELS.enable_mem_efficient_sdp, KERNELS.enable_math_sdp, KERNELS.enable_cudnn_sdp),
-        before,
-        strict=True,
-    ):
-        enable(value)
+    with sdpa_kernel(EVERY):
+        yield
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -53,19 +43,16 @@ def test_it_is_off_inside_and_as_it_was_outside(before: bool) -> None:
 
 
 def test_a_cpu_changes_no_setting() -> None:
-    KERNELS.enable_cudnn_sdp(True)
     with for_new_lengths(torch.device("cpu")):
         assert enabled()
 
 
 def test_whoever_allows_nothing_else_keeps_it() -> None:
-    allow_only_cudnn()
-    with for_new_lengths(CUDA):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), for_new_lengths(CUDA):
         assert enabled()
 
 
 def test_the_last_thread_to_leave_restores_it() -> None:
-    KERNELS.enable_cudnn_sdp(True)
     entered, leave = threading.Event(), threading.Event()
 
     def passes() -> None:
@@ -84,14 +71,13 @@ def test_the_last_thread_to_leave_restores_it() -> None:
 
 
 def test_what_a_recording_depends_on_is_the_same_inside_and_outside() -> None:
-    KERNELS.enable_cudnn_sdp(True)
     state = ModelState(tiny.llama())
     with for_new_lengths(CUDA):
         assert state.holds()
     KERNELS.enable_cudnn_sdp(False)
     assert state.holds()
-    allow_only_cudnn()
-    KERNELS.enable_cudnn_sdp(False)
-    alone = ModelState(tiny.llama())
-    KERNELS.enable_cudnn_sdp(True)
-    assert not alone.holds()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        KERNELS.enable_cudnn_sdp(False)
+        alone = ModelState(tiny.llama())
+        KERNELS.enable_cudnn_sdp(True)
+        assert not alone.holds()

@@ -20,9 +20,7 @@ from transformers.generation import (
 
 import selfspec
 from helpers import tiny
-from helpers.joints import Warp, holm_rejects, p_values
 from helpers.proving import ticking, wrapped
-from helpers.tiny_joint import PROMPT, network
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion
 from selfspec.decode.processors import Suppression, SuppressionAt, Warping, choice_of, read_processing
 from selfspec.model.layer_path import LayerPath
@@ -262,18 +260,6 @@ def test_what_a_choice_does_not_say_is_not_chosen_by_it() -> None:
     assert choice_of(begun, 5) == Choice(0.5, suppressed=(3, 5))
     late = Warping(LogitsProcessorList([few, never]))
     assert choice_of(late, 5) is None
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_exact_joint(counted: Counted, rule: str) -> None:
-    found = {}
-    for number, warp in enumerate([Warp(), Warp(temperature=0.6), Warp(temperature=1.3, top_k=3, top_p=0.9)]):
-        spec = selfspec.wrap(network(width=16).float(), INT8, draft_length=3, accept=rule, runtime=Native(after=0))
-        spec.programs = GraphCache(Native(after=0), ticking())
-        found[str(number)] = p_values(spec, warp, prompts=[PROMPT], rows=32, batches=256, tokens=4)
-    assert counted.chains
-    assert holm_rejects({name: fit for name, each in found.items() for fit in each.values()}, 0.01) == []
 
 
 def test_a_second_chain_of_a_round_begins_where_the_first_did() -> None:

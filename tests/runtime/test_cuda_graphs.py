@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +19,11 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn, StandInRecorder
-from helpers.proving import assert_stock, check_inference_mode, greedy_together, ragged_samples, wrapped
+from helpers.proving import assert_stock, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.errors import UnsupportedOptionError
+from selfspec.process import ProcessLock
 from selfspec.runtime import CudaGraphs, Eager, cuda_graphs
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
@@ -69,14 +76,18 @@ def spec(llama: PreTrainedModel) -> selfspec.SelfSpeculative:
 @pytest.mark.contract
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_may_come_and_go(spec: selfspec.SelfSpeculative, first: bool) -> None:
-    check_inference_mode(spec, PROMPT, NEW, first)
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            assert_stock(spec, tiny.prompt(PROMPT), NEW)
+        assert spec.programs.proved
+        assert not spec.programs.refusals
 
 
 @pytest.mark.contract
 def test_threads_share_programs(spec: selfspec.SelfSpeculative) -> None:
     prompts = [tiny.prompt(PROMPT, seed=seed) for seed in range(3)]
-    expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    assert greedy_together(spec, prompts, NEW) == expected
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda prompt: assert_stock(spec, prompt, NEW), prompts))
 
 
 def test_a_graph_serves_for_a_bucket_of_lengths(llama: PreTrainedModel) -> None:
@@ -209,3 +220,71 @@ def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:
     spec.programs = GraphCache(CudaGraphs())
     with pytest.raises(UnsupportedOptionError, match="move it there"):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=4)
+
+
+CHILD = """
+import os, signal, threading
+import torch
+torch.set_num_threads(1)
+import selfspec
+from helpers import tiny
+from helpers.proving import ticking
+from helpers.captures import StandIn, StandInRecorder
+from selfspec.runtime.graph_cache import GraphCache
+
+prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
+model = tiny.llama()
+wanted = model.generate(prompt, **options).tolist()
+spec = selfspec.wrap(model, runtime=StandIn(0, 8))
+spec.programs = GraphCache(spec.runtime, ticking())
+recording, forked = threading.Event(), threading.Event()
+record = StandInRecorder.record
+
+def held(*arguments):
+    recording.set()
+    forked.wait()
+    return record(*arguments)
+
+StandInRecorder.record = held
+other = threading.Thread(target=spec.generate, args=(prompt,), kwargs=options)
+other.start()
+recording.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    StandInRecorder.record = record
+    other = selfspec.wrap(model, runtime=StandIn(0, 8))
+    other.programs = GraphCache(other.runtime, ticking())
+    for each in (other, spec):
+        assert each.generate(prompt, **options).sequences.tolist() == wanted
+        assert each.programs.proved
+    os._exit(0)
+forked.set()
+other.join()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert spec.generate(prompt, **options).sequences.tolist() == wanted
+assert spec.programs.proved
+"""
+
+
+@pytest.mark.contract
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_child_forked_while_a_thread_records_decodes() -> None:
+    tests = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_a_lock_lets_one_thread_in_at_a_time() -> None:
+    lock = ProcessLock()
+    seen: list[bool] = []
+    with lock:
+        other = threading.Thread(target=lambda: seen.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+    assert seen == [False]
+    assert lock.acquire(blocking=False)
+    lock.release()

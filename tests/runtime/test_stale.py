@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers import pytorch_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -87,13 +87,6 @@ def _all_hooked(_: Model) -> AbstractContextManager[Any]:
     return register_module_forward_hook(hook)
 
 
-def _all_hooked_before(_: Model) -> AbstractContextManager[Any]:
-    def hook(module: nn.Module, inputs: Any) -> Any:
-        return (inputs[0].flip(-1),) if isinstance(module, nn.Linear) else None
-
-    return register_module_forward_pre_hook(hook)
-
-
 @contextmanager
 def _in_place(*weights: Tensor) -> Iterator[None]:
     kept = [weight.detach().clone() for weight in weights]
@@ -155,21 +148,17 @@ CHANGES: dict[str, Change] = {
     "activation": _everywhere("MLP", act_fn=nn.Tanh()),
     "rotary scaling": _everywhere("RotaryEmbedding", attention_scaling=3.0),
     "class: mlp": _patched(_llama_class("MLP"), "forward"),
-    "class: norm": _patched(_llama_class("RMSNorm"), "forward"),
-    "class: attention": _patched(_llama_class("Attention"), "forward"),
     "class: layer": _patched(_llama_class("DecoderLayer"), "forward"),
     "class: linear": _patched(nn.Linear, "forward"),
     "instance": _other_forward,
     "function: rotary": _patched(modeling_llama, "apply_rotary_pos_emb"),
     "function: below rotary": _patched(modeling_llama, "rotate_half"),
     "function: silu": _patched(functional, "silu"),
-    "function: linear": _patched(functional, "linear"),
     "function: attention": _patched(functional, "scaled_dot_product_attention"),
     "kernel registered": _registered,
     "kernel assigned": _assigned,
     "hook": lambda model: model.model.layers[1].mlp.register_forward_hook(_flipped),
     "hook of all": _all_hooked,
-    "hook of all, before": _all_hooked_before,
     "strides of a weight": _transposed,
     "strides of a buffer": _strided,
     "weights elsewhere": lambda model: _set(*((weight, "data", weight.data * -2) for weight in model.parameters())),
@@ -201,9 +190,7 @@ OTHERS: dict[str, tuple[Callable[[], Model], Change]] = {
         lambda model: _set((model.config, "sliding_window", 2)),
     ),
     "eager kernel": (lambda: tiny.llama(num_hidden_layers=2, attention="eager"), _patched(modeling_llama, "repeat_kv")),
-    "attention of gpt2": (lambda: tiny.gpt2(num_hidden_layers=2), _everywhere("Attention", scaling=2.0)),
     "class in gpt2": (lambda: tiny.gpt2(num_hidden_layers=2), _patched(pytorch_utils.Conv1D, "forward")),
-    "norm of torch": (lambda: tiny.gpt2(num_hidden_layers=2), _patched(functional, "layer_norm")),
 }
 """The same of other architectures."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import assert_stock, greedy_together, ragged_samples, ticking, wrapped
+from helpers.proving import assert_stock, ragged_samples, ticking, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
@@ -145,13 +145,6 @@ def test_programs_in_16_bits_read_more_tokens_than_kernels_multiply_alone(dtype:
 
 def test_other_dtypes_run_on_the_stock_modules() -> None:
     assert not proved_of(built("llama", torch.float64))
-
-
-def test_threads_share_programs() -> None:
-    spec = wrapped(built("llama"), Native(after=0), selfspec.drafts.EarlyExit(1))
-    prompts = [tiny.prompt(PROMPT, seed=seed, vocabulary=64) for seed in range(3)]
-    expected = [spec.model.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist() for prompt in prompts]
-    assert greedy_together(spec, prompts, NEW) == expected
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -370,12 +363,6 @@ def test_what_a_function_holds_is_held_itself_and_once() -> None:
         found = noted(lambda states: (states @ WEIGHT, states @ WEIGHT), [torch.ones(2, 3)])
     (held,) = found.held.values()
     assert held is WEIGHT
-
-
-@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist()])
-def test_a_function_that_reads_values_has_no_graph(read: Callable[[Tensor], object]) -> None:
-    with torch.no_grad(), pytest.raises((RuntimeError, NotImplementedError)):
-        noted(lambda x: (x * (2 if read(x) else 3),), [torch.ones(2)])
 
 
 def chain(count: int) -> list[Operation]:
