@@ -541,8 +541,8 @@ CATALOGUE = (
     Mutation("a prompt is read from empty states though a past was taken up", "ModelRunner.prefill",
         "not self._cache.empty", "any(self._cache.seq_lens)", ("test_a_chat_continues",)),
     # What a model does around its layers.
-    Mutation("prompts are read past what is around the base", "ModelRunner._runs_alone",
-        "base_alone(self._stock_model, self._base)", "True", (_AROUND,)),
+    Mutation("prompts are read past what is around the base", "ModelRunner.__init__",
+        "base_alone(model, self._base)", "True", (_AROUND,)),
     Mutation("hooks of the model are taken for nothing where prompts are read", "base_alone", "has_hooks(module)",
         "False", (_AROUND, "-k", "hook")),
     Mutation("what wraps a stock forward is taken for it", "_is_published",
