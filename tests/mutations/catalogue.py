@@ -624,7 +624,7 @@ CATALOGUE = (
     Mutation("rows that join: rows of one kind are processed by the first kind", "BatchSampling._scores",
         "_processed(self._groups[indices[0]], _1, _2, _3)", "_processed(self._groups[0], _1, _2, _3)",
         (_MIXES, "-k", "are_alone")),
-    Mutation("rows that join: a processor with memory is called for the whole batch", "judge", "not in_order",
+    Mutation("rows that join: a processor with memory is called for the whole batch", "judge", "index not in in_order",
         "True", (_MIXES, "-k", "are_alone")),
     Mutation("rows that join: a round that fails ends all its rows", "Scheduler._find_failing",
         "alone = len(entries) == 1", "alone = True", ("test_a_row_that_fails_in_any_step_ends_alone",)),
