@@ -113,20 +113,14 @@ def attention_mask(
 
 def _within(window: Window, pattern: Pattern) -> Pattern:
     """Limit a pattern to a window."""
-
-    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
-
-    return allowed
+    return lambda row, head, query, key: (
+        pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
+    )
 
 
 def _among(top: Tensor, pattern: Pattern) -> Pattern:
     """Limit a pattern to the top slots."""
-
-    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return pattern(row, head, query, key) & sees_top(top, row, key)
-
-    return allowed
+    return lambda row, head, query, key: pattern(row, head, query, key) & sees_top(top, row, key)
 
 
 def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:
@@ -140,11 +134,8 @@ def _by_positions(block: OpenBlock, slots: Tensor, visible: int) -> Callable[[Pa
     sees = block.visible(slots, keys)
     query_positions, key_positions = block.positions(slots), block.positions(keys).expand(slots.shape[0], -1)
 
-    def within(pattern: Pattern) -> Pattern:
-        def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            in_reach = pattern(row, head, query_positions[row, query], key_positions[row, key])
-            return in_reach & sees[row, query, key]
-
-        return allowed
-
-    return within
+    return lambda pattern: (
+        lambda row, head, query, key: (
+            pattern(row, head, query_positions[row, query], key_positions[row, key]) & sees[row, query, key]
+        )
+    )

@@ -72,7 +72,9 @@ class Seen:
         """Return a layer's keys and values as the pass reads them."""
         if self.view.bits is None or self.copied is None:
             return keys, values
-        return seen_by_copies(keys, values, self.copies[4 * layer : 4 * layer + 4], self.copied, self.view.bits)
+        read = [(keys, *self.copies[4 * layer : 4 * layer + 2]), (values, *self.copies[4 * layer + 2 : 4 * layer + 4])]
+        of_keys, of_values = (through_copy(*each, self.copied, self.view.bits) for each in read)
+        return of_keys, of_values
 
 
 EVERYTHING = Seen()
@@ -217,22 +219,14 @@ class RoundedCopy:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Let passes within this context see the copy."""
+        seen = Seen(CacheView(bits=self._bits), None, *self.tensors)
         for number, layer in enumerate(self._layers):
-            parts = self._parts[4 * number : 4 * number + 4]
-            layer.seen_through = partial(seen_by_copies, parts=parts, lengths=self._held, bits=self._bits)
+            layer.seen_through = partial(seen.keys_and_values, number)
         try:
             yield
         finally:
             for layer in self._layers:
                 layer.seen_through = None
-
-
-def seen_by_copies(
-    keys: Tensor, values: Tensor, parts: Sequence[Tensor], lengths: Tensor, bits: CacheBits
-) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that a pass sees; `parts` are levels and factors of keys, then of values."""
-    of_keys, of_values = parts[:2], parts[2:]
-    return through_copy(keys, *of_keys, lengths, bits), through_copy(values, *of_values, lengths, bits)
 
 
 @torch.library.custom_op("selfspec::through_copy", mutates_args=())

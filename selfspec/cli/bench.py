@@ -345,8 +345,7 @@ def bench(
 def _measure(
     model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
 ) -> list[MeasuredCell]:
-    from selfspec.measure.prompts import read_workloads
-    from selfspec.model.registry import check_reads_text
+    from selfspec.measure.prompts import check_reads_text, read_workloads
     from selfspec.tools.lab.arms import with_prompts
     from selfspec.tools.lab.session import Session
 

@@ -90,8 +90,7 @@ def calibrate(
     from selfspec.control import profile as profiles
     from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import beginnings, built_in, read_prompts
-    from selfspec.model.registry import check_reads_text
+    from selfspec.measure.prompts import beginnings, built_in, check_reads_text, read_prompts
     from selfspec.tools.calibrate.calibration import SIZES, work
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered

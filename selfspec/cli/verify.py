@@ -104,9 +104,8 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.measure.expected_time import TokenTimes, fit
-    from selfspec.measure.prompts import beginnings, read_prompts
+    from selfspec.measure.prompts import beginnings, check_reads_text, read_prompts
     from selfspec.model.checkpoint import Checkpoint, load_tokenizer
-    from selfspec.model.registry import check_reads_text
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.lab.arms import prompt_writer
     from selfspec.tools.verify.verification import SIZES, default_drafts, work

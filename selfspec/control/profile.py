@@ -25,7 +25,7 @@ from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.files.json_text import FiniteFloat, PositiveInt, parse_json, read_json
 from selfspec.files.writing import write_sealed
 from selfspec.kernels import native
-from selfspec.model.identity import check_in_memory, fingerprint
+from selfspec.model.identity import fingerprint, first_away
 from selfspec.process import cache_folder
 from selfspec.version import __version__
 
@@ -68,12 +68,12 @@ class Setting:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Setting:
         """Return the setting that a model would run in now; refuse a model whose weights are offloaded."""
-        try:
-            check_in_memory(model)
-        except ValueError as error:
+        away = first_away(model)
+        if away is not None:
             raise ProfileError(
-                f"a calibration profile is bound to the weights, and {error}; load the model whole, or name a draft"
-            ) from error
+                f"a calibration profile is bound to the weights, and {away} is not in memory; load the model whole, or "
+                "name a draft"
+            )
         device = model.device
         return cls(
             model=type(model).__name__,

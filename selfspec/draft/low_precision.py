@@ -136,9 +136,7 @@ class LowPrecision(LayerPathDrafter):
         self.check_model(model, adapter)
         _check_texts(texts, model)
         weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
-        about = AboutSubstitutes(
-            4, fingerprint(model), self.format.bits, self.layers, self.head_too, weights=self.format.name
-        )
+        about = AboutSubstitutes(5, fingerprint(model), self.layers, self.head_too, self.format.name)
 
         def counted() -> Iterator[tuple[str, Packed]]:
             for done, each in enumerate(packed_weights(model, weights, self.format, texts), 1):

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.arguments import shown
 from selfspec.decode.prompt import checked_ids
-from selfspec.errors import PromptError
+from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.own_text import own_text
 from selfspec.measure.stock import end_tokens, until_end
 from selfspec.model.checkpoint import Checkpoint
+from selfspec.model.registry import has_encoder
 
 BUILT_IN = "demo"
 """Name of the default workload: beginnings of four Python files."""
@@ -298,3 +299,12 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, text: Text, context: int) -> 
     part = text.text[: 16 * context] if text.whole else text.text
     ids: list[int] = tokenizer(part, add_special_tokens=False).input_ids
     return ids[:context] if text.whole else ids
+
+
+def check_reads_text(model: PreTrainedModel) -> None:
+    """Refuse a model with an encoder, for commands in which decoders read texts by themselves."""
+    if has_encoder(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an encoder, and this command reads texts by decoders alone; decode with "
+            "selfspec.wrap(model, draft).generate(...)"
+        )

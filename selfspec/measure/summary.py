@@ -17,7 +17,7 @@ from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import auto_class, find_adapter
 from selfspec.model.sizes import LayerCache, context_of, encoders, layer_caches, weights_outside, windows_of
-from selfspec.model.substitutes import bytes_of_substitutes
+from selfspec.model.substitutes import substitutable_weights
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
 
 
 def _substitutes(model: PreTrainedModel, adapter: Adapter, format: Format, total: Weights) -> SubstitutesSummary:
-    taken = bytes_of_substitutes(model, adapter, format)
+    shapes = [shape for module in substitutable_weights(model, adapter).values() for shape in module.values()]
+    taken = sum(format.nbytes(shape) for shape in shapes if format.fits(shape))
     return SubstitutesSummary(format.name, format.bits, taken, taken / total.bytes)
 
 

@@ -68,20 +68,23 @@ class Checkpoint:
 
 def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
     """Load model and tokenizer."""
-    find_device(device)
-    config = read_config(name)
-    folder = local_folder(name)
-    if folder is not None:
-        _check_tokenizer_files(folder)
-        _check_weights(weight_files(folder, config))
+    place, config, folder = find_device(device), read_config(name), local_folder(name)
+    if folder is not None and not any((folder / file).is_file() for file in _TOKENIZERS):
+        raise CheckpointError(
+            f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
+            "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
+        )
     tokenizer = load_tokenizer(name)
-    return Checkpoint(load_without_tokenizer(name, dtype, device), tokenizer)
+    return Checkpoint(_loaded(name, config, dtype, place), tokenizer)
 
 
 def load_without_tokenizer(name: str, dtype: DtypeName = "auto", device: str = "auto") -> PreTrainedModel:
     """Load the model of a checkpoint, which may have no tokenizer; arguments and errors as in `load_checkpoint`."""
     place = find_device(device)
-    config = read_config(name)
+    return _loaded(name, read_config(name), dtype, place)
+
+
+def _loaded(name: str, config: PreTrainedConfig, dtype: DtypeName, place: torch.device) -> PreTrainedModel:
     folder = local_folder(name)
     if folder is not None:
         _check_weights(weight_files(folder, config))
@@ -244,14 +247,6 @@ def _check_config_files(folder: Path) -> None:
             _read_json_object(folder / file)
 
 
-def _check_tokenizer_files(folder: Path) -> None:
-    if not any((folder / file).is_file() for file in _TOKENIZERS):
-        raise CheckpointError(
-            f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
-            "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
-        )
-
-
 def _check_weights(files: Sequence[Path]) -> None:
     """Check that every weight file is as long as its header says; read only the headers."""
     for file in files:
@@ -380,5 +375,6 @@ def _reason(file: str, error: Exception) -> str:
         case OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE forbids asking the model hub; check the path, or unset it"
         case _:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            return f"the model hub cannot be reached ({said}); check the path or the network, or give a folder"
+            return (
+                f"the model hub cannot be reached ({_one_line(error)}); check the path or the network, or give a folder"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.view import view_with
+from selfspec.model.view import replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,20 +22,28 @@ class DraftHead:
     adapter: nn.Module | None = None
     tokens: Tensor | None = None
 
-    def install(
-        self, view: nn.Module, model: PreTrainedModel, layer: nn.Module | None, rows: nn.Module | None = None
-    ) -> None:
-        """Install the head in a view of a model that has its own views of the modules on the way to layers and head.
+    def parts(
+        self, view: nn.Module, model: PreTrainedModel, exit: str | None, rows: nn.Module | None = None
+    ) -> dict[str, nn.Module]:
+        """Return what the head replaces in a view of a model, by attribute path.
 
-        The input of `layer` is the last state of the path; None: there is no exit. `rows` computes logits of `tokens`.
+        The input of the layer `exit` is the last state of the path; None: there is no exit. `rows` computes logits of
+        `tokens`.
         """
+        parts: dict[str, nn.Module] = {}
         if self.adapter is not None:
-            assert layer is not None
-            holder, name = _holder(view, layer)
-            holder._modules[name] = _Adapted(layer, _like(self.adapter, next(layer.parameters())))
+            assert exit is not None
+            layer = view.get_submodule(exit)
+            parts[exit] = replaced(layer, partial(_adapted, layer, _like(self.adapter, next(layer.parameters()))))
         if self.tokens is not None:
-            name = head_name(model)
-            set_head(view, name, rows or _Rows(model.get_submodule(name), self.tokens))
+            name = plain_head(model)
+            if name is None:
+                raise UnsupportedModelError(
+                    f"the head of {type(model).__name__} is no separate plain linear layer, so its rows cannot be left "
+                    "out; draft with the whole vocabulary"
+                )
+            parts[name] = rows or _Rows(model.get_submodule(name), self.tokens)
+        return parts
 
     def adapted(self, states: Tensor) -> Tensor:
         """Map states at the exit to the input of the model's final norm, `[..., hidden]` both."""
@@ -57,13 +66,6 @@ class DraftHead:
         return self.spread(logits[..., self.tokens.to(logits.device)], logits.shape[-1])
 
 
-def _holder(view: nn.Module, layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module of the view that holds the layer, and the layer's name there."""
-    return next(
-        (module, name) for module in view.modules() for name, child in module._modules.items() if child is layer
-    )
-
-
 def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
     """Return the adapter with the weight's device and dtype; a copy if needed, since other drafts may use it."""
     own = next(adapter.parameters())
@@ -72,26 +74,10 @@ def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:
     return copy.deepcopy(adapter).to(weight.device, weight.dtype)
 
 
-class _Adapted(nn.Module):
-    """Runs a layer of a view, then an adapter on its output."""
-
-    def __init__(self, layer: nn.Module, adapter: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.adapter = adapter
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.layer(*args, **kwargs)
-        if isinstance(output, tuple):
-            return self.adapter(output[0]), *output[1:]
-        return self.adapter(output)
-
-    def __getattr__(self, name: str) -> Any:
-        # Some models read attributes of their layers, such as the type.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
+def _adapted(layer: nn.Module, adapter: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer of a view, then an adapter on its output."""
+    output = layer(*args, **kwargs)
+    return (adapter(output[0]), *output[1:]) if isinstance(output, tuple) else adapter(output)
 
 
 class _Rows(nn.Module):
@@ -116,25 +102,3 @@ def plain_head(model: PreTrainedModel) -> str | None:
     if type(head) is not nn.Linear:
         return None
     return next((name for name, child in model.named_modules() if child is head), None)
-
-
-def set_head(view: nn.Module, name: str, head: nn.Module) -> None:
-    """Replace the head in a view of a model, at the attribute path from `plain_head`."""
-    holder, _, rest = name.partition(".")
-    if not rest:
-        view._modules[name] = head
-        return
-    # The view may share the module that holds the head with the model.
-    view._modules[holder] = inside = view_with(view.get_submodule(holder), {})
-    set_head(inside, rest, head)
-
-
-def head_name(model: PreTrainedModel) -> str:
-    """Return the attribute path to the language-model head."""
-    name = plain_head(model)
-    if name is None:
-        raise UnsupportedModelError(
-            f"the head of {type(model).__name__} is no separate plain linear layer, so its rows cannot be left out; "
-            "draft with the whole vocabulary"
-        )
-    return name

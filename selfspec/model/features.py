@@ -27,13 +27,13 @@ class FeatureTap:
         layers: list[nn.Module] = adapter.decoder_layers(model)
         for point in points:
             if isinstance(point, int):
-                layers[point] = replaced(layers[point], partial(_input_kept, self._kept, point, layers[point]))
+                layers[point] = replaced(layers[point], partial(input_kept, self._kept, point, layers[point]))
         if "last" in points:
-            layers[-1] = replaced(layers[-1], partial(_output_kept, self._kept, "last", layers[-1]))
+            layers[-1] = replaced(layers[-1], partial(output_kept, self._kept, "last", layers[-1]))
         self.module = view_with_layers(model, adapter.path(model), layers)
         if "normed" in points:
             whole = self.module.get_submodule(base)
-            kept = replaced(whole, partial(_output_kept, self._kept, "normed", whole))
+            kept = replaced(whole, partial(output_kept, self._kept, "normed", whole))
             self.module = view_with_parts(self.module, {base: kept})
 
     def take(self) -> Features:
@@ -43,12 +43,14 @@ class FeatureTap:
         return taken
 
 
-def _input_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def input_kept(kept: dict[Any, Tensor], point: Any, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module, and keep its hidden states under `point`."""
     kept[point] = hidden_states(args, kwargs)
     return module(*args, **kwargs)
 
 
-def _output_kept(kept: dict[Point, Tensor], point: Point, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def output_kept(kept: dict[Any, Tensor], point: Any, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module, and keep the states that it returns under `point`."""
     output = module(*args, **kwargs)
     # A layer returns a tensor or a tuple, a model an output whose first field are its states.
     kept[point] = output if isinstance(output, Tensor) else output[0]

@@ -18,7 +18,7 @@ from selfspec.compat import cache_name
 from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import with_fewer_experts
-from selfspec.model.features import Features, FeatureTap, Point
+from selfspec.model.features import Features, FeatureTap, Point, input_kept, output_kept
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
@@ -48,12 +48,14 @@ class ExactStates:
 
 
 class Boundary:
-    """Holds the states given to a pass at `path.start`, and those that it leaves at `path.resume_point`."""
+    """Holds the states given to a pass at `path.start`, and those that it leaves at `path.resume_point`.
+
+    `left` has the outputs of attentions by name, and the input of the layer under None.
+    """
 
     def __init__(self) -> None:
         self.given: ExactStates | None = None
-        self.hidden: Tensor | None = None
-        self.attention: dict[str, Tensor] = {}
+        self.left: dict[str | None, Tensor] = {}
 
     def pass_given(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a layer on the given states instead of its input."""
@@ -64,17 +66,6 @@ class Boundary:
         """Return the attention output of an earlier pass instead of computing it."""
         assert self.given is not None
         return _values(self.given.attention[name], returns)
-
-    def record_hidden(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer and keep its input."""
-        self.hidden = hidden_states(args, kwargs)
-        return layer(*args, **kwargs)
-
-    def record_attention(self, name: str, attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an attention and keep its output."""
-        output = attention(*args, **kwargs)
-        self.attention[name] = output[0] if isinstance(output, tuple) else output
-        return output
 
 
 class GatedModel:
@@ -112,10 +103,11 @@ class GatedModel:
 
     def leave(self) -> ExactStates | None:
         """Take the states of the last pass at `path.resume_point`; None if the path has no such point."""
-        left = self._boundary
-        states = None if left.hidden is None else ExactStates(left.hidden, left.attention)
-        left.given = left.hidden = None
-        left.attention = {}
+        self._boundary.given = None
+        left = self._boundary.left
+        hidden = left.pop(None, None)
+        states = None if hidden is None else ExactStates(hidden, {str(name): each for name, each in left.items()})
+        left.clear()
         return states
 
 
@@ -181,7 +173,7 @@ def _gated_layer(layer: nn.Module, index: int, adapter: Adapter, path: LayerPath
     if path.start is not None and path.start.layer == index:
         gated = replaced(layer, partial(boundary.pass_given, gated))
     if path.resume_point is not None and path.resume_point.layer == index:
-        gated = replaced(layer, partial(boundary.record_hidden, gated))
+        gated = replaced(layer, partial(input_kept, boundary.left, None, gated))
     return gated
 
 
@@ -203,7 +195,7 @@ def _gated_sublayers(layer: nn.Module, index: int, adapter: Adapter, path: Layer
         if name in adapter.recurrent:
             forwards[name] = partial(token_by_token, module, index)
         if path.resume_point == mlp:
-            forwards[name] = partial(boundary.record_attention, name, forwards.get(name, module))
+            forwards[name] = partial(output_kept, boundary.left, name, forwards.get(name, module))
     if mlp in path.skipped:
         for name in adapter.modules_of(layer, Part.MLP):
             forwards[name] = partial(_without, adapter.without_mlp, adapter.mlp_returns)
@@ -282,22 +274,17 @@ def compared_view(model: nn.Module, adapter: Adapter, exits: Sequence[int], head
     and head read each token by itself.
     """
     layers = adapter.decoder_layers(model)
-    left: dict[int, Tensor] = {}
+    left: dict[Point, Tensor] = {}
     for layer in exits:
-        layers[layer] = replaced(layers[layer], partial(_recording, layers[layer], layer, left))
+        layers[layer] = replaced(layers[layer], partial(input_kept, left, layer, layers[layer]))
     layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], exits, left, head))
     return view_with_layers(model, adapter.path(model), layers)
-
-
-def _recording(run: Callable[..., Any], layer: int, left: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
-    left[layer] = hidden_states(args, kwargs)
-    return run(*args, **kwargs)
 
 
 def _appending(
     run: Callable[..., Any],
     exits: Sequence[int],
-    left: dict[int, Tensor],
+    left: dict[Point, Tensor],
     head: DraftHead | None,
     *args: Any,
     **kwargs: Any,

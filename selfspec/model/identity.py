@@ -118,19 +118,16 @@ def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
     return torch.stack(found).cpu() if found else factors[:0].cpu()
 
 
-def check_in_memory(model: nn.Module) -> None:
-    """Refuse a model whose weights are not all in memory."""
-    for name, weight in model.named_parameters():
-        if weight.is_meta:
-            raise ValueError(f"{name} is not in memory")
+def first_away(model: nn.Module) -> str | None:
+    """Return the name of a parameter that is not in memory; None: all are."""
+    return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
 
 
 def check_base(model: nn.Module, base: str, source: str, error: type[SelfSpecError], remedy: str) -> None:
     """Refuse a model whose fingerprint is not the base of the source."""
-    try:
-        check_in_memory(model)
-    except ValueError as reason:
-        raise error(f"the weights cannot be compared with the base of {source}: {reason}") from reason
+    away = first_away(model)
+    if away is not None:
+        raise error(f"the weights cannot be compared with the base of {source}: {away} is not in memory")
     found = fingerprint(model)
     if found != base:
         raise error(

@@ -75,15 +75,6 @@ def has_encoder(model: PreTrainedModel) -> bool:
     return takes(model, "encoder_outputs") and takes(model, "decoder_input_ids")
 
 
-def check_reads_text(model: PreTrainedModel) -> None:
-    """Refuse a model with an encoder, for commands in which decoders read texts by themselves."""
-    if has_encoder(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has an encoder, and this command reads texts by decoders alone; decode with "
-            "selfspec.wrap(model, draft).generate(...)"
-        )
-
-
 def check_type(model_type: str) -> None:
     """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read."""
     if model_type in REFUSED:

@@ -32,15 +32,14 @@ class AboutSubstitutes:
     Attributes:
         base: fingerprint of the weights they were packed from.
         layers: numbers of the layers that have substitutes; None: all.
-        weights: name of their format; None: integers of `bits` bits.
+        weights: name of their format.
     """
 
-    format: Literal[4]
+    format: Literal[5]
     base: str
-    bits: int
     layers: tuple[int, ...] | None
     head: bool
-    weights: str | None = None
+    weights: str
 
 
 class SubstituteFile(DescribedTensors[AboutSubstitutes]):
@@ -48,11 +47,10 @@ class SubstituteFile(DescribedTensors[AboutSubstitutes]):
 
     def __init__(self, file: str | Path) -> None:
         super().__init__(file, "substitutes", _ABOUT, AboutSubstitutes, REWRITE)
-        name, bits = self.about.weights or f"int{self.about.bits}", self.about.bits
-        kind = formats().get(name)
-        if kind is None or kind.bits != bits:
+        kind = formats().get(self.about.weights)
+        if kind is None:
             raise DraftConfigError(
-                f"{file} cannot be read as substitutes (bits: no format {name} of {bits} bits is known); {REWRITE}"
+                f"{file} cannot be read as substitutes (weights: no format {self.about.weights!r} is known); {REWRITE}"
             )
         self.format = self.described_as(kind)
         self.check_names(f"{weight}.{part}" for weight in self.weights for part in self.format.parts)

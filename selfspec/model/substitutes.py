@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -250,21 +250,12 @@ def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> lis
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:
     """Return sizes of weights that may have substitutes, `[..., out, in]`, by module and weight, in running order."""
     found: dict[str, dict[str, torch.Size]] = {}
-    for name, product in _of_path(model, adapter, _whole_path(model, adapter)):
+    depth = len(adapter.decoder_layers(model))
+    whole = LayerPath(depth, substituted=frozenset(sublayers(depth)), head_substituted=True)
+    for name, product in _of_path(model, adapter, whole):
         module, _, weight = name.rpartition(".")
         found.setdefault(module, {})[weight] = product.weight.shape
     return found
-
-
-def bytes_of_substitutes(model: PreTrainedModel, adapter: Adapter, format: Format) -> int:
-    """Count the bytes of the substitutes of all layers and the head. The weights may be on the meta device."""
-    shapes = [product.weight.shape for _, product in _of_path(model, adapter, _whole_path(model, adapter))]
-    return sum(format.nbytes(shape) for shape in shapes if format.fits(shape))
-
-
-def _whole_path(model: PreTrainedModel, adapter: Adapter) -> LayerPath:
-    depth = len(adapter.decoder_layers(model))
-    return replace(LayerPath.full(depth), substituted=frozenset(sublayers(depth)), head_substituted=True)
 
 
 def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Iterator[tuple[str, _Product]]:

@@ -26,9 +26,7 @@ def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Modu
 
 def view_with_layers(module: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> nn.Module:
     """Return a view of a model whose decoder layers are replaced."""
-    if not names:
-        return view_with(module, {str(index): layer for index, layer in enumerate(layers)})
-    return view_with(module, {names[0]: view_with_layers(module.get_submodule(names[0]), names[1:], layers)})
+    return view_with_parts(module, {".".join([*names, str(index)]): layer for index, layer in enumerate(layers)})
 
 
 def view_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:

@@ -79,9 +79,9 @@ class Placement:
         return DraftChoice(draft, CostAware(LONGEST), costs)
 
     def _fitted(self, draft: Drafter) -> Drafter:
-        return self._stand_in(draft) if isinstance(draft, LowPrecision) else draft
-
-    def _stand_in(self, draft: LowPrecision) -> LayerPathDrafter:
+        """Return the draft by substitutes that are here, in place of one that would make some."""
+        if not isinstance(draft, LowPrecision):
+            return draft
         draft.check(self.depth)
         if format_of(draft) != self.plan.format:
             made = (

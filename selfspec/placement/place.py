@@ -128,7 +128,8 @@ def plan_checkpoint(
     named_dtype = _dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
-    named = _cache_kind(cache)
+    if cache is not None and cache not in CACHE_KINDS:
+        raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")
     beside = format_of(draft) if isinstance(draft, Drafter) else None
     named_formats = list(formats()) if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
@@ -138,8 +139,8 @@ def plan_checkpoint(
     bandwidth = surveyed.bandwidth()
 
     # Keys and values on the host are exact as well, but slower.
-    others: list[CacheKind] = ["host"] if named is None and surveyed.may_keep("host") else []
-    kinds: list[CacheKind] = [named or "exact", *others]
+    others: list[CacheKind] = ["host"] if cache is None and surveyed.may_keep("host") else []
+    kinds = [cache or "exact", *others]
 
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
@@ -168,17 +169,8 @@ def _first_that_fits(
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return None
-    for each in DTYPES:
-        if dtype is each or (isinstance(dtype, str) and f"torch.{dtype}" == str(each)):
-            return each
-    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {names}, or auto, the checkpoint's own")
-
-
-def _cache_kind(cache: str | None) -> CacheKind | None:
-    for kind in CACHE_KINDS:
-        if cache == kind:
-            return kind
-    if cache is None:
-        return None
-    raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")
+    named = {str(each).removeprefix("torch."): each for each in DTYPES}
+    found = named.get(dtype) if isinstance(dtype, str) else dtype
+    if found in DTYPES:
+        return found
+    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {', '.join(named)}, or auto, the checkpoint's own")

@@ -19,13 +19,14 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
-from selfspec.model.early_head import DraftHead, plain_head, set_head
+from selfspec.model.early_head import DraftHead, plain_head
 from selfspec.model.features import Features, FeatureTap, Point
 from selfspec.model.gated_view import ExactStates, GatedModel, compared_view
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.view import view_with_parts
 from selfspec.runtime.attention import AttentionShares, for_new_lengths
 from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
 from selfspec.runtime.request import Chain, Change, Draws, PassRequest, PassResult, Runs
@@ -233,17 +234,19 @@ class ModelRunner:
         path, head = runs.path, runs.head
         gated = GatedModel(model, self._adapter, path, self.substitutes)
         name, rows = plain_head(self._stock_model) if path.head_substituted else None, None
+        parts: dict[str, nn.Module] = {}
         # Heads of other kinds run exactly.
         if path.copy is not None and name is not None:
             whole = model.get_submodule(name)
             if head is None or head.tokens is None:
-                set_head(gated.module, name, self.substitutes.within(whole, name, path.copy))
+                parts[name] = self.substitutes.within(whole, name, path.copy)
             else:
                 rows = self.substitutes.of_rows(whole, path.copy, head.tokens)
         if head is not None:
             end = path.exit_point
-            layer = None if end is None else self._adapter.decoder_layers(gated.module)[end.layer]
-            head.install(gated.module, model, layer, rows)
+            exit = None if end is None else ".".join([*self._adapter.path(model), str(end.layer)])
+            parts |= head.parts(gated.module, model, exit, rows)
+        gated.module = view_with_parts(gated.module, parts)
         gated.tap(self._adapter, self._base, runs.taps)
         return gated
 

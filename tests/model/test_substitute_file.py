@@ -184,27 +184,12 @@ def test_what_is_no_file_of_substitutes_is_refused(file: Path, damage: Callable[
 
 
 @pytest.mark.parametrize(
-    "about", [{"format": 1}, {"bits": 3}, {"bits": True}, {"base": None}, {"head": 1}, {"layers": "all"}]
+    "about", [{"format": 1}, {"weights": "int3"}, {"weights": None}, {"base": None}, {"head": 1}, {"layers": "all"}]
 )
 def test_what_says_something_else_of_itself_is_refused(file: Path, about: dict[str, Any]) -> None:
     rewrite(file, lambda _, own: own.update(about))
     with pytest.raises(DraftConfigError, match=f"cannot be read as substitutes.*{next(iter(about))}"):
         LowPrecision.from_file(file)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_file_that_names_no_format_is_of_integers(tmp_path: Path, model: PreTrainedModel, bits: int) -> None:
-    file = tmp_path / "old.safetensors"
-    selfspec.drafts.LowPrecision(bits).save(file, model)
-
-    def as_before(_: object, about: dict[str, Any]) -> None:
-        del about["weights"]
-        about["group_size"] = 32
-
-    rewrite(file, as_before)
-    assert selfspec.drafts.LowPrecision.from_file(file).format == selfspec.drafts.LowPrecision(bits).format
-    spec = selfspec.wrap(model, f"int{bits}:{file}", draft_length=3)
-    assert torch.equal(_generated(spec).sequences, _generated(selfspec.wrap(model)).sequences)
 
 
 _UP = "model.layers.0.mlp.up_proj.weight"

@@ -15,9 +15,10 @@ import torch
 
 from selfspec.errors import TrainingError
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.prompts import check_reads_text
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.identity import fingerprint
-from selfspec.model.registry import check_reads_text, find_adapter
+from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.report import SEQUENCE, Panel, Picture
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, RunFolder, train
