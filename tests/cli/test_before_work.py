@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.running import Ending, Invoke
@@ -93,30 +92,6 @@ def test_further_places_are_checked_too(
     _refused(invoke("bench", folder, "--to", str(results)))
 
 
-@pytest.mark.tools
-def test_a_training_on_a_full_disk_ends_in_one_line_and_goes_on_later(
-    invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = f"train layerskip {folder} --text {text} --to {tmp_path / 'model'} --exits 2,3 --steps 4".split()
-    words += ["--save-every", "2", "--batch", "2", "--length", "16", "--held-out-blocks", "2"]
-    words += ["--check-seconds", "0", "--device", "cpu", "--output", "json"]
-
-    def full(*_: object, **__: object) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2055360 vs 2055248")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
-        ending = invoke(*words)
-    assert ending.status == 1
-    assert json.loads(ending.stdout)["error"]["type"] == "StorageError"
-    last = ending.stderr.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "repeat the command to go on" in last
-    assert "Traceback" not in ending.stderr
-    assert "step 4/4" not in ending.stderr
-    assert invoke(*words).status == 0
-
-
 STUDY = "--texts 2 --prompt-tokens 6 --pricing weights --temperature 0 --device cpu"
 VERIFIED = "verify {model} --draft exit:3 --prompt-file {prompts}"
 CALIBRATED = "calibrate {model} --draft exit:3 --prompt-file {prompts} --nodes 0 --longest-draft 1 --to {to}"
@@ -156,14 +131,6 @@ def test_where_time_is_short_less_is_done(
 ) -> None:
     found = _done(invoke, folder, tmp_path, words, *where)
     assert {name: found[name] for name in expected} == expected
-
-
-@pytest.mark.tools
-def test_a_study_is_continued_as_it_was_begun(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    words = f"ablate --model {{model}} --draft exit:3 --to {{to}} --max-new-tokens 20 {STUDY}"
-    study = _done(invoke, folder, tmp_path, words, "study")
-    assert (study["max_new_tokens"], study["reach"], study["confirm"]) == (20, 1, 2)
-    assert _done(invoke, folder, tmp_path, words, "study") == study
 
 
 def test_a_search_in_no_time_tries_few_sets(invoke: Invoke, folder: str, tmp_path: Path) -> None:

@@ -1,19 +1,35 @@
-"""`selfspec bench`, `ablate` and `search`: arms side by side, results that can be resumed, reports, and skip sets."""
+"""`selfspec bench`, `ablate`, `search` and `demo`: arms side by side, reports, results that are resumed, skip sets.
+
+Two checkpoints of one name and shape in one folder each get their own figures, and those that were there stay.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import selfspec
 from helpers.running import Invoke, tight_budget
+from helpers.stories import checkpoint_folder
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
+from selfspec.cli.demo import Standing, headline
+from selfspec.control.profile import VARIABLE, Setting, find_profile
+from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
-from selfspec.measure.timing import Call
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.timing import Call, peak_memory
+from selfspec.tools.lab import turns
 from selfspec.tools.lab.arms import Cell, Prompts, StockArm
+from selfspec.tools.lab.report import MARKDOWN
+from selfspec.tools.lab.runs import FILE, Origin
+from selfspec.tools.lab.turns import Score, TextAgreement
 
 pandas = pytest.importorskip("pandas")
 
@@ -221,3 +237,177 @@ def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: 
     other = invoke("generate", str(demo_folder()), "--prompt", "x", "--draft", f"skip-file:{file}")
     assert other.status == 2
     assert "is of another base" in other.stderr
+
+
+QUICK_DEMO_COMMAND = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--threads", "1"]
+
+
+@pytest.mark.tools
+def test_json(invoke: Invoke) -> None:
+    ending = invoke(*QUICK_DEMO_COMMAND, "--draft", "exit:3", "--output", "json")
+    found = json.loads(ending.stdout)
+    assert (ending.status, ending.stderr) == (0, "")
+    assert found["identical"]
+    assert [text["prompt"] for text in found["texts"]] == list(PROMPTS[:1])
+    assert all(text["text"].startswith(text["prompt"]) for text in found["texts"])
+    names = ["model.generate", "plain", "lookup", "recycle", "exit:4", "int8", "exit:3"]
+    assert [arm["name"] for arm in found["arms"]] == names
+    for arm in found["arms"]:
+        assert all(arm[kind]["tokens_per_second"] > 0 for kind in ("greedy", "sampled"))
+    assert found["arms"][0]["greedy"]["speedup"]["value"] == 1
+    assert "model.generate" in found["headline"]
+    assert (found["settings"]["draft"], found["settings"]["max_new_tokens"], found["turns"]) == ("exit:3", 8, 1)
+
+
+def test_text_of_a_single_turn_has_no_interval(invoke: Invoke) -> None:
+    ending = invoke(*QUICK_DEMO_COMMAND)
+    assert (ending.status, ending.stderr) == (0, "")
+    assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
+    first, _, last = ending.stdout.partition("Now 7 ways to decode")
+    assert "def get_db():" in first
+    assert first.count("|") > 1
+    headed, table = last.split("\n\n")[1:3]
+    assert "model.generate" in headed.splitlines()[0]
+    assert "identical text" in headed.splitlines()[0]
+    assert len(table.splitlines()) == 8
+    assert "One turn: too few for intervals" in ending.stdout
+    assert "(" not in headed + table
+    assert "selfspec generate MODEL --draft lookup+int8" in last
+
+
+@pytest.mark.tools
+def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.cli.demo._show", lambda *_: 10.0)
+    ending = invoke("demo", "--seconds", "6", "--threads", "1")
+    assert (ending.status, ending.stderr) == (0, "")
+    assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
+    assert "Now 3 ways to decode" in ending.stdout
+    table = [line.split()[0] for line in ending.stdout.split("\n\n")[-3].splitlines()]
+    assert table == ["times", "model.generate", "plain", "lookup+int8"]
+    assert "some drafts were left out" in ending.stdout
+
+
+@pytest.mark.tools
+def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "compare", lambda *_: TextAgreement(4, 3))
+    ending = invoke(*QUICK_DEMO_COMMAND, "--output", "json")
+    found = json.loads(ending.stdout)
+    assert ending.status == 1
+    assert not found["identical"]
+    assert "TEXT DIFFERS" in found["headline"]
+    assert found["error"]["type"] == "TokensDifferError"
+    assert ending.stderr.startswith("error: greedy tokens of model.generate, plain")
+
+
+@pytest.mark.parametrize(("speed", "said"), [(2.14, "2.1x faster than"), (0.97, "0.97x the speed of")])
+def test_the_headline_claims_no_more_than_was_measured(speed: float, said: str) -> None:
+    score = Score(Estimate(speed, speed, speed), 1.0, 3.12, 0.01, 1.0)
+    line = f"{said} model.generate, 3.1 tokens per pass, identical text"
+    assert headline(Standing("exit:4", score, score), identical=True) == line
+
+
+def test_peak_memory_sees_what_was_freed_again() -> None:
+    peak = peak_memory(lambda: torch.ones(2**24).sum(), torch.device("cpu"))
+    if peak is None:
+        pytest.skip("this system does not tell")
+    assert 0.8 * 2**26 < peak < 4 * 2**26
+
+
+# Leaves out what the two differ in.
+_DRAFT = "skip:mlp=3"
+_PROMPTS = torch.arange(3, 15).view(2, 6)
+Way = Callable[[Invoke, str, Path], Any]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders of one name. The second model is the first one fine-tuned a little, in one layer."""
+    places = [tmp_path_factory.mktemp("of") / "model" for _ in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    for place in places:
+        shutil.copytree(checkpoint_folder(), place)
+        model.save_pretrained(place)
+        with torch.no_grad():
+            model.model.layers[3].mlp.down_proj.weight += 0.5 * torch.randn(
+                model.model.layers[3].mlp.down_proj.weight.shape, generator=torch.Generator().manual_seed(0)
+            )
+    return [str(place) for place in places]
+
+
+def _said(invoke: Invoke, *words: str) -> Any:
+    ending = invoke(*words, "--threads", "1", "--device", "cpu", "--output", "json")
+    assert ending.status == 0, ending.stderr
+    return json.loads(ending.stdout)
+
+
+def _bench(invoke: Invoke, model: str, folder: Path) -> Any:
+    words = ("--measure", "acceptance", "--arm", "draft", "--draft", _DRAFT, "--draft-length", "2", "--prompts", "2")
+    sizes = ("--temperature", "0", "--max-new-tokens", "16", "--context", "12")
+    found = _said(invoke, "bench", model, *words, *sizes, "--to", str(folder))
+    return [arm["mean_accepted_length"] for cell in found["cells"] for arm in cell["arms"]]
+
+
+_STUDY = ("--texts", "2", "--max-new-tokens", "12", "--prompt-tokens", "12", "--pricing", "weights")
+
+
+def _search(invoke: Invoke, model: str, folder: Path) -> Any:
+    words = ("--temperature", "0", "--evaluations", "3", "--sublayers", "2", "--to", str(folder / "found.json"))
+    found = _said(invoke, "search", model, *words, "--keep", str(folder), *_STUDY)
+    # All that the report is made of.
+    table = pandas.read_parquet(folder / "points.parquet")
+    return [(row["draft"], row["alpha"]) for row in found["scores"]], sorted(table["alpha"].tolist())
+
+
+def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    if find_profile(Setting.of(loaded)) is None:
+        prompts = folder / "prompts.txt"
+        folder.mkdir(exist_ok=True)
+        prompts.write_text("Once upon a time")
+        sizes = ("--max-new-tokens", "12", "--repeats", "1", "--longest-draft", "1", "--nodes", "0")
+        _said(invoke, "calibrate", model, "--draft", "exit:4", *sizes, "--prompt-file", str(prompts))
+    profile = find_profile(Setting.of(loaded))
+    assert profile is not None
+    return profile.report["greedy"]["acceptance"]["exit:4"]
+
+
+def _ablate_in_memory(_: Invoke, model: str, folder: Path) -> Any:
+    quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "confirm": 0, "pricing": "weights"}
+    found = selfspec.ablate(AutoModelForCausalLM.from_pretrained(model), _PROMPTS, drafts=_DRAFT, to=folder, **quick)
+    return found["alpha"].tolist()
+
+
+@pytest.mark.parametrize(
+    "way", [*(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _search, _calibrate)), _ablate_in_memory]
+)
+def test_each_gets_its_own_figures(
+    way: Way, two: list[str], invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def figures(model: str, folder: str) -> Any:
+        monkeypatch.setenv(VARIABLE, str(tmp_path / folder))
+        return way(invoke, model, tmp_path / folder)
+
+    first, others_own = figures(two[0], "both"), figures(two[1], "alone")
+    assert first != others_own
+    assert figures(two[1], "both") == others_own
+    kept = tmp_path / "both" / FILE
+    known = kept.read_text() if kept.exists() else ""
+    assert figures(two[0], "both") == first
+    # Nothing is measured again.
+    assert known == (kept.read_text() if kept.exists() else "")
+
+
+@pytest.mark.tools
+def test_a_report_says_them_apart(two: list[str], invoke: Invoke, tmp_path: Path) -> None:
+    for model in two:
+        _bench(invoke, model, tmp_path)
+    bases = [Origin.of(AutoModelForCausalLM.from_pretrained(model)).short for model in two]
+    page, texts = (tmp_path / MARKDOWN).read_text(), pandas.read_parquet(tmp_path / "texts.parquet")
+    assert all(f"| model {base} |" in page for base in bases)
+    assert set(texts["weights"]) == set(bases)
+    study = _said(
+        invoke, "ablate", "--model", two[0], "--model", two[1], "--draft", _DRAFT, "--to", str(tmp_path), *_STUDY
+    )
+    assert {(row["model"], row["weights"]) for row in study["best"]} == {("model", base) for base in bases}
+    assert len(study["best"]) == 2 * 2
+    assert all(f"model {base}, demo, greedy" in (tmp_path / MARKDOWN).read_text() for base in bases)

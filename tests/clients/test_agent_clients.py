@@ -1,4 +1,4 @@
-"""Clients that call tools, ask for objects, and speak other APIs, by their ordinary examples.
+"""Clients of OpenAI's and other APIs, by their ordinary examples: chats, tools, objects, streams and errors.
 
 The model is random: the grammar makes it say what can be read, or the test says it in the model's place. A client that
 is not installed is passed over.
@@ -27,10 +27,14 @@ from selfspec.serve.row_request import RowRequest
 pytest.importorskip("openai")
 pytest.importorskip("xgrammar")
 
+import openai
+from openai import OpenAI
+
 # Of what others do within their own libraries.
 pytestmark = pytest.mark.filterwarnings("default")
 
 QUESTION = "How is the weather?"
+SAID = [{"role": "user", "content": QUESTION}]
 KEY = "open sesame"
 SETTINGS: Any = {"max_tokens": 200, "temperature": 0}
 
@@ -73,13 +77,72 @@ def url(server: Running) -> str:
     return f"http://127.0.0.1:{server.port}/v1"
 
 
-def test_langchain_binds_tools(url: str) -> None:
+@pytest.fixture
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=url, api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+def expected(server: Running) -> str:
+    """The greedy answer to the messages, by a plain request."""
+    reply = server.ask(
+        "/v1/chat/completions",
+        {"model": NAME, "messages": SAID, "max_tokens": 12, "temperature": 0},
+        authorization=f"Bearer {KEY}",
+    )
+    found: str = reply.body["choices"][0]["message"]["content"]
+    return found
+
+
+def test_openai_completes_and_chats(server: Running, client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    answer = client.chat.completions.create(model=NAME, messages=SAID, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == expected(server)
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    text = client.completions.create(model=NAME, prompt="Once upon", max_tokens=8, temperature=0, logprobs=2, n=2)
+    assert len(text.choices) == 2
+    assert len(text.choices[0].logprobs.token_logprobs) == 8
+
+
+def test_openai_streams(server: Running, client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=SAID,
+        max_completion_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=2,
+    )
+    chunks = list(stream)
+    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == expected(server)
+    assert chunks[-1].usage.completion_tokens == 12
+    with client.chat.completions.stream(model=NAME, messages=SAID, max_tokens=12, temperature=0) as events:
+        assert "".join(event.delta for event in events if event.type == "content.delta") == expected(server)
+
+
+def test_openai_reads_errors(server: Running, client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt="a", temperature=9)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_langchain_chats_and_binds_tools(server: Running, url: str) -> None:
     pytest.importorskip("langchain_openai")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model=NAME, base_url=url, api_key=KEY, temperature=0, max_tokens=200)
+    assert model.invoke(QUESTION, max_tokens=12).content == expected(server)
+    assert "".join(str(chunk.content) for chunk in model.stream(QUESTION, max_tokens=12)) == expected(server)
+    assert [each.content for each in model.batch([QUESTION] * 3, max_tokens=12)] == [expected(server)] * 3
     bound = model.bind_tools([tool(weather)], tool_choice="any")
     called = bound.invoke(QUESTION)
     (call,) = called.tool_calls
@@ -95,8 +158,9 @@ def test_langchain_binds_tools(url: str) -> None:
         assert isinstance(model.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
 
 
-def test_llama_index_calls_and_asks_for_objects(url: str) -> None:
+def test_llama_index_chats_calls_and_asks_for_objects(server: Running, url: str) -> None:
     pytest.importorskip("llama_index.llms.openai_like")
+    from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
 
@@ -110,13 +174,15 @@ def test_llama_index_calls_and_asks_for_objects(url: str) -> None:
         max_tokens=200,
         temperature=0,
     )
+    assert model.chat([ChatMessage(content=QUESTION)], max_tokens=12).message.content == expected(server).strip()
+    pieces = list(model.stream_chat([ChatMessage(content=QUESTION)], max_tokens=12))
+    assert pieces[-1].message.content == expected(server).strip()
     tool = FunctionTool.from_defaults(weather)
     assert "sunny" in str(model.predict_and_call([tool], QUESTION, tool_required=True))
     assert Weather.model_validate_json(model.as_structured_llm(Weather).complete(QUESTION).text)
 
 
 def test_openai_responds(url: str) -> None:
-    from openai import OpenAI
     from openai.types.responses import Response
 
     with OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
@@ -144,7 +210,6 @@ def test_openai_responds(url: str) -> None:
 
 def test_instructor(url: str) -> None:
     instructor = pytest.importorskip("instructor")
-    from openai import OpenAI
 
     asked = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
     with OpenAI(base_url=url, api_key=KEY) as client:
@@ -283,10 +348,9 @@ def says(server: Running, monkeypatch: pytest.MonkeyPatch, text: str, at_once: b
 
 def openai_chat(url: str) -> Iterator[Read]:
     """Whole, and as a stream."""
-    openai = pytest.importorskip("openai")
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     asked: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "tools": tools}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         answers = [client.chat.completions.create(**asked)]
         with client.chat.completions.stream(**asked) as events:
             answers.append(events.get_final_completion())
@@ -298,10 +362,9 @@ def openai_chat(url: str) -> Iterator[Read]:
 
 
 def openai_responses(url: str) -> Iterator[Read]:
-    openai = pytest.importorskip("openai")
     tools = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in NAMES]
     asked: Any = {"model": NAME, "input": QUESTION, "tools": tools}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         answers = [client.responses.create(**asked)]
         with client.responses.stream(**asked) as events:
             answers.append(events.get_final_response())

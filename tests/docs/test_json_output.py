@@ -76,7 +76,7 @@ def test_every_command_that_prints_json_is_declared_and_tried() -> None:
         for name, command in commands(typer.main.get_command(app))
         if any("--output" in parameter.opts for parameter in command.params)
     }
-    # It serves until it is stopped: tests/cli/test_serve_command.py holds what it prints to its schema.
+    # It serves until it is stopped: tests/cli/test_chat_command.py holds what it prints to its schema.
     assert printing == OUTPUTS.keys() == COMMANDS.keys() | {"serve"}
 
 

@@ -1,8 +1,15 @@
-"""Damaged files of every kind that selfspec writes and reads: what is read is what was written, or a typed error."""
+"""Files that selfspec writes and reads: damaged ones, JSON that is none, and places that cannot be written.
+
+What is read is what was written, or a typed error that names the file; what is written is whole or not there.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,29 +18,43 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.saved_folders import rewrite
 from helpers.studies import profile_of
-from selfspec.control.profile import Profile
-from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
-from selfspec.draft.early_exit import FILE, ExitHead
+from selfspec import Profile
+from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
+from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
+from selfspec.draft.registry import parse_draft
 from selfspec.draft.suffixes import CorpusFile
 from selfspec.errors import (
     BenchError,
+    CheckpointError,
     CorpusError,
     DraftConfigError,
     ExitHeadError,
     ProfileError,
     SelfSpecError,
+    StorageError,
     TrainingError,
 )
-from selfspec.files.writing import write_sealed
+from selfspec.files.json_text import parse_json
+from selfspec.files.writing import (
+    check_output_file,
+    check_output_folder,
+    whole,
+    whole_folder,
+    write_json,
+    write_sealed,
+    writing,
+)
 from selfspec.formats.format import formats
+from selfspec.measure.prompts import parse_workloads, read_prompts
+from selfspec.model.checkpoint import read_config
 from selfspec.model.identity import Vocabulary, fingerprint
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitute_file import SubstituteFile
@@ -42,7 +63,8 @@ from selfspec.recipe import Recipe
 from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.train.corpus import written_text
+from selfspec.tools.lab.study import read_study
+from selfspec.tools.train.corpus import read_documents, written_text
 from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.exit_heads import ExitHeads
 from selfspec.tools.train.recipe import Course, Texts
@@ -145,7 +167,7 @@ KINDS: dict[str, Kind] = {
         _read_corpus,
         DraftConfigError,
     ),
-    "exit head": Kind(FILE, _write_exit_head, _read_exit_head, ExitHeadError),
+    "exit head": Kind(EXIT_HEADS, _write_exit_head, _read_exit_head, ExitHeadError),
     "skip set": Kind("skip.json", _write_skip_set, LayerSkip.from_file, DraftConfigError),
     "vocabulary": Kind(
         "vocabulary.json",
@@ -264,3 +286,226 @@ def test_text_of_its_own_that_a_training_kept(tmp_path: Path) -> None:
         kept.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises((TrainingError, CorpusError)):
             written_text(model, beginnings, course, texts, kept)
+
+
+NESTED = "[" * 100_000
+BAD = {
+    "nested": NESTED + "]" * 100_000,
+    "nested and cut off": NESTED,
+    "nested objects": '{"a":' * 100_000,
+    "too many digits for int": '{"format": 1, "text": ' + "1" * 5000 + "}",
+    "too many digits for float": '{"format": 1, "text": ' + "1" * 400 + "}",
+    "half a character": '{"text": "\\ud800", "prompt": "\\ud800"}',
+    "empty": "",
+    "a string": '"text"',
+    "null": "null",
+}
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "profile.json": Profile.load,
+    "skip.json": LayerSkip.from_file,
+    "vocabulary.json": lambda file: ReducedVocabulary.from_file(EarlyExit(1), file),
+    EXIT_HEADS: lambda file: ExitHead.from_pretrained(file.parent),
+    "config.json": lambda file: read_config(str(file.parent)),
+    "prompts.jsonl": read_prompts,
+    "workload.jsonl": lambda file: parse_workloads(f"name={file}"),
+    "text.jsonl": read_documents,
+    "run.json": lambda file: RunFolder(file.parent).begin({}),
+    RUNS: lambda file: Runs(file.parent),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_refuses_by_name(tmp_path: Path, name: str, bad: str) -> None:
+    if name == RUNS and not BAD[bad]:
+        return  # No results yet is no mistake.
+    file = tmp_path / name
+    file.write_text(BAD[bad] + "\n" * bool(BAD[bad]))
+    with pytest.raises(SelfSpecError) as refused:
+        READERS[name](file)
+    assert str(tmp_path) in str(refused.value)
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models = " + NESTED,
+        "texts = " + "1" * 5000,
+        'models = "demo"\ntemperatures = [' + "1" * 400 + "]",
+        'models = "demo"\ntemperatures = [nan]',
+        'models = "demo"\ntemperatures = [inf]',
+        'models = "demo"\nseeds = [' + "1" * 40 + "]",
+        "models = 0x" + "f" * 5000,
+    ],
+    ids=lambda text: text[:30],
+)
+def test_studies_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(SelfSpecError, match=r"a\.toml"):
+        read_study(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exit:" + "9" * 5000,
+        "skip:layers=" + "9" * 5000,
+        "skip:layers=1-" + "9" * 5000,
+        "lookup+" * 5000 + "exit:4",
+        "exit:4" + "+vocab:file" * 5000,
+        "head:folder@" + "9" * 5000,
+        "head:nul\0",
+        "skip-file:nul\0",
+        "exit:4+vocab:nul\0",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_draft_names_are_refused(text: str) -> None:
+    with pytest.raises(SelfSpecError):
+        parse_draft(text)
+
+
+def test_a_vocabulary_of_tokens_that_no_tensor_holds_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "vocabulary.json"
+    file.write_text(json.dumps({"tokens": [1, 10**30]}))
+    with pytest.raises(SelfSpecError, match="token ids"):
+        ReducedVocabulary.from_file(EarlyExit(1), file)
+
+
+def test_what_is_json_is_read_as_json() -> None:
+    text = '{"a": [1, -2, 3.5, 1e30, 1000000000000000019884624838656], "b": "\\ud83d\\ude00 \\u00e9", "c": null}'
+    # Digits in strings may be many.
+    for each in (text, '{"a": "' + "1" * 400 + '", "b": 2}'):
+        assert parse_json(each) == json.loads(each)
+
+
+@pytest.mark.parametrize("text", ["1" * 400, '{"a": [1, -' + "9" * 301 + "]}"])
+def test_integers_that_fit_no_float_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"integer of [34]0[01] digits"):
+        parse_json(text)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with something in it."""
+    file = tmp_path / "file.json"
+    file.write_text("old")
+    return file
+
+
+def test_a_good_place_is_left_as_it_was(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "not" / "yet" / "there", Path("new")):
+        check_output_folder(folder)
+    for place in (file, tmp_path / "not" / "yet" / "there.json", Path("new.json")):
+        check_output_file(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
+    assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    "name", ["file.json", "file.json/below", "file.json/far/below", "x" * 300, "nul\0", "/dev/full/x"]
+)
+def test_what_can_be_no_folder_is_refused(tmp_path: Path, file: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        check_output_folder(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", [".", "file.json/below.json", "x" * 300, "nul\0", "/dev/full", "/dev/null", "/"])
+def test_what_can_be_no_file_is_refused(tmp_path: Path, file: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        check_output_file(tmp_path / name)
+
+
+def test_no_right_to_write_is_found_out(tmp_path: Path, file: Path) -> None:
+    tmp_path.chmod(0o500)
+    file.chmod(0o400)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("this user may write anywhere")
+        for check, place in ((check_output_folder, tmp_path), (check_output_file, file)):
+            with pytest.raises(StorageError, match="Permission denied"):
+                check(place)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_full_disk_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
+    for check in (check_output_folder, check_output_file):
+        with pytest.raises(StorageError, match="No space left"):
+            check(tmp_path / "new")
+
+
+def _full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, file: Path) -> None:
+    with whole(file) as draft:
+        draft.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new"
+    said = r"file\.json cannot be written \(No space left on device\); all is kept"
+    with pytest.raises(StorageError, match=said), whole(file, "all is kept") as draft:
+        _full(draft.write_text("half"))
+    assert file.read_text() == "new"
+    with pytest.raises(ZeroDivisionError), whole(file) as draft:
+        draft.write_text(str(1 / 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
+    with whole(tmp_path / "new" / "folder" / "file") as draft:
+        draft.write_text("made")
+    assert (tmp_path / "new" / "folder" / "file").read_text() == "made"
+
+
+def test_files_have_the_rights_of_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    wanted = (tmp_path / "new").stat().st_mode
+    assert wanted & 0o044
+    with whole(tmp_path / "file.safetensors") as draft:
+        save_file({"a": torch.zeros(1)}, draft)
+    with whole_folder(tmp_path / "folder") as draft:
+        (draft / "inside").mkdir()
+        for file in (draft / "a.safetensors", draft / "inside" / "b.safetensors"):
+            save_file({"a": torch.zeros(1)}, file)
+            file.chmod(0o600)
+    assert {each.stat().st_mode for each in tmp_path.rglob("*") if each.is_file()} == {wanted}
+
+
+def test_what_is_no_number_is_not_written_as_json(tmp_path: Path, file: Path) -> None:
+    write_json(file, {"a": 1.5})
+    with pytest.raises(StorageError, match=r"file\.json cannot be written .*not JSON compliant.*; all is kept"):
+        write_json(file, {"a": float("nan")}, "all is kept")
+    assert json.loads(file.read_text()) == {"a": 1.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        io.UnsupportedOperation("not writable"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2055360 vs 2055248"),
+        RuntimeError("basic_ios::clear: iostream error"),
+    ],
+    ids=repr,
+)
+def test_what_writers_raise_is_reported_in_one_line(error: Exception) -> None:
+    with (
+        pytest.raises(StorageError, match=r"^place cannot be written \(.*\); kept$") as told,
+        writing(Path("place"), "kept"),
+    ):
+        raise error
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("no"), CheckpointError("typed"), KeyError("x")]
+)
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as same, writing(Path("place")):
+        raise error
+    assert same.value is error

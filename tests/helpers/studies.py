@@ -14,6 +14,7 @@ from helpers.stories import checkpoint_folder
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.decode.output import Stats
+from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
@@ -105,6 +106,16 @@ def plain(seconds: Sequence[Sequence[float]]) -> Record:
     calls = sum(map(len, seconds))
     counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
     return record("plain", seconds, counts=counts)
+
+
+@dataclass(frozen=True)
+class Guess(Stateless):
+    """A drafter that no name says all of: the same tokens again and again."""
+
+    tokens: tuple[int, ...]
+
+    def propose(self, rows: RowsView, budget: Budget) -> Draft:
+        return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
 
 
 # A pass as `counted` prices it.

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 import selfspec
@@ -22,12 +22,6 @@ from selfspec.serve.conversation import ChatTurn, Conversation
 TEXTS = ("Tell me of Lily.", "And then?", "What did Tom say?")
 # The last message first: what was read before is no beginning of the next prompt.
 BACKWARDS = "{% for m in messages | reverse %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}so{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
-    return found
 
 
 @pytest.fixture(scope="module")

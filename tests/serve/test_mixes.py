@@ -66,14 +66,11 @@ def test_rows_of_many_mixes_are_what_they_are_alone(dtype: torch.dtype, number: 
 @pytest.mark.parametrize(
     ("architecture", "draft"),
     [
-        pytest.param("jamba", "exit", marks=pytest.mark.contract),
         pytest.param("bloom", "exit", marks=pytest.mark.contract),
-        pytest.param("mixtral", "exit", marks=pytest.mark.contract),
         pytest.param("gemma2", "tree", marks=pytest.mark.contract),
         pytest.param("mamba2", "lookup", marks=pytest.mark.contract),
         ("lfm2", "exit"),
         ("mistral", "exit"),
-        ("qwen2", "exit"),
         ("gpt2", "exit"),
         pytest.param("qwen3_next", "lookup", marks=pytest.mark.contract),
     ],

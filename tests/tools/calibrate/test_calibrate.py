@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.studies import TIMES, counted, known
+from helpers.studies import TIMES, Guess, counted, known
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
@@ -94,17 +94,7 @@ def test_drafts_that_are_given_take_the_place_of_exits_and_of_nothing_else() -> 
     assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8", "mtp"]
 
 
-@dataclass(frozen=True)
-class Nameless(Stateless):
-    """A drafter that no name says all of."""
-
-    tokens: tuple[int, ...]
-
-    def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        return rows.no_draft()
-
-
-@pytest.mark.parametrize("drafts", [[None], [Nameless((1,))], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
+@pytest.mark.parametrize("drafts", [[None], [Guess((1,))], [EarlyExit(4)], [EarlyExit(1), EarlyExit(1)]])
 def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None:
     with pytest.raises(DraftConfigError):
         considered(4, drafts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 import selfspec
 from helpers import tiny
 from helpers.shrunken import shrunken
-from helpers.studies import TIMES, counted, declared, stories_loader
+from helpers.studies import TIMES, Guess, counted, declared, stories_loader
 from selfspec.accept import TokenLevel
-from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.errors import StudyError
 from selfspec.measure import own_text
 from selfspec.measure import teacher_forced as passes
@@ -194,16 +193,6 @@ def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatc
     study = replace(study, texts=9)
     assert fitted(1e-6) == begun
     assert fitted(1e-6, minutes=2)["max_new_tokens"] == 64
-
-
-@dataclass(frozen=True)
-class Guess(Stateless):
-    """A drafter that no name says all of: the same tokens again and again."""
-
-    tokens: tuple[int, ...]
-
-    def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
 
 
 def test_a_file_declares_a_study(tmp_path: Path) -> None:

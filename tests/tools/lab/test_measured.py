@@ -79,12 +79,9 @@ def test_cycles() -> None:
     assert figures(PLAIN, cycling, PLAIN).decoding_without_cycles is None
 
 
-def test_mean_accepted_length() -> None:
+def test_acceptance() -> None:
     assert shown(STOCK).mean_accepted_length.value == 1.0
     assert shown(drafting()).mean_accepted_length.value == 2.0
-
-
-def test_acceptance() -> None:
     rate = shown(drafting()).acceptance_rate
     assert rate.value == pytest.approx(32 / 38)
     assert shown(drafting()).acceptance_by_depth == pytest.approx([12 / 16, 10 / 12, 1.0])
