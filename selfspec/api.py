@@ -495,7 +495,11 @@ class SelfSpeculative:
         self, request: Request, seed: int | None, draft_length: int | Control | None, accept: str | Rule | None
     ) -> Generation:
         self._check_open()
-        check_decodable(self.model, self.adapter)
+        known = self.programs.known(self.model)
+        if known is None or known.decodable_by is not self.adapter:
+            check_decodable(self.model, self.adapter)
+            if known is not None:
+                known.decodable_by = self.adapter
         self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
@@ -517,7 +521,7 @@ class SelfSpeculative:
             request.prefill_width,
         )
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
-        target = self._target()
+        target = replace(self._target(), known=known)
         return Generation(target, request, draft=choice.draft, control=controller, rule=rule, seed=seed)
 
     def _target(self) -> Target:

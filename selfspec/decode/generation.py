@@ -53,7 +53,7 @@ from selfspec.model.registry import has_encoder
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.view import view_with
-from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.runner import ModelRunner
 
@@ -249,7 +249,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Target:
-    """A wrapped model as generations run it, with the drafters' `memories`; `limits` apply under a memory budget."""
+    """A wrapped model as generations run it, with the drafters' `memories`; `limits` apply under a memory budget.
+
+    `known` are the programs of the model as it is now, if a call has looked them up.
+    """
 
     model: PreTrainedModel
     adapter: Adapter
@@ -257,6 +260,7 @@ class Target:
     substitutes: Substitutes
     memories: dict[Hashable, object]
     limits: Limits | None
+    known: BoundPrograms | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -272,7 +276,7 @@ class Target:
 
     def runner(self, cache: SharedCache) -> ModelRunner:
         """Make a runner of passes over a cache."""
-        return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes)
+        return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes, self.known)
 
 
 # Seeds of pieces differ by multiples of _APART, so that neighbouring seeds do not give two pieces the same noise.

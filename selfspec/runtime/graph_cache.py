@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
+from selfspec.architecture import Adapter
 from selfspec.device import Timer
 from selfspec.model.features import Point
 from selfspec.model.gated_view import ExactStates
@@ -105,6 +106,13 @@ class GraphCache:
     def _candidates(self) -> dict[PassKind, _Candidate]:
         return {} if self._current is None else self._current.candidates
 
+    def known(self, model: PreTrainedModel) -> BoundPrograms | None:
+        """Return the programs of a model that has not changed since they were bound to it; None: it may have."""
+        current = self._current
+        if current is None or current.state.model is not model or current.state.others:
+            return None
+        return current if current.state.holds() else None
+
     def bound_to(self, model: PreTrainedModel) -> BoundPrograms | None:
         """Return the programs of the model as it is now, and drop those of an earlier state; None: do not record."""
         self.runtime.check(weight_of(model.get_input_embeddings()).device)
@@ -127,6 +135,8 @@ class BoundPrograms:
         self.runtime = runtime
         self.state = state
         self.candidates: dict[PassKind, _Candidate] = {}
+        # By which adapter the model was found decodable, as it still is while its state holds.
+        self.decodable_by: Adapter | None = None
         self._clock = clock
 
     @cached_property

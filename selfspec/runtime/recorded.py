@@ -123,12 +123,16 @@ def runner_for(
     cache: SharedCache,
     programs: GraphCache | None,
     substitutes: Substitutes | None = None,
+    known: BoundPrograms | None = None,
 ) -> ModelRunner:
-    """Make the runner of one generation; it records passes if `programs` are given and the model allows it."""
+    """Make the runner of one generation; it records passes if `programs` are given and the model allows it.
+
+    `known` are those of the model as it is now, if a call has looked them up.
+    """
     recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
     if programs is not None and programs.bucket == cache.cursors.bucket and recordable:
-        bound = programs.bound_to(model)
+        bound = programs.bound_to(model) if known is None else known
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)
     view = None if programs is None else programs.runtime.viewed(model)

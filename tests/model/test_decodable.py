@@ -17,7 +17,9 @@ import selfspec
 from helpers import tiny
 from helpers.pictures import pictured
 from helpers.shrunken import shrunken
+from selfspec import api
 from selfspec.adapters import ADAPTERS
+from selfspec.architecture import Adapter
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.errors import UnsupportedModelError
 from selfspec.measure.summary import describe, describe_config
@@ -231,3 +233,44 @@ def test_an_image_within_a_budget_is_refused_by_name(tmp_path: Path) -> None:
     spec = selfspec.load(tmp_path, "4GiB", device="cpu")
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="within a budget"):
         spec.generate(**example.inputs, **SHORT)
+
+
+def _dropping(model: PreTrainedModel) -> None:
+    model.train()
+    model.config.attention_dropout = model.model.layers[1].self_attn.attention_dropout = 0.1
+
+
+def _numbered_as_the_first(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.layer_idx = 0
+
+
+def _with_another_kernel(model: PreTrainedModel) -> None:
+    model.config._attn_implementation_internal = "flex_attention"
+
+
+def _with_a_loop_of_its_own(model: PreTrainedModel) -> None:
+    model.__dict__["_sample"] = lambda *_: None
+
+
+CHANGES = (_dropping, _numbered_as_the_first, _with_another_kernel, _with_a_loop_of_its_own)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_checks_a_model_again_once_it_has_changed(
+    change: Callable[[PreTrainedModel], None], llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = selfspec.wrap(llama, runtime=selfspec.runtime.Native())
+    checked: list[PreTrainedModel] = []
+
+    def noting(model: PreTrainedModel, adapter: Adapter) -> None:
+        checked.append(model)
+        check_decodable(model, adapter)
+
+    monkeypatch.setattr(api, "check_decodable", noting)
+    for _ in range(4):
+        spec.generate(tiny.prompt(3), max_new_tokens=1)
+    # The state is taken after the first check, and known to be that of the second.
+    assert len(checked) == 2
+    change(llama)
+    with pytest.raises(UnsupportedModelError):
+        spec.generate(tiny.prompt(3), max_new_tokens=1)
