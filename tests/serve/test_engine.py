@@ -295,7 +295,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def phi3() -> PreTrainedModel:
     tables = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": CHANGE}
     factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": CHANGE}
+    lengths: dict[str, Any] = {"max_position_embeddings": 256, "original_max_position_embeddings": CHANGE}
     return shrunken("phi3", vocab_size=512, initializer_range=0.3, rope_parameters=tables | factors, **lengths)
 
 
