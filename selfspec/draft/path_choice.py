@@ -325,7 +325,7 @@ class Trial(Behind):
         tokens, change = self.added_to(request.tokens, tree), partial(self.view, behind=width, choices=choices)
         result = run(replace(request, tokens=tokens, change=change))
         # The trial's tokens lie in further rows or behind the block.
-        return result.split(rows, width, self.tried(result.logits, width, choices))
+        return replace(result.first(width, rows), behind=self.tried(result.logits, width, choices))
 
     def added_to(self, block: Tensor, tree: Tree) -> Tensor:
         """Return the tokens of the block and of the trial's own nodes, `[rows, 1 + nodes]`."""

@@ -18,8 +18,8 @@ from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.process import ProcessLock
 from selfspec.runtime.model_state import ModelState, why_not
-from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
-from selfspec.runtime.request import Chain, Draws
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.request import NO_LOGITS, Chain, Draws, PassResult
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 
 # Number of comparisons over one number of slots after which a program is used for that number alone.
@@ -40,13 +40,13 @@ class _Program:
         """True if it gives logits alone."""
         return self.has_logits and self.leaves is None and not self.points
 
-    def run(self, tensors: PassTensors, width: int) -> PassOutput:
+    def run(self, tensors: PassTensors, width: int) -> PassResult:
         outputs = iter(self.function(tensors.flat()))
-        logits = next(outputs) if self.has_logits else None
+        logits = next(outputs) if self.has_logits else NO_LOGITS
         states = None
         if self.leaves is not None:
             states = ExactStates(next(outputs), {name: next(outputs) for name in self.leaves})
-        return PassOutput(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
+        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
 
 
 @dataclass
@@ -168,9 +168,9 @@ class BoundPrograms:
         tensors: PassTensors,
         width: int,
         *,
-        stock: Callable[[], PassOutput],
+        stock: Callable[[], PassResult],
         function: Callable[[], PassFunction],
-    ) -> PassOutput:
+    ) -> PassResult:
         """Run a pass over `width` tokens of each row, by its program if there is one, else by `stock`.
 
         `kind` and `tensors` may be of a wider pass that serves it; `function` returns the pass to make a program of.
@@ -226,9 +226,9 @@ class BoundPrograms:
         candidate: _Candidate,
         tensors: PassTensors,
         width: int,
-        stock: Callable[[], PassOutput],
+        stock: Callable[[], PassResult],
         function: Callable[[], PassFunction],
-    ) -> PassOutput:
+    ) -> PassResult:
         if not self.state.holds():
             return stock()
         timer = Timer(self._clock, tensors.tokens.device)
@@ -264,10 +264,10 @@ class BoundPrograms:
                 candidate.refuse("it took longer than the stock modules")
         return expected
 
-    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassOutput) -> _Program:
+    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassResult) -> _Program:
         leaves = None if expected.states is None else tuple(expected.states.attention)
         program = self.runtime.program(function, tensors)
-        return _Program(program, expected.logits is not None, leaves, tuple(expected.features))
+        return _Program(program, expected.logits is not NO_LOGITS, leaves, tuple(expected.features))
 
 
 def _said(error: Exception) -> str:

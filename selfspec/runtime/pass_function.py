@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.source import ReadSource, Source
 from selfspec.cache.view import Seen
-from selfspec.model.features import Features
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
-from selfspec.runtime.request import PassRequest, Runs
+from selfspec.runtime.request import NO_LOGITS, PassRequest, PassResult, Runs
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,6 @@ class PassKind:
     padded: bool
     entering: tuple[str, ...] | None
     masked_source: bool | None = None
-
-    @classmethod
-    def of(cls, request: PassRequest, base: str | None, tensors: PassTensors, cache: SharedCache) -> PassKind:
-        """Return the kind of a pass over a cache, given its tensors."""
-        slots, source = tensors.slots, tensors.source
-        return cls(
-            runs=request.runs,
-            base=base,
-            rows=request.tokens.shape[0],
-            width=request.width,
-            embedded=request.tokens.is_floating_point(),
-            uniform=cache.cursors.uniform,
-            nodes=None if slots.block is None else slots.block.nodes,
-            padded=cache.cursors.padded(request.width),
-            entering=None if request.entering is None else tuple(request.entering.attention),
-            masked_source=None if source is None else source.mask is not None,
-        )
 
     @property
     def path(self) -> LayerPath:
@@ -104,32 +86,8 @@ class PassTensors:
 
 
 @dataclass(frozen=True)
-class PassOutput:
-    """Holds the results of a pass, also as a flat tuple: logits, `[rows, width, vocab]`, states and tapped features.
-
-    Logits are None where the pass ends before the head, states where the path leaves nothing.
-    """
-
-    logits: Tensor | None
-    states: ExactStates | None
-    features: Features = field(default_factory=dict)
-
-    def flat(self) -> tuple[Tensor, ...]:
-        """Return all tensors: logits, states, features."""
-        logits = () if self.logits is None else (self.logits,)
-        states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
-        return (*logits, *states, *self.features.values())
-
-    def first(self, width: int) -> PassOutput:
-        """Return the results of the first `width` tokens of each row."""
-        logits = None if self.logits is None else self.logits[:, :width]
-        states = None if self.states is None else self.states.first(width)
-        return PassOutput(logits, states, {point: each[..., :width, :] for point, each in self.features.items()})
-
-
-@dataclass(frozen=True)
 class PassFunction:
-    """Maps the tensors of `PassTensors.flat` to those of `PassOutput.flat`, by running a pass through `view`.
+    """Maps the tensors of `PassTensors.flat` to those of `PassResult.flat`, by running a pass through `view`.
 
     `placed` tells the view where each row is, for models that count that by the length of their cache.
     """
@@ -148,7 +106,7 @@ class PassFunction:
         """Return the model's mask, made even if it needs none: a tensor, or a dict of tensors."""
         return self._masks(tensors, True)
 
-    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassOutput:
+    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
         """Return the results of the pass under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
@@ -239,12 +197,12 @@ def run_view(
     entering: ExactStates | None,
     inputs: Mapping[str, Any],
     source: Source | None = None,
-) -> PassOutput:
+) -> PassResult:
     """Run a view of a model on the inputs of its text; `base` is as in `PassKind`, `entering` as in `PassTensors`."""
     view.enter(entering)
     module: nn.Module = view.module if base is None else view.module.get_submodule(base)
     output = module(**(inputs if source is None else beside_source(module, inputs, source)))
-    return PassOutput(output.logits if base is None else None, view.leave(), view.features())
+    return PassResult(output.logits if base is None else NO_LOGITS, view.leave(), view.features())
 
 
 class SlotCache(Cache):

@@ -16,8 +16,8 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.model_state import frozen_view, is_watched
-from selfspec.runtime.pass_function import PassFunction, PassKind, PassOutput, PassTensors
-from selfspec.runtime.request import Chain, ChainStep, Draws, PassRequest, Runs
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.request import Chain, ChainStep, Draws, PassRequest, PassResult, Runs
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -36,7 +36,7 @@ class RecordedRunner(ModelRunner):
         self._programs = programs
         self._streaming: dict[Runs, bool] = {}
 
-    def _run_in_block(self, request: PassRequest) -> PassOutput:
+    def _run_in_block(self, request: PassRequest) -> PassResult:
         width = request.width
         plain = replace(request, tokens=request.tokens.contiguous())
         tensors = PassTensors.of(plain, self._cache) if request.change is None else None
@@ -105,7 +105,19 @@ class RecordedRunner(ModelRunner):
         return tensors if tensors is not None and self._programs.runtime.takes(tensors) else None
 
     def _kind(self, request: PassRequest, tensors: PassTensors) -> PassKind:
-        return PassKind.of(request, self._base_of(request), tensors, self._cache)
+        slots, source = tensors.slots, tensors.source
+        return PassKind(
+            runs=request.runs,
+            base=self._base_of(request),
+            rows=request.tokens.shape[0],
+            width=request.width,
+            embedded=request.tokens.is_floating_point(),
+            uniform=self._cache.cursors.uniform,
+            nodes=None if slots.block is None else slots.block.nodes,
+            padded=self._cache.cursors.padded(request.width),
+            entering=None if request.entering is None else tuple(request.entering.attention),
+            masked_source=None if source is None else source.mask is not None,
+        )
 
     def _function(self, kind: PassKind) -> PassFunction:
         runtime = self._programs.runtime

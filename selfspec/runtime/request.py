@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from selfspec.architecture import Adapter
@@ -67,12 +68,16 @@ class Runs:
     taps: tuple[Point, ...] = ()
 
 
+NO_LOGITS = torch.empty(0, 0, 0)
+"""Logits of a pass that ends before the head."""
+
+
 @dataclass(frozen=True)
 class PassResult:
     """Holds the result of one pass.
 
     Attributes:
-        logits: `[batch, tokens, vocab]`.
+        logits: `[batch, tokens, vocab]`, or `NO_LOGITS`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
         behind: what came of the nodes behind a draft, as `Behind.run` returns it; None: there were none.
     """
@@ -82,10 +87,17 @@ class PassResult:
     features: Features = field(default_factory=dict)
     behind: object = None
 
-    def split(self, rows: int, width: int, behind: object) -> PassResult:
-        """Return the result of the first `rows` rows and `width` tokens, beside what came of all others."""
-        features = {point: states[..., :rows, :width, :] for point, states in self.features.items()}
-        return PassResult(self.logits[:rows, :width], None, features, behind)
+    def flat(self) -> tuple[Tensor, ...]:
+        """Return all tensors of a program's result: logits if there are any, states, features."""
+        logits = () if self.logits is NO_LOGITS else (self.logits,)
+        states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
+        return (*logits, *states, *self.features.values())
+
+    def first(self, width: int, rows: int | None = None) -> PassResult:
+        """Return the result of the first `width` tokens of the first `rows` rows; None: of all rows."""
+        logits = self.logits if self.logits is NO_LOGITS else self.logits[:rows, :width]
+        states = None if self.states is None else self.states.first(width)
+        return PassResult(logits, states, {point: each[..., :rows, :width, :] for point, each in self.features.items()})
 
 
 class Behind(ABC):

@@ -28,7 +28,7 @@ from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import view_with_parts
 from selfspec.runtime.attention import AttentionShares, for_new_lengths
-from selfspec.runtime.pass_function import PassOutput, beside_source, model_inputs, run_view
+from selfspec.runtime.pass_function import beside_source, model_inputs, run_view
 from selfspec.runtime.request import Chain, Change, Draws, PassRequest, PassResult, Runs
 from selfspec.runtime.runtime import Eager
 
@@ -98,12 +98,10 @@ class ModelRunner:
         if request.behind is not None:
             return self._run_with_nodes_behind(request)
         with self._reading(request):
-            output = self._run_in_block(request)
-        assert output.logits is not None
+            result = self._run_in_block(request)
         # Only a head of plain weights can be exchanged for one that draws on some of them.
         head = request.head
-        logits = output.logits if head is None else head.spread(output.logits, self.vocabulary)
-        return PassResult(logits, output.states, output.features)
+        return result if head is None else replace(result, logits=head.spread(result.logits, self.vocabulary))
 
     def _run_with_nodes_behind(self, request: PassRequest) -> PassResult:
         assert request.behind is not None
@@ -193,7 +191,7 @@ class ModelRunner:
         with self._cache.reading(request.width, request.first, request.path.view), self._attending:
             yield
 
-    def _run_stock(self, request: PassRequest) -> PassOutput:
+    def _run_stock(self, request: PassRequest) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         if request.change is not None:
             return self._run_changed(request, request.change)
@@ -202,11 +200,11 @@ class ModelRunner:
             inputs |= self._kept(1)
         return run_view(self._view(request.runs), base, request.entering, inputs, self._cache.source)
 
-    def _run_changed(self, request: PassRequest, change: Change) -> PassOutput:
+    def _run_changed(self, request: PassRequest, change: Change) -> PassResult:
         view = change(self._view(Runs(request.path)).module, self._adapter)
         tap = FeatureTap(view, self._adapter, self._base, request.taps)
         logits = tap.module(**self._called_with(tap.module, request.tokens)).logits
-        return PassOutput(logits, None, tap.take())
+        return PassResult(logits, None, tap.take())
 
     def _base_of(self, request: PassRequest) -> str | None:
         """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""

@@ -175,7 +175,7 @@ class MaskRows(Behind):
         rows, width = request.tokens.shape
         path = replace(request.path, lora=LoraRows(self.lora, width))
         result = run(replace(request, path=path, tokens=torch.cat([request.tokens, self.tokens], 1)))
-        return result.split(rows, width, result.logits[:, width:])
+        return replace(result.first(width, rows), behind=result.logits[:, width:])
 
 
 class UnoProposer(KeepingProposer):
