@@ -151,14 +151,6 @@ class Group:
             return [0] * len(runs)
 
 
-@dataclass(frozen=True)
-class NextTokens:
-    """Tokens of a round without a draft, `[rows, 1]`; arbitrary where `finite` is False (None: all are finite)."""
-
-    tokens: Tensor
-    finite: Tensor | None
-
-
 class BatchSampling:
     """Turns the running rows' logits into the distribution that plain decoding of each group would draw from.
 
@@ -171,7 +163,6 @@ class BatchSampling:
         samplings = [group.sampling for group in groups]
         self.greedy = all(each.greedy for each in samplings)
         self.decided = all(each.decided for each in samplings)
-        self.mends = all(each.mends for each in samplings)
         self.in_order = any(each.in_order for each in samplings)
         self.reads_prefixes = any(each.reads_prefixes for each in samplings)
         ends = list(accumulate(len(group.running) for group in groups))
@@ -244,25 +235,12 @@ class BatchSampling:
         decided[rows] = _one_hot(p[rows], own.choose(p[rows], positions.expand(len(p), -1)[rows]))
         return decided
 
-    def next_tokens(self, scores: Tensor, positions: Tensor, noise: Noise) -> NextTokens:
-        """Return each row's token without a draft; scores are `[rows, 1, vocab]`, positions `[rows or 1, 1]`."""
-        if not self.greedy:
-            p = self.probabilities(scores)
-            tokens = self.draw(self.decide(p, positions, noise), noise, Purpose.RECOVER)
-            return NextTokens(tokens, p.sum(-1).isfinite())
-        tokens, finite = scores.argmax(-1), None
-        if broken := self._broken:
-            finite = torch.ones_like(tokens, dtype=torch.bool)
-            finite[broken] = False
-        return NextTokens(tokens, finite)
-
-    def legible(self, logits: Tensor) -> Tensor | None:
-        """Return which logits without a draft are usable, `[rows, places]`; None: all, processors mend them."""
-        if self.mends:
-            return None
+    def legible(self, logits: Tensor) -> Tensor:
+        """Return which logits without a draft are usable, `[rows, places]`: those that are finite or mended."""
         finite = logits.amax(-1).isfinite()
-        if self._mending:
-            finite[self._mending] = True
+        for rows, usable in ((self._mending, True), (self._broken, False)):
+            if rows:
+                finite[rows] = usable
         return finite
 
     def judged(self, draft: Draft) -> Draft:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
     judged = within(draft, batch.row_lengths(draft))
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    place, token = _accepting(rule, seen)(batch, seen, logits, rule, judged=judged)
+    place, token = _accept(batch, seen, logits, rule, judged)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
     finite = finite.gather(1, place[:, None])[:, 0]
     accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
@@ -95,13 +95,18 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
 
 def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
     """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
-    sampling = batch.sampling
-    found = sampling.next_tokens(scores, batch.cache.cursors.positions(1) + 1, batch.noise)
-    token = found.tokens[:, 0]
-    none = torch.zeros_like(token)
-    tests = [each for each in (found.finite, sampling.legible(logits)) if each is not None]
-    finite = reduce(torch.logical_and, tests)[:, 0] if tests else torch.ones_like(token, dtype=torch.bool)
-    return _Accepted(none, none, token, finite, scores.new_empty(len(scores), 0), batch.last_tokens, logits, scores)
+    sampling, finite = batch.sampling, batch.sampling.legible(logits)
+    if sampling.greedy:
+        token = scores.argmax(-1)
+    else:
+        p = sampling.probabilities(scores)
+        finite = finite & p.sum(-1).isfinite()
+        token = sampling.draw(
+            sampling.decide(p, batch.cache.cursors.positions(1) + 1, batch.noise), batch.noise, Purpose.RECOVER
+        )
+    none = torch.zeros_like(token[:, 0])
+    overlap = scores.new_empty(len(scores), 0)
+    return _Accepted(none, none, token[:, 0], finite[:, 0], overlap, batch.last_tokens, logits, scores)
 
 
 def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
@@ -216,30 +221,26 @@ def accept(
     return place, batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
 
 
-def _accept_by_triton(
+def _accept(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does for a chain and a token-level rule, in one launch."""
+    """Do what `accept` does, for a chain and a token-level rule by Triton in one launch."""
+    stock = partial(accept, batch, seen, logits, rule, judged, first)
+    draft, uniform, noise = seen.draft, None, None
+    if not runs_triton(seen.p.device) or not len(draft.tree) or not draft.tree.is_chain:
+        return stock()
+    declared = declaration_of(type(rule))
+    if declared is None or not declared.by_kernel:
+        return stock()
     from selfspec.kernels.triton_judge import tried_verdict
 
-    draft, uniform, noise = seen.draft, None, None
     if not batch.sampling.decided:
         uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
         noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
-
-    def stock() -> Tensor:
-        return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
-
-    place, token = tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock).unbind(1)
+    place, token = tried_verdict(
+        seen.p, draft.probs, draft.tokens, uniform, judged, noise, lambda: torch.stack(stock(), 1)
+    ).unbind(1)
     return place, token
-
-
-def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that accepts a draft: `accept`, or the same in one launch."""
-    if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
-        return accept
-    declared = declaration_of(type(rule))
-    return accept if declared is None or not declared.by_kernel else _accept_by_triton
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
@@ -299,7 +300,7 @@ def _judge_group(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verd
             raise
         group.error = error
     rows = {
-        row: RowVerdict(drafted, (), 0, [], 0, ended=True, finite=True, overlap=[])
+        row: RowVerdict(drafted, ended=True)
         for row, drafted in zip(batch.running, draft.tokens.tolist(), strict=True)
         if row in batch.unfinished
     }
@@ -322,67 +323,44 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     sampling, sequences = batch.groups[0].sampling, batch.groups[0].sequences
     sampling.forget_draft()
     drafted = draft.tokens.tolist()
-    rows = {row: _Row(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished}
+    rows = {
+        row: RowVerdict(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished
+    }
     finite = logits.amax(-1).isfinite().tolist()
     for place in range(draft.length + 1):
-        going = [index for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended]
-        broken = [index for index in going if not finite[index][place]]
+        going = {index: row for index, row in enumerate(sequences.running) if row in rows and not rows[row].ended}
+        broken = [row for index, row in going.items() if not finite[index][place]]
         if draft.length and broken:
             # A draft token may be the cause, so judge the place again in a round without a draft.
-            for index in broken:
-                rows[sequences.running[index]].finite = False
+            rows |= {row: replace(rows[row], finite=False) for row in broken}
             break
-        ids = sequences.followed_by(_runs(batch, rows))
-        judged = _judge_place(batch, draft, logits, rule, ids, place)
-        columns = torch.stack([judged.token, judged.accepted, judged.finite], 1)
-        # Transfer everything at once: doubles hold every token id exactly.
-        numbers = torch.cat([columns.double(), judged.overlap.double()], 1).tolist()
-        for index in going:
-            token, accepted, is_finite, *overlap = numbers[index]
-            row = rows[sequences.running[index]]
-            row.finite = bool(is_finite) and (sampling.mends or index not in broken)
-            row.ended = not row.finite
-            if row.finite:
-                row.tokens.append(int(token))
-                row.accepted += int(accepted)
-                row.overlap += overlap
-        _stop(batch, rows, judged.scores, logits[:, place : place + 1])
-        if not all(row.ended or row.accepted > place for row in rows.values()):
+        numbers, scores = _judge_place(batch, draft, logits, rule, sequences.followed_by(_runs(batch, rows)), place)
+        for index, number in going.items():
+            token, accepted, is_finite, *overlap = numbers[index].tolist()
+            row = rows[number]
+            if not is_finite or (number in broken and not sampling.mends):
+                rows[number] = replace(row, finite=False, ended=True)
+                continue
+            path = range(len(row.path) + int(accepted))
+            rows[number] = replace(row, tokens=[*row.tokens, int(token)], path=path, overlap=[*row.overlap, *overlap])
+        _stop(batch, rows, scores, logits[:, place : place + 1])
+        if not all(row.ended or len(row.path) > place for row in rows.values()):
             break
         if all(row.ended for row in rows.values()):
             break
-    verdicts = {number: row.verdict() for number, row in rows.items()}
-    return Verdict(tuple(batch.running), verdicts, _last(batch, rows))
+    verdicts = {number: replace(row, judged=min(len(row.path) + 1, len(row.drafted))) for number, row in rows.items()}
+    runs, before = _runs(batch, rows), batch.last_tokens.flatten().tolist()
+    last = [[[token, *runs[row]][-1]] for row, token in zip(batch.running, before, strict=True)]
+    return Verdict(tuple(batch.running), verdicts, torch.tensor(last, device=batch.last_tokens.device))
 
 
-@dataclass
-class _Row:
-    drafted: list[int]
-    tokens: list[int] = field(default_factory=list)
-    accepted: int = 0
-    ended: bool = False
-    finite: bool = True
-    overlap: list[float] = field(default_factory=list)
+def _judge_place(
+    batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int
+) -> tuple[Tensor, Tensor]:
+    """Judge a place, and wait for the device; return numbers of each running row, and scores, `[rows, 1, vocab]`.
 
-    def verdict(self) -> RowVerdict:
-        judged = min(self.accepted + 1, len(self.drafted))
-        return RowVerdict(
-            self.drafted, range(self.accepted), judged, self.tokens, 0, self.ended, self.finite, self.overlap
-        )
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The verdict on one place of each running row."""
-
-    token: Tensor
-    accepted: Tensor  # 1 where the token is the draft's, else 0, `[rows]`
-    finite: Tensor  # True if processors left a token to choose, `[rows]`
-    overlap: Tensor  # as in `Effective`, `[rows, 1 or 0]`
-    scores: Tensor  # the logits after processors, `[rows, 1, vocab]`
-
-
-def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int) -> _Place:
+    The numbers are its token, 1 if that is the draft's, 1 if processors left a token to choose, and the overlap.
+    """
     sampling, running = batch.sampling, batch.running
     whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
     whole[running] = logits[:, place].float()
@@ -396,14 +374,16 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Te
     seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
     places = token.shape[1] + 1
     seen = replace(seen, p=seen.p.expand(-1, places, -1))
-    accepted, own = _accepting(rule, seen)(batch, seen, logits[:, place : place + places], rule, first=place)
+    accepted, own = _accept(batch, seen, logits[:, place : place + places], rule, first=place)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
-    return _Place(chosen, accepted, finite[:, 0], seen.overlap, scores)
+    # Transfer everything at once: doubles hold every token id exactly.
+    columns = torch.stack([chosen, accepted, finite[:, 0]], 1)
+    return torch.cat([columns.double(), seen.overlap.double()], 1).cpu(), scores
 
 
-def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -> None:
+def _stop(batch: Batch, rows: dict[int, RowVerdict], scores: Tensor, logits: Tensor) -> None:
     """Record the scores of the place just judged, and end the rows that end there."""
-    grown = {number: row for number, row in rows.items() if not row.ended}
+    grown = [number for number, row in rows.items() if not row.ended]
     starts = [len(tokens) for tokens in batch.committed]
     for number, row in rows.items():
         starts[number] += len(row.tokens) - (number in grown)
@@ -411,22 +391,13 @@ def _stop(batch: Batch, rows: dict[int, _Row], scores: Tensor, logits: Tensor) -
     kept = group.records.keep(
         scores, logits, batch.running, starts, [int(number in grown) for number in range(len(starts))]
     )
-    for number, row in grown.items():
-        row.ended = group.stopping.ends(starts[number] + 1, row.tokens[-1])
+    ended = {number for number in grown if group.stopping.ends(starts[number] + 1, rows[number].tokens[-1])}
     if group.stopping.criteria and grown:
         verdicts = group.stopping.criteria(group.sequences.followed_by(_runs(batch, rows)), kept).tolist()
         count = max(starts[number] for number in grown) + 1
-        for number in group.stopping.ended(group.sequences, [each for each in grown if verdicts[each]], count):
-            rows[number].ended = True
+        ended.update(group.stopping.ended(group.sequences, [each for each in grown if verdicts[each]], count))
+    rows |= {number: replace(rows[number], ended=True) for number in ended}
 
 
-def _runs(batch: Batch, rows: dict[int, _Row]) -> list[list[int]]:
-    return [rows[number].tokens if number in rows else [] for number in range(batch.size)]
-
-
-def _last(batch: Batch, rows: dict[int, _Row]) -> Tensor:
-    """Return the last token of each running row, `[rows, 1]`."""
-    before = batch.last_tokens[:, 0].tolist()
-    tokens = [rows[row].tokens if row in rows else [] for row in batch.running]
-    last = [run[-1] if run else token for run, token in zip(tokens, before, strict=True)]
-    return torch.tensor(last, device=batch.last_tokens.device)[:, None]
+def _runs(batch: Batch, rows: dict[int, RowVerdict]) -> list[list[int]]:
+    return [list(rows[number].tokens) if number in rows else [] for number in range(batch.size)]

@@ -209,13 +209,13 @@ class RowVerdict:
     """
 
     drafted: Sequence[int]
-    path: Sequence[int]
-    judged: int
-    tokens: Sequence[int]
-    dropped: int
-    ended: bool
-    finite: bool
-    overlap: Sequence[float]
+    path: Sequence[int] = ()
+    judged: int = 0
+    tokens: Sequence[int] = ()
+    dropped: int = 0
+    ended: bool = False
+    finite: bool = True
+    overlap: Sequence[float] = ()
 
     @property
     def run_length(self) -> int:
