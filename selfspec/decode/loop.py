@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,31 +188,24 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     columns = request.mask[:, -request.read.shape[1] :]
     for row, count in enumerate(unread):
         prompts[row, :count] = request.read[row, columns[row].nonzero().flatten()[-1 - count : -1]]
-    if proposer is None and _ends_at_once(batch, request, unread):
-        batch.first_logits = batch.runner.last_logits(torch.cat([prompts.to(batch.last_tokens), batch.last_tokens], 1))
-        batch.cache.commit(unread)
+    cache, runner = batch.cache, batch.runner
+    # One pass of the stock model may read prompts of one length to their ends.
+    length, widest = unread[0], math.inf if batch.prefill_width is None else batch.prefill_width
+    at_once = not request.embeddings and cache.rolls_back_by_cursor and set(unread) == {length} and length <= widest
+    ends = proposer is None and length < widest and cache.source is None and cache.empty
+    if at_once and ends and runner.keeps_last_logits:
+        batch.first_logits = runner.last_logits(torch.cat([prompts.to(batch.last_tokens), batch.last_tokens], 1))
+        cache.commit(unread)
         return
     reading = Prefill(batch, prompts, unread)
-    early_exit = None if proposer is None or request.embeddings else proposer.early_exit
-    if early_exit is not None and _gives_evidence(batch, unread):
+    early_exit = proposer.early_exit if proposer is not None and at_once and not batch.taps else None
+    compares = batch.controller.judges_prompt and not batch.sampling.reads_prefixes and length >= _FEWEST
+    if early_exit is not None and compares and (length <= _MOST or runner.keeps_last_logits):
         batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, reading.tokens))
-        batch.cache.commit(unread)
+        cache.commit(unread)
         return
     while reading.left:
         reading.read(batch.prefill_width)
-
-
-def _ends_at_once(batch: Batch, request: Request, unread: Sequence[int]) -> bool:
-    """Return whether one pass of the stock model reads all prompts to their ends and gives their last logits alone."""
-    return (
-        not request.embeddings
-        and batch.cache.source is None
-        and batch.cache.empty
-        and batch.cache.rolls_back_by_cursor
-        and batch.runner.keeps_last_logits
-        and len(set(unread)) == 1
-        and (batch.prefill_width is None or unread[0] < batch.prefill_width)
-    )
 
 
 class Prefill:
@@ -261,20 +255,6 @@ def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Ev
         chances = (chances + (p.argmax(-1) == q.argmax(-1))) / 2
     table = torch.stack([q.amax(-1), chances]).nan_to_num(0.0).flatten(1).tolist()
     return Evidence(tuple(table[0]), tuple(table[1]))
-
-
-def _gives_evidence(batch: Batch, unread: Sequence[int]) -> bool:
-    """Return whether the controller asks for evidence and a prefill of `unread` tokens a row can give it."""
-    return (
-        batch.controller.judges_prompt
-        and not batch.sampling.reads_prefixes
-        and not batch.taps
-        and batch.cache.rolls_back_by_cursor
-        and len(set(unread)) == 1
-        and unread[0] >= _FEWEST
-        and (batch.prefill_width is None or unread[0] <= batch.prefill_width)
-        and (unread[0] <= _MOST or batch.runner.keeps_last_logits)
-    )
 
 
 class PhaseClock:
