@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
 from reprlib import Repr
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING
 
 from selfspec.errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError
 
@@ -47,42 +46,6 @@ def is_whole(value: object) -> bool:
 def is_finite(value: object) -> bool:
     """Return whether a value is a finite number, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-@dataclass(frozen=True)
-class Option:
-    """Describes a field of settings, in its annotation; the command line makes an option of each such field.
-
-    Attributes:
-        min: the least value; `check_numbers` refuses smaller ones.
-        max: the greatest value that the command line takes.
-        metavar: name of the value in help; None: its type.
-        parser: makes the value of text; None: its type does.
-    """
-
-    help: str
-    min: float | None = None
-    max: float | None = None
-    metavar: str | None = None
-    parser: Callable[[str], object] | None = None
-
-
-def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:
-    """Refuse a dataclass with an `int` or `float` field of another type, or below the `min` in its annotation.
-
-    None passes where the type allows it.
-    """
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        kind, least = getattr(hint, "__origin__", hint), None
-        for each in getattr(hint, "__metadata__", ()):
-            least = getattr(each, "min", least)
-        value, kinds = getattr(settings, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        if value is None and NoneType in kinds:
-            continue
-        if (int in kinds and not is_whole(value)) or (float in kinds and not is_finite(value)):
-            raise error(f"{name} must be {'an integer' if int in kinds else 'a finite number'}, got {shown(value)}")
-        if least is not None and value < least:
-            raise error(f"{name} must be at least {least:g}, got {shown(value)}")
 
 
 _CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)(?::(.+))?", re.DOTALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,6 @@ def device_name(device: torch.device) -> str:
         lines = []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
-
-
-def random_state_kept() -> AbstractContextManager[None]:
-    """Return a context that restores the states of torch's generators, on the host and on all devices."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or not has_streams(found):
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=range(torch.accelerator.device_count()), device_type=found.type)
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:

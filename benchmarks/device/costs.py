@@ -16,7 +16,7 @@ from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
-from selfspec.runtime import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
 _LENGTHS, _FEW_LENGTHS = (1, 3, 7), (3,)
 _WIDTHS, _FEW_WIDTHS = (1, 2, 4, 8, 16), (1, 4)

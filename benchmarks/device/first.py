@@ -21,7 +21,7 @@ from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.kernels import trial
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.runtime import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
 _CHAIN, _TREE = FixedLength(3), FixedLength(3, nodes=7)
 _DRAFTS = {

@@ -20,7 +20,7 @@ from selfspec.device import Timer
 from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.runtime import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
 _LENGTH = 3
 # Texts long enough that programs of every kind are made and proved, and that no round is the last.

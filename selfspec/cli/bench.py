@@ -129,8 +129,7 @@ class Arms:
         from selfspec.control.fixed import control_of
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.runtime import RuntimeName, usual_runtime
-        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec
+        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, usual_runtime
 
         depth = model.prepare()
         device = find_device(model.device)

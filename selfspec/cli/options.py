@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_a
 import typer
 from typer.models import OptionInfo
 
-from selfspec.arguments import Option as Described
 from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
+from selfspec.measure.settings import Option as Described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,23 +33,6 @@ class LogitBias(LogitsProcessor):
         return biased
 
 
-class OccurrencePenalty(LogitsProcessor):
-    """Subtracts `presence` from a token's logit if it occurs after the prompt, and `frequency` for each occurrence."""
-
-    stateless = True
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self._prompt = prompt
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, minus penalties; `input_ids` is each row's text, `[rows, length]`."""
-        new = input_ids[:, self._prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
-        return scores - self._presence * (counts > 0) - self._frequency * counts
-
-
 class Suppression(LogitsProcessor):
     """Suppresses tokens like the processor of `transformers`, without a search of the vocabulary in every call."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from selfspec.device import random_state_kept
+from selfspec.device import has_streams
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.model.identity import weight_of
@@ -121,3 +121,11 @@ def cycle_share(tokens: Sequence[int]) -> float:
     """Return the share of tokens inside repeating cycles; 0 for no tokens."""
     inside = in_cycles(tokens)
     return sum(inside) / len(inside) if inside else 0.0
+
+
+def random_state_kept() -> AbstractContextManager[None]:
+    """Return a context that restores the states of torch's generators, on the host and on all devices."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or not has_streams(found):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=range(torch.accelerator.device_count()), device_type=found.type)

@@ -8,11 +8,13 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LogitsProcessor
 
 from selfspec.arguments import check_callables, is_finite, shown
 from selfspec.decode.group import Group
-from selfspec.decode.processors import LogitBias, OccurrencePenalty
+from selfspec.decode.processors import LogitBias
 from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
 
@@ -190,3 +192,20 @@ def _is_whole(value: object) -> bool:
 
 def _is_word(value: Any) -> bool:
     return _is_whole(value) and -(2**63) <= value < 2**63
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """Subtracts `presence` from a token's logit if it occurs after the prompt, and `frequency` for each occurrence."""
+
+    stateless = True
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt = prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores, `[rows, vocab]`, minus penalties; `input_ids` is each row's text, `[rows, length]`."""
+        new = input_ids[:, self._prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts

@@ -28,11 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from widen import Size, padding_chance, places, stretch, widened, widened_config
 
 from helpers.captures import StandIn
-from selfspec import runtime
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import trial
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.model.checkpoint import read_config
+from selfspec.tools.lab import arms
 
 STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
 MINIATURE = ["--device", "cpu", "--miniature", "--model", STORIES]
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("verbosity_as_before")
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for graphs, so that what comes before and after them runs."""
-    monkeypatch.setitem(runtime._MAKING_PROGRAMS, runtime.RuntimeName.GRAPHS, StandIn)
+    monkeypatch.setitem(arms._RUNTIMES, arms.RuntimeName.GRAPHS, StandIn)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 

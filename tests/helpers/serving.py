@@ -14,10 +14,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.decode.group import Group
-from selfspec.decode.processors import LogitBias, OccurrencePenalty
+from selfspec.decode.processors import LogitBias
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished, Ticket
-from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
+from selfspec.serve.row_request import OccurrencePenalty, RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 
 

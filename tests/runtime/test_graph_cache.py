@@ -26,7 +26,7 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime, RuntimeName, runtime_named
+from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache, _Candidate
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
@@ -34,6 +34,7 @@ from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import Function, close
+from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
 PROMPT, NEW = 9, 24
 EXIT = selfspec.drafts.EarlyExit(1)

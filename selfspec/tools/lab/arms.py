@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, Literal
 
 import torch
@@ -18,18 +19,47 @@ from selfspec.accept import find_rule
 from selfspec.api import wrap
 from selfspec.control.fixed import control_of
 from selfspec.control.profile import Profile
-from selfspec.device import has_graphs, on_host, random_state_kept
+from selfspec.device import has_graphs, on_host
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import PromptError
+from selfspec.measure.own_text import random_state_kept
 from selfspec.measure.prompts import PromptWriter, Workload, check_context
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime import RuntimeName, runtime_named
+from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
+
+
+class RuntimeName(StrEnum):
+    """Names of the runtimes."""
+
+    EAGER = "eager"
+    NATIVE = "native"
+    GRAPHS = "graphs"
+    INVARIANT = "batch-invariant"
+
+
+_RUNTIMES: dict[RuntimeName, type[Runtime]] = {
+    RuntimeName.EAGER: Eager,
+    RuntimeName.NATIVE: Native,
+    RuntimeName.GRAPHS: CudaGraphs,
+    RuntimeName.INVARIANT: BatchInvariant,
+}
+
+
+def usual_runtime(device: torch.device) -> RuntimeName:
+    """Return the runtime that benchmarks take where nobody names one."""
+    return RuntimeName.GRAPHS if has_graphs(device) else RuntimeName.NATIVE
+
+
+def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
+    """Make a runtime; `after` None: its default number of passes of a kind before a program is made."""
+    kind = _RUNTIMES[name]
+    return kind(after=after) if after is not None and issubclass(kind, Native | CudaGraphs) else kind()
 
 
 @dataclass(frozen=True)

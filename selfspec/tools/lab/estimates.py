@@ -19,8 +19,7 @@ from selfspec.measure.teacher_forced import (
     teacher_forced_figures,
 )
 from selfspec.measure.timing import Call, DraftShape
-from selfspec.runtime import RuntimeName
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm
 from selfspec.tools.lab.runs import Asked
 from selfspec.tools.lab.study import StudiedModel, Study
 from selfspec.tools.lab.turns import measure

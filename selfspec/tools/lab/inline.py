@@ -16,9 +16,8 @@ from selfspec.errors import BenchError, PromptError, StudyError
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
-from selfspec.runtime import usual_runtime
 from selfspec.tools.lab.ablation import work_on
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, usual_runtime
 from selfspec.tools.lab.bench_report import write_report
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.measured import KIND, MeasuredCell

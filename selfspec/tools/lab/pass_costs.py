@@ -23,8 +23,7 @@ from selfspec.measure.timing import peak_memory
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import whole
 from selfspec.process import resident_bytes
-from selfspec.runtime import RuntimeName, runtime_named
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, make_arm
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, make_arm, runtime_named
 
 _LENGTHS = (1, 2, 3, 5, 7)
 _REPEATS = 7

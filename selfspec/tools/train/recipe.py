@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from selfspec.arguments import Option, check_numbers
 from selfspec.errors import TrainingError
+from selfspec.measure.settings import Option, check_numbers
 
 Files = Annotated[
     list[Path],

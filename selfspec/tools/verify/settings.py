@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from selfspec.arguments import Option, check_numbers, shown
+from selfspec.arguments import shown
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.settings import Option, check_numbers
 
 if TYPE_CHECKING:
     from selfspec.accept import Rule

@@ -25,7 +25,7 @@ from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths
 from selfspec.measure.stock import Reference, bare, read_reference, stepwise_logits
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.runtime import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import RuntimeName, runtime_named
 from selfspec.tools.verify.comparison import Check, Comparison, forced_logits, sampled_texts
 from selfspec.tools.verify.fit import NEW_TOKENS, check_fits, choose_places
 from selfspec.tools.verify.report import DraftReport, VerifyReport

@@ -23,9 +23,8 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import Vocabulary
-from selfspec.runtime import RuntimeName
 from selfspec.tools.index import write_corpus
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm
 from selfspec.tools.lab.bench_report import by_prompt, quality_sentence
 from selfspec.tools.lab.drafts import Given, content
 from selfspec.tools.lab.measured import KIND, MeasuredCell
