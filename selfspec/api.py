@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from inspect import currentframe
 from pathlib import Path
@@ -25,7 +25,7 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_methods, check_weights, checked_path, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.by_load import ControllerByLoad, LoadGate
-from selfspec.control.costs import Costs, CostsOfReading
+from selfspec.control.costs import Costs, CostsByRows, CostsOfReading
 from selfspec.control.profile import DraftChoice, Profile, Setting
 from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
 from selfspec.decode.options import check_not_dropped
@@ -441,14 +441,10 @@ class SelfSpeculative:
 
     def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
         control = choice.control if self._draft_length is None else _control(self._draft_length)
+        controller = self._controller(choice, control.begin_by_load)
         if choice.draft is None:
-            return Drafting(None, ControllerByLoad(Controller(Budget.chain(0))))
+            return Drafting(None, ControllerByLoad(controller))
         choice.draft.check_joining()
-        self._check_depth(choice.draft)
-        assert choice.costs is not None
-        controller = control.begin_by_load(choice.costs)
-        if controller.most.nodes > controller.most.depth:
-            self.adapter.check_trees(self.model)
         gate = LoadGate() if control.yields_to_load else None
         return Drafting(choice.draft, ControllerByLoad(controller, gate, choice.most_rows))
 
@@ -504,7 +500,8 @@ class SelfSpeculative:
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
         choice = self._behind(choice, request.lengths)
-        controller = self._controller(choice, self._draft_length if draft_length is None else draft_length)
+        length = self._draft_length if draft_length is None else draft_length
+        controller = self._controller(choice, (choice.control if length is None else _control(length)).begin)
         if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**63):
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if request.input_ids.shape[0] > 1:
@@ -572,13 +569,12 @@ class SelfSpeculative:
         if self._closed:
             raise ClosedError("this wrapper was unwrapped; call selfspec.wrap(model) again")
 
-    def _controller(self, choice: DraftChoice, draft_length: int | Control | None) -> Controller:
-        control = choice.control if draft_length is None else _control(draft_length)
+    def _controller(self, choice: DraftChoice, begin: Callable[[CostsByRows], Controller]) -> Controller:
         if choice.draft is None:
             return Controller(Budget.chain(0))
         self._check_depth(choice.draft)
         assert choice.costs is not None
-        controller = control.begin(choice.costs)
+        controller = begin(choice.costs)
         if controller.most.nodes > controller.most.depth:
             self.adapter.check_trees(self.model)
         return controller

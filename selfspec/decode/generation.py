@@ -279,8 +279,8 @@ class Target:
         return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes, self.known)
 
 
-# Seeds of pieces differ by multiples of _APART, so that neighbouring seeds do not give two pieces the same noise.
-_APART, _SEEDS = 0x9E3779B97F4A7C15, 1 << 64
+# Seeds of pieces differ by multiples of this, so that neighbouring seeds do not give two pieces the same noise.
+_APART = 0x9E3779B97F4A7C15
 
 
 @dataclass
@@ -359,8 +359,7 @@ def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _seed(seed: int, piece: int) -> int:
-    mixed = (seed + piece * _APART) % _SEEDS
-    return mixed - _SEEDS if mixed >= _SEEDS // 2 else mixed
+    return (seed + piece * _APART + 2**63) % 2**64 - 2**63
 
 
 def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> GenerateOutput:

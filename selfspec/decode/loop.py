@@ -61,9 +61,8 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
         return runner.run(request)
     # Bring the draft's last tokens, which no draft step has read, up to where the target resumes.
     start, read = draft.resume.start, draft.resume.read
-    tail = runner.states(
-        replace(request, path=LayerPath.up_to(runner.depth, start), tokens=block[:, read:], first=read - 1)
-    )
+    path = LayerPath.up_to(runner.depth, start)
+    tail = runner.run(replace(request, path=path, tokens=block[:, read:], first=read - 1, headless=True)).states
     assert tail is not None
     entering = ExactStates.concatenated([draft.resume.states, tail])
     return runner.run(replace(request, path=target.resumed_at(start), entering=entering))

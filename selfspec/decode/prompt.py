@@ -16,8 +16,7 @@ from selfspec.model.identity import weight_of
 
 def checked_ids(model: PreTrainedModel, inputs: Tensor) -> Tensor:
     """Return the prompts as 64-bit ids, `[batch, prompt]`; refuse shapes, dtypes and ids that do not fit."""
-    if isinstance(inputs, Tensor) and not has_values(inputs):
-        raise PromptError("input_ids is a tensor without values (meta, sparse or nested); pass a dense one")
+    _check_dense("input_ids", inputs)
     if not isinstance(inputs, Tensor) or inputs.dtype not in (torch.int64, torch.int32):
         raise PromptError("input_ids must be a LongTensor of shape [batch, prompt]; tokenize with return_tensors='pt'")
     input_ids = inputs.long()
@@ -45,8 +44,7 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
     if not isinstance(embeddings, Tensor) or embeddings.dtype != own.dtype:
         given = embeddings.dtype if isinstance(embeddings, Tensor) else repr(embeddings)
         raise PromptError(f"inputs_embeds must be {wanted}, got {given}")
-    if not has_values(embeddings):
-        raise PromptError("inputs_embeds is a tensor without values (meta, sparse or nested); pass a dense one")
+    _check_dense("inputs_embeds", embeddings)
     if embeddings.ndim != 3 or embeddings.shape[2] != own.shape[1] or embeddings.numel() == 0:
         raise PromptError(f"inputs_embeds must be {wanted}, got shape {list(embeddings.shape)}")
     return embeddings
@@ -55,12 +53,16 @@ def checked_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
 def checked_mask(attention_mask: Tensor, read: Tensor, past: Cache | None) -> Tensor:
     """Return the mask, 1 for tokens, of a past's columns and then of the prompts, `[batch, columns]`.
 
-    Prompts begin with the past's tokens or after them. Refuses other shapes, empty rows, and padding on the right.
+    Prompts begin with the past's tokens or after them. Refuses other shapes or values, empty rows, and padding right.
     """
     rows, columns = read.shape[:2]
     known = 0 if past is None else past_length(past)
     name = "inputs_embeds" if read.is_floating_point() else "input_ids"
-    check_mask(attention_mask)
+    if not isinstance(attention_mask, Tensor):
+        raise PromptError(f"attention_mask must be a tensor of the shape of {name}, got {attention_mask!r}")
+    _check_dense("attention_mask", attention_mask)
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
     if attention_mask.shape not in ((rows, columns), (rows, columns + known)):
         raise PromptError(
             f"attention_mask has shape {list(attention_mask.shape)}, {name} {list(read.shape[:2])}; they must agree"
@@ -91,14 +93,9 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
-def check_mask(attention_mask: Tensor) -> None:
-    """Refuse a mask with values other than zeros and ones."""
-    if not isinstance(attention_mask, Tensor):
-        raise PromptError(f"attention_mask must be a tensor of the shape of input_ids, got {attention_mask!r}")
-    if not has_values(attention_mask):
-        raise PromptError("attention_mask is a tensor without values (meta, sparse or nested); pass a dense one")
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise PromptError("attention_mask may hold nothing but 1 for tokens and 0 for padding")
+def _check_dense(name: str, value: object) -> None:
+    if isinstance(value, Tensor) and not has_values(value):
+        raise PromptError(f"{name} is a tensor without values (meta, sparse or nested); pass a dense one")
 
 
 def first_inputs(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
 from selfspec.model.early_head import DraftHead, plain_head
 from selfspec.model.features import Features, FeatureTap, Point
-from selfspec.model.gated_view import ExactStates, GatedModel, compared_view
+from selfspec.model.gated_view import GatedModel, compared_view
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
@@ -94,7 +94,7 @@ class ModelRunner:
         return other
 
     def run(self, request: PassRequest) -> PassResult:
-        """Run a pass with the head. UnsupportedModelError: the block is a tree, and this model reads chains alone."""
+        """Run a pass. UnsupportedModelError: the block is a tree, and this model reads chains alone."""
         if request.behind is not None:
             return self._run_with_nodes_behind(request)
         with self._reading(request):
@@ -111,12 +111,6 @@ class ModelRunner:
         # Nodes behind the draft are not needed any more.
         self._cache.open(request.tree)
         return result
-
-    def states(self, request: PassRequest) -> ExactStates | None:
-        """Run a pass for the keys, values and states it leaves: no head, no logits."""
-        request = replace(request, headless=True)
-        with self._reading(request):
-            return self._run_in_block(request).states
 
     def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
         """Take draft steps in one go from the last committed tokens of a chain on; None: take them one by one."""

@@ -48,7 +48,7 @@ def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     tokens = tiny.prompt(8, 2)
     with torch.no_grad():
-        passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tokens))
+        passes.run(PassRequest(LayerPath.full(tiny.DEPTH), tokens, headless=True))
         for layer in cache.layers:
             layer.keys[1], layer.values[1] = float("nan"), float("inf")
         cache.commit([8, 3])
@@ -74,7 +74,7 @@ def test_moving_the_cursors_does_no_tensor_operation(llama: PreTrainedModel) -> 
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     cache.cursors.reserve(90)
     with torch.no_grad():
-        passes.states(PassRequest(LayerPath.full(tiny.DEPTH), tiny.prompt(90, 2)))
+        passes.run(PassRequest(LayerPath.full(tiny.DEPTH), tiny.prompt(90, 2), headless=True))
     held = [(layer.keys, layer.values) for layer in cache.layers]
     with Operations() as operations:
         cache.commit([87, 2])
@@ -325,7 +325,7 @@ def test_a_layer_whose_attention_never_runs_allocates_when_it_first_does(llama: 
     cache = SharedCache(tiny.DEPTH, 1, limit=10, slack=1, device=CPU)
     passes = ModelRunner(llama, ADAPTERS["llama"], cache)
     with torch.no_grad():
-        passes.states(PassRequest(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3)))
+        passes.run(PassRequest(LayerPath.up_to(tiny.DEPTH, Sublayer(2, part)), tiny.prompt(3), headless=True))
     allocated = [layer.keys is not None for layer in cache.layers]
     assert allocated == [True, True, part is Part.MLP, False]
 

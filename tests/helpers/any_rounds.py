@@ -175,7 +175,9 @@ class AnyRounds(RuleBasedStateMachine):
             runs = _runs(tokens[:, :drafted], cuts)
             parts = [self.runner.run(PassRequest(path, run, first=first)).states for run, first in runs]
             if drafted < tokens.shape[1]:
-                parts.append(self.runner.states(PassRequest(exact, tokens[:, drafted:], first=drafted - 1)))
+                parts.append(
+                    self.runner.run(PassRequest(exact, tokens[:, drafted:], first=drafted - 1, headless=True)).states
+                )
             entering = ExactStates.concatenated([part for part in parts if part is not None])
             logits = self.runner.run(PassRequest(self.full.resumed_at(start), tokens, entering)).logits
         self._check(tree, tokens, logits)

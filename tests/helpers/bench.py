@@ -32,7 +32,7 @@ class Bench:
 
     @torch.no_grad()
     def states(self, path: LayerPath, tokens: Tensor | None = None) -> ExactStates | None:
-        return self.runner.states(PassRequest(path, self.block if tokens is None else tokens))
+        return self.runner.run(PassRequest(path, self.block if tokens is None else tokens, headless=True)).states
 
     @torch.no_grad()
     def steps(self, path: LayerPath) -> tuple[Tensor, ExactStates | None]:

@@ -255,7 +255,7 @@ def ragged(subject: Subject) -> None:
     passes = ModelRunner(subject.model, subject.adapter, bench)
     full = LayerPath.full(subject.depth)
     with torch.no_grad():
-        passes.states(PassRequest(full, rows[:, :PAST]))
+        passes.run(PassRequest(full, rows[:, :PAST], headless=True))
         bench.commit(lengths)
         blocks = torch.stack([row[length : length + BLOCK] for row, length in zip(rows, lengths, strict=True)])
         found = passes.run(PassRequest(full, blocks)).logits

@@ -43,7 +43,7 @@ class RuntimeName(StrEnum):
     INVARIANT = "batch-invariant"
 
 
-_RUNTIMES: dict[RuntimeName, type[Runtime]] = {
+RUNTIMES: dict[RuntimeName, type[Runtime]] = {
     RuntimeName.EAGER: Eager,
     RuntimeName.NATIVE: Native,
     RuntimeName.GRAPHS: CudaGraphs,
@@ -58,7 +58,7 @@ def usual_runtime(device: torch.device) -> RuntimeName:
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
     """Make a runtime; `after` None: its default number of passes of a kind before a program is made."""
-    kind = _RUNTIMES[name]
+    kind = RUNTIMES[name]
     return kind(after=after) if after is not None and issubclass(kind, Native | CudaGraphs) else kind()
 
 

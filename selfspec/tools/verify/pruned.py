@@ -41,7 +41,7 @@ def draft_logits(
     cache = found.shared_cache(model, ids.shape[0], ids.shape[1] + 1, slack=block, device=ids.device)
     passes = ModelRunner(model, found, cache)
     past = ids.shape[1] - block
-    passes.states(PassRequest(LayerPath.full(depth), ids[:, :past]))
+    passes.run(PassRequest(LayerPath.full(depth), ids[:, :past], headless=True))
     cache.commit([past] * ids.shape[0])
     logits = []
     for number, token in enumerate(ids[:, past:].split(1, 1)):
