@@ -71,14 +71,6 @@ class Sampling:
         """True if some processor reads more than the scores of a place."""
         return not isinstance(self.processing, Warping)
 
-    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        assert isinstance(self.processing, SequentialProcessing)
-        return self.processing.next_scores(ids, logits)
-
-    def forget_draft(self) -> None:
-        assert isinstance(self.processing, SequentialProcessing)
-        self.processing.forget_draft()
-
 
 @dataclass(eq=False)
 class Group:

@@ -65,7 +65,7 @@ def moves_positions(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Ten
 def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> bool:
     """Return whether the decoder layers get the same inputs with and without the inputs beside the text."""
     others = beside_text(inputs)
-    if past_of(inputs) is not None or any(map(torch.is_floating_point, _tensors(others))):
+    if past_of(inputs) is not None or any(each is not None and each.is_floating_point() for each in _parts(others)):
         return False
     text = {"input_ids": inputs["input_ids"], "attention_mask": mask, "use_cache": False}
     with _refusing(others):
@@ -137,16 +137,6 @@ def _columns(value: Any, columns: int, read: int) -> Any:
     return value[..., :read] if whole and value.shape[-1] == columns else value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-
-
 def layer_inputs(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any]) -> list[Any]:
     """List the inputs of the decoder layers in a call; layers pass states through, and no cache is written."""
     given: list[Any] = []
@@ -175,7 +165,7 @@ def _note(given: list[Any], returns: int, *args: Any, **kwargs: Any) -> Any:
     return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator[Tensor | None]:
     """Yield the tensors of nested arguments, and None for each None."""
     if isinstance(value, Mapping):
         for name in sorted(value):

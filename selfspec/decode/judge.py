@@ -14,6 +14,7 @@ from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Purpose
+from selfspec.decode.processors import SequentialProcessing
 from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.draft import RowVerdict, Verdict
@@ -321,7 +322,8 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
             "chain, or give those that remember nothing an attribute `stateless = True`"
         )
     sampling, sequences = batch.groups[0].sampling, batch.groups[0].sequences
-    sampling.forget_draft()
+    assert isinstance(sampling.processing, SequentialProcessing)
+    sampling.processing.forget_draft()
     drafted = draft.tokens.tolist()
     rows = {
         row: RowVerdict(drafted[index]) for index, row in enumerate(sequences.running) if row in sequences.unfinished
@@ -334,7 +336,11 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
             # A draft token may be the cause, so judge the place again in a round without a draft.
             rows |= {row: replace(rows[row], finite=False) for row in broken}
             break
-        numbers, scores = _judge_place(batch, draft, logits, rule, sequences.followed_by(_runs(batch, rows)), place)
+        whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
+        whole[batch.running] = logits[:, place].float()
+        scores = sampling.processing.next_scores(sequences.followed_by(_runs(batch, rows)), whole)
+        scores = scores[batch.running][:, None]
+        numbers = _judge_place(batch, draft, logits, scores, rule, place)
         for index, number in going.items():
             token, accepted, is_finite, *overlap = numbers[index].tolist()
             row = rows[number]
@@ -354,18 +360,12 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     return Verdict(tuple(batch.running), verdicts, torch.tensor(last, device=batch.last_tokens.device))
 
 
-def _judge_place(
-    batch: Batch, draft: Draft, logits: Tensor, rule: Rule, ids: Tensor, place: int
-) -> tuple[Tensor, Tensor]:
-    """Judge a place, and wait for the device; return numbers of each running row, and scores, `[rows, 1, vocab]`.
+def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rule: Rule, place: int) -> Tensor:
+    """Judge a place by its scores, `[rows, 1, vocab]`, and wait for the device; return numbers of each running row.
 
-    The numbers are its token, 1 if that is the draft's, 1 if processors left a token to choose, and the overlap.
+    These are its token, 1 if that is the draft's, 1 if processors left a token to choose, and the overlap.
     """
-    sampling, running = batch.sampling, batch.running
-    whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
-    whole[running] = logits[:, place].float()
-    scores = batch.groups[0].sampling.next_scores(ids, whole)[running][:, None]
-    p = sampling.probabilities(scores)
+    p = batch.sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # The rule sees a draft of one token, or of none at the last place. The token after it is never used.
     token = draft.tokens[:, place : place + 1]
@@ -378,7 +378,7 @@ def _judge_place(
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     # Transfer everything at once: doubles hold every token id exactly.
     columns = torch.stack([chosen, accepted, finite[:, 0]], 1)
-    return torch.cat([columns.double(), seen.overlap.double()], 1).cpu(), scores
+    return torch.cat([columns.double(), seen.overlap.double()], 1).cpu()
 
 
 def _stop(batch: Batch, rows: dict[int, RowVerdict], scores: Tensor, logits: Tensor) -> None:

@@ -182,8 +182,14 @@ def read_request(
                 "token_healing is for prompts of token ids that are continued, and without penalties that read them as "
                 "they were; drop it"
             )
-    call = _Call(model, generation_config, options).with_stop_strings_as_criterion(tokenizer)
+    call = _Call(model, generation_config, options)
     call = call.without("token_healing") if heals else call
+    strings = value_of("stop_strings")
+    if strings is not None:
+        # Make their criterion here, since `transformers` would lack the tokenizer.
+        call = call.without("stop_strings")
+        criteria = [*(options.get("stopping_criteria") or ()), _stop_criterion(strings, tokenizer)]
+        call.options["stopping_criteria"] = StoppingCriteriaList(criteria)
     handed: list[Prepared] = []
 
     # transformers passes on the input of the encoder if a parameter has this name.
@@ -263,24 +269,6 @@ class _Call:
     generation_config: GenerationConfig | None
     options: dict[str, Any]
 
-    def with_stop_strings_as_criterion(self, tokenizer: PreTrainedTokenizerBase | None) -> _Call:
-        """Make the criterion of stop strings here, since `transformers` would lack the tokenizer."""
-        strings = value_in_call("stop_strings", self.options, (self.generation_config, self.model.generation_config))
-        if strings is None:
-            return self
-        _check_tokenizer("stop_strings", tokenizer)
-        try:
-            criterion = StopStringCriteria(tokenizer, strings)
-        # It cannot look into the tokens of every kind of vocabulary.
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
-            raise UnsupportedOptionError(
-                f"transformers cannot look for stop_strings in the tokens of {type(tokenizer).__name__} ({error}); end "
-                "rows by a criterion of your own: stopping_criteria=[...]"
-            ) from error
-        criteria = [*(self.options.get("stopping_criteria") or ()), criterion]
-        call = self.without("stop_strings")
-        return replace(call, options={**call.options, "stopping_criteria": StoppingCriteriaList(criteria)})
-
     def without(self, name: str) -> _Call:
         """Return the call without an option, in its keywords and in both configs."""
         # A copy: the model's own defaults are read in any case, and must not change.
@@ -294,6 +282,18 @@ def _config_without(name: str, config: GenerationConfig) -> GenerationConfig:
     config = deepcopy(config)
     setattr(config, name, None)
     return config
+
+
+def _stop_criterion(strings: str | list[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria:
+    _check_tokenizer("stop_strings", tokenizer)
+    try:
+        return StopStringCriteria(tokenizer, strings)
+    # It cannot look into the tokens of every kind of vocabulary.
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise UnsupportedOptionError(
+            f"transformers cannot look for stop_strings in the tokens of {type(tokenizer).__name__} ({error}); end "
+            "rows by a criterion of your own: stopping_criteria=[...]"
+        ) from error
 
 
 def _check_tokenizer(option: str, tokenizer: object) -> None:

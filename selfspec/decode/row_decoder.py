@@ -166,7 +166,7 @@ class RowDecoder:
         cache = self._cache(limit)
         if self._runner is None:
             self._runner = self._target.runner(cache)
-        text = row.sequences.tokens_from(0, 0)
+        text = row.sequences.text_from(0, 0)
         batch = Batch(
             runner=self._runner.over(cache),
             cache=cache,

@@ -47,13 +47,6 @@ class Sequences:
         """Number of tokens of the shortest running row, prompt and padding included."""
         return min(map(self.length, self.running))
 
-    def tokens_from(self, row: int, start: int) -> list[int]:
-        """Return the tokens of a row from position `start` on, padding counted and included."""
-        if start >= self.width:
-            return self.committed[row][start - self.width :]
-        prompt: list[int] = self._prompts[row, start:].tolist()
-        return prompt + self.committed[row]
-
     def text_length(self, row: int) -> int:
         """Count the tokens of a row's text, prompt included, padding excluded."""
         return len(self._texts[row]) + len(self.committed[row])
@@ -64,10 +57,6 @@ class Sequences:
         if new >= 0:
             return self.committed[row][new:]
         return self._texts[row][start:] + self.committed[row]
-
-    @property
-    def _prompt_lengths(self) -> list[int]:
-        return [len(text) for text in self._texts]
 
     @cached_property
     def _texts(self) -> list[list[int]]:

@@ -100,26 +100,10 @@ class PassFunction:
     placed: RowPositions | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.masked(tensors, self._masks(tensors, self.kind.padded)).flat()
+        return self.masked(tensors, self.masks(tensors, self.kind.padded)).flat()
 
-    def masks(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the model's mask, made even if it needs none: a tensor, or a dict of tensors."""
-        return self._masks(tensors, True)
-
-    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
-        """Return the results of the pass under a mask."""
-        parts = self._parted(tensors)
-        slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded)
-        if source is not None:
-            cache = source.beside(cache)
-        if self.placed is not None:
-            self.placed.place(slots.positions)
-        positions = slots.positions if self.takes_positions else None
-        inputs = {self.cache_name: cache, **model_inputs(parts.tokens, positions, mask)}
-        return run_view(self.view, self.kind.base, parts.entering, inputs, source)
-
-    def _masks(self, tensors: tuple[Tensor, ...], padded: bool) -> Any:
+    def masks(self, tensors: tuple[Tensor, ...], padded: bool = True) -> Any:
+        """Return the model's mask, a tensor or a dict of tensors; None if it needs none, and nothing is `padded`."""
         parts = self._parted(tensors)
         slots, rows = parts.slots, parts.tokens.shape[0]
         seen, dtype = slots.visible.shape[0], slots.buffers[0].dtype
@@ -133,6 +117,19 @@ class PassFunction:
             padded=padded,
             attended=slots.attended,
         )
+
+    def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
+        """Return the results of the pass under a mask."""
+        parts = self._parted(tensors)
+        slots, source = parts.slots, None if parts.source is None else parts.source.source()
+        cache: Cache = SlotCache(slots, self.kind.padded)
+        if source is not None:
+            cache = source.beside(cache)
+        if self.placed is not None:
+            self.placed.place(slots.positions)
+        positions = slots.positions if self.takes_positions else None
+        inputs = {self.cache_name: cache, **model_inputs(parts.tokens, positions, mask)}
+        return run_view(self.view, self.kind.base, parts.entering, inputs, source)
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
         tokens, slot_mapping, positions, visible, *rest = tensors
