@@ -3,6 +3,5 @@
 from selfspec.control.controller import Control, Controller, Evidence
 from selfspec.control.cost_aware import CostAware
 from selfspec.control.fixed import ConfidenceStop, FixedLength
-from selfspec.draft.draft import RowOutcome
 
-__all__ = ["ConfidenceStop", "Control", "Controller", "CostAware", "Evidence", "FixedLength", "RowOutcome"]
+__all__ = ["ConfidenceStop", "Control", "Controller", "CostAware", "Evidence", "FixedLength"]

@@ -13,7 +13,7 @@ from math import sqrt
 from statistics import median
 
 from selfspec.control.controller import Controller
-from selfspec.draft.draft import Budget, Draft, RowOutcome
+from selfspec.draft.draft import Budget, Draft, RowVerdict
 
 # In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
 # they are recorded, after some thirty of a kind, so many plain rounds are needed to know what drafts must beat.
@@ -163,6 +163,6 @@ class ControllerByLoad(Controller):
     def keeps_lockstep(self) -> bool:
         return False
 
-    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
+    def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
         if self._opened:
             self._inner.learn(draft, rows)

@@ -15,7 +15,7 @@ from selfspec.arguments import is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.cascade import Gain
-from selfspec.draft.draft import Budget, Draft, RowOutcome
+from selfspec.draft.draft import Budget, Draft, RowVerdict
 from selfspec.draft.rows_view import DraftController
 from selfspec.draft.tree_growth import largest_products
 from selfspec.errors import DraftConfigError
@@ -96,11 +96,14 @@ class Controller(DraftController):
     def learn_prompt(self, evidence: Evidence) -> None:
         """Learn from the draft's acceptance on the prompt, before the first round."""
 
-    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
-        """Learn from a round's draft and the outcome of each running row; None for a finished row."""
-        outcomes = [row for row in rows if row is not None]
-        if draft.length and outcomes:
-            tokens = sum(row.committed + row.dropped for row in outcomes) / len(outcomes)
+    def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
+        """Learn from a round's draft and the verdict on each running row; None for a finished row.
+
+        Tokens that lockstep dropped count: other rows cause the drop, and their places are drawn again.
+        """
+        runs = [row.run_length for row in rows if row is not None]
+        if draft.length and runs:
+            tokens = sum(runs) / len(runs)
             self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.block)))
 
     def price(self, steps: float, nodes: int) -> float:

@@ -21,7 +21,7 @@ from selfspec.control.controller import (
     may_lose,
 )
 from selfspec.control.costs import Costs, CostsByRows, Prospects, RaggedCosts
-from selfspec.draft.draft import Budget, Draft, RowOutcome
+from selfspec.draft.draft import Budget, Draft, RowVerdict
 from selfspec.draft.drafter import MODEL
 from selfspec.draft.tree_growth import Shape, largest_products, sizes_within
 
@@ -165,17 +165,15 @@ class CostAwareController(Controller):
             return self._prospects.of_model
         return self._costs.of_round(1, 1) - 1
 
-    def learn(self, draft: Draft, rows: Sequence[RowOutcome | None]) -> None:
-        outcomes = [row for row in rows if row is not None]
-        if not draft.length or not outcomes:
+    def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
+        if not draft.length or all(row is None for row in rows):
             return
         for position, confidences in enumerate(self._confidences):
             for row, confidence in zip(rows, confidences, strict=True):
-                along = 0 if row is None else row.accepted - row.strayed
-                if row is not None and position <= along and position < row.judged:
-                    self._acceptance.count(confidence, position < along)
-        committed = self._committed.after([None if row is None else row.committed for row in rows])
-        with_dropped = self._with_dropped.after([None if row is None else row.committed + row.dropped for row in rows])
+                if row is not None and position <= row.along and position < row.judged_of(row.run_length):
+                    self._acceptance.count(confidence, position < row.along)
+        committed = self._committed.after([None if row is None else len(row.tokens) for row in rows])
+        with_dropped = self._with_dropped.after([None if row is None else row.run_length for row in rows])
         loss_budget = self._gain(draft.match_length)
         loss_budget.count_dropped(
             committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.block))

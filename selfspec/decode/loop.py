@@ -162,7 +162,7 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
         finally:
             # Processors with memory have seen the tokens, so commit even if learning fails.
             committed = commit(batch, draft, verdict)
-        batch.controller.learn(draft, verdict.outcomes())
+        batch.controller.learn(draft, [verdict.rows.get(row) for row in verdict.running])
         stats.count(len(draft.tree), draft.length, verdict)
     return committed
 

@@ -181,14 +181,6 @@ class Verdict:
     rows: Mapping[int, RowVerdict]
     last_tokens: Tensor
 
-    def outcomes(self) -> list[RowOutcome | None]:
-        """Return each running row's outcome for the controller, in the order of tensors; None for finished rows.
-
-        Tokens that lockstep dropped count: other rows cause the drop, and their places are drawn again. Statistics omit
-        them.
-        """
-        return [self.rows[row].outcome() if row in self.rows else None for row in self.running]
-
 
 @dataclass(frozen=True)
 class RowVerdict:
@@ -228,32 +220,14 @@ class RowVerdict:
 
     def judged_of(self, tokens: int) -> int:
         """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
-        return self.judged if tokens > len(self.path) else tokens
+        return min(self.judged, tokens)
 
-    def outcome(self) -> RowOutcome:
-        """Return the counts that the controller learns from."""
-        accepted, judged = self.accepted_of(self.run_length), self.judged_of(self.run_length)
-        along = next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
-        return RowOutcome(judged, accepted, len(self.tokens), self.dropped, accepted - along)
+    @property
+    def along(self) -> int:
+        """Number of accepted draft tokens of the run on the chain of the tree's first nodes."""
+        accepted = self.accepted_of(self.run_length)
+        return next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
 
     def overlap_of(self, tokens: int) -> float:
         """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""
         return sum(self.overlap[: self.judged_of(tokens)])
-
-
-@dataclass(frozen=True)
-class RowOutcome:
-    """Counts the outcome of a round for one unfinished row.
-
-    Attributes:
-        accepted: accepted draft tokens, committed or not.
-        committed: committed tokens, the bonus or recovered one included.
-        dropped: accepted tokens that lockstep dropped.
-        strayed: accepted tokens off the chain of the tree's first nodes.
-    """
-
-    judged: int
-    accepted: int
-    committed: int
-    dropped: int = 0
-    strayed: int = 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import selfspec
-from selfspec.control import Controller, RowOutcome
+from helpers.drafting import outcome
+from selfspec.control import Controller
 from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs
 from selfspec.draft.draft import Budget, Draft
@@ -132,9 +133,9 @@ def test_a_controller_by_load_drafts_within_its_rows_and_never_in_lockstep() -> 
     controller = ControllerByLoad(inner, None, most_rows=4)
     draft = Draft.chain(torch.zeros(1, 0, dtype=torch.long))
     assert controller.budget(9, [True] * 4) == Budget.chain(5)
-    controller.learn(draft, [RowOutcome(0, 0, 1)])
+    controller.learn(draft, [outcome(0, 0, 1)])
     assert controller.budget(9, [True] * 5) == Budget.chain(0)
-    controller.learn(draft, [RowOutcome(0, 0, 1)])
+    controller.learn(draft, [outcome(0, 0, 1)])
     assert inner.learned == 1
     assert not controller.keeps_lockstep()
 
@@ -147,7 +148,7 @@ def test_rows_that_come_and_go_are_judged_by_what_they_gain_on_average() -> None
 
     draft = Draft.chain(torch.zeros(4, 3, dtype=torch.long), steps=3)
     # Three rows accept all, and the fourth nothing: in one generation it ends the batch.
-    outcomes = [RowOutcome(3, 3, 4)] * 3 + [RowOutcome(1, 0, 1)]
+    outcomes = [outcome(3, 3, 4)] * 3 + [outcome(1, 0, 1)]
     for each in (controller, together):
         for _ in range(40):
             each.budget(50, [True] * 4)

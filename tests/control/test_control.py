@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import outcome
 from helpers.joints import Warp, assert_rows_are_stock, holm_rejects, p_value
 from helpers.tiny_joint import PROMPT, TOKENS, joint, network
-from selfspec.control import Control, Controller, CostAware, Evidence, RowOutcome
-from selfspec.draft import Budget, Draft
+from selfspec.control import Control, Controller, CostAware, Evidence
+from selfspec.draft import Budget, Draft, RowVerdict
 
 CHEAP = selfspec.Costs(draft=0.1)
 DEAR = selfspec.Costs(draft=0.9, verify=1.2)
@@ -39,7 +40,7 @@ def drafted(controller: Controller, confidences: list[float], remaining: int = 1
 def learned(controller: Controller, length: int, accepted: int, match: int = 0) -> None:
     """Let a controller learn of a round of one row."""
     draft = Draft.chain(torch.zeros(1, length, dtype=torch.long), steps=0 if match else length, match_length=match)
-    controller.learn(draft, [RowOutcome(min(accepted + 1, length), accepted, accepted + 1)])
+    controller.learn(draft, [outcome(min(accepted + 1, length), accepted, accepted + 1)])
 
 
 @pytest.mark.parametrize("remaining", [1, 2, 3, 4, 9])
@@ -186,7 +187,7 @@ def test_many_useless_sources_lose_no_more_than_one(rows: int) -> None:
             draft = Draft.chain(
                 torch.zeros(rows, length, dtype=torch.long), steps=0 if match else length, match_length=match
             )
-            controller.learn(draft, [RowOutcome(1, 0, 1)] * rows)
+            controller.learn(draft, [outcome(1, 0, 1)] * rows)
             lost += batch.of_round(draft.steps, length) - 1
         assert lost <= 3 + number / 200 + batch.of_round(4, 4)
     assert lost > 1
@@ -263,10 +264,10 @@ def test_rows_stay_in_step_for_drafts_that_gain_less_than_passes_out_of_step_cos
 
 def test_tokens_dropped_to_stay_in_step_show_what_a_draft_is_worth_and_are_lost_after_the_trial() -> None:
     draft = Draft.chain(torch.zeros(2, 4, dtype=torch.long), steps=4)
-    for first, goes_on in ((RowOutcome(4, 4, 5), True), (RowOutcome(4, 4, 1, dropped=4), False)):
+    for first, goes_on in ((outcome(4, 4, 5), True), (outcome(4, 4, 1, dropped=4), False)):
         # Three tokens a row stand, at 2.6 plain steps.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4, out_of_step=1.1))
-        rows = [first, RowOutcome(1, 0, 1)]
+        rows = [first, outcome(1, 0, 1)]
         for _ in range(4):
             assert controller.tries(0)
             controller.learn(draft, rows)
@@ -284,7 +285,7 @@ def test_a_batch_whose_slowest_row_gains_nothing_gains_nothing() -> None:
     for turns in (True, False):
         controller = CostAware(4).begin(selfspec.Costs(draft=0.4))
         controller.budget(100, [True, True])
-        rows = [RowOutcome(4, 4, 5), RowOutcome(1, 0, 1)]
+        rows = [outcome(4, 4, 5), outcome(1, 0, 1)]
         # Three tokens a row at 2.6 plain steps, in turns or all of them in one row.
         rounds[turns] = 0
         while controller.tries(0) and rounds[turns] < 60:
@@ -301,11 +302,11 @@ def test_the_end_of_a_row_is_no_gain_and_no_loss() -> None:
         # A plain step a token, whoever is behind: what is gained then is gained in the rounds that are left.
         controller = CostAware(4).begin(selfspec.Costs(draft=0.0, out_of_step=9.0))
         controller.budget(100, [True] * 3)
-        rows: list[RowOutcome | None] = [RowOutcome(4, 4, 5), RowOutcome(2, 1, 2), RowOutcome(1, 0, 1)]
+        rows: list[RowVerdict | None] = [outcome(4, 4, 5), outcome(2, 1, 2), outcome(1, 0, 1)]
         for _ in range(30):
             controller.learn(draft, rows)
         assert controller.tries(0)
-        rows = [RowOutcome(1, 0, 1)] * 3
+        rows = [outcome(1, 0, 1)] * 3
         rows[ended] = None
         for _ in range(30):
             controller.learn(draft, rows)

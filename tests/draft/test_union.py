@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, ModelDrafts, Offering
+from helpers.drafting import GREEDY, ModelDrafts, Offering, outcome
 from helpers.exact import committed_in_step_of, conditionals
 from selfspec.accept import Block, Rule, TokenLevel, find_rule
 from selfspec.cache.tree import Tree
@@ -36,7 +36,7 @@ from selfspec.draft import (
     Suffixes,
     Union,
 )
-from selfspec.draft.draft import Offer, RowOutcome, TokenPath
+from selfspec.draft.draft import Offer, TokenPath
 from selfspec.draft.suffixes import counted
 from selfspec.draft.union import Merged, MergingProposer, Outcome, Trust, UnionProposer, likeliest_path, merged
 
@@ -71,7 +71,7 @@ def test_tokens_off_the_models_chain_say_nothing_of_its_confidence() -> None:
     before = control._acceptance.mean
     # Both accepted tokens lie beside the chain: its first token was rejected, the second never judged.
     draft = Draft(torch.zeros(1, 4, dtype=torch.long), Tree((-1, 0, -1, 2)), steps=2)
-    control.learn(draft, [RowOutcome(2, 2, 3, strayed=2)])
+    control.learn(draft, [outcome(2, 2, 3, strayed=2)])
     assert control._acceptance.mean < before
     assert sum(control._acceptance._judged) == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.control import RowOutcome
 from selfspec.decode.output import Stats
 from selfspec.draft import Draft
 from selfspec.draft.draft import RowVerdict, Verdict
@@ -52,13 +51,7 @@ def test_statistics_count_the_places_that_were_committed(
     assert stats.overlap == sum((0.5, 0.25, 0.125, 0.0625)[:judged])
 
 
-@pytest.mark.parametrize(
-    ("accepted", "committed", "outcome"),
-    [
-        (3, 4, RowOutcome(judged=4, accepted=3, committed=4, dropped=0)),
-        (3, 2, RowOutcome(judged=4, accepted=3, committed=2, dropped=2)),
-        (4, 1, RowOutcome(judged=4, accepted=4, committed=1, dropped=4)),
-    ],
-)
-def test_the_controller_learns_from_dropped_tokens_too(accepted: int, committed: int, outcome: RowOutcome) -> None:
-    assert _verdict(accepted, committed).outcomes() == [None, outcome, None]
+@pytest.mark.parametrize(("accepted", "committed", "run"), [(3, 4, 4), (3, 2, 4), (4, 1, 5)])
+def test_the_controller_learns_from_dropped_tokens_too(accepted: int, committed: int, run: int) -> None:
+    row = _verdict(accepted, committed).rows[5]
+    assert (row.run_length, row.judged_of(run), row.accepted_of(run), row.along) == (run, 4, accepted, accepted)

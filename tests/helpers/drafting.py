@@ -18,7 +18,7 @@ from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget, Draft, Drafter, Proposer, RowsView, Stateless
-from selfspec.draft.draft import Offer, TokenPath
+from selfspec.draft.draft import Offer, RowVerdict, TokenPath
 from selfspec.draft.drafter import Exit, FreeProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -28,6 +28,13 @@ def stock(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
     """What `model.generate` writes greedily after prompts."""
     found: Tensor = model.generate(ids, max_new_tokens=new, **GREEDY)
     return found
+
+
+def outcome(judged: int, accepted: int, committed: int, dropped: int = 0, strayed: int = 0) -> RowVerdict:
+    """What a row commits, and what lockstep drops; its last `strayed` accepted tokens are off the first nodes."""
+    along = accepted - strayed
+    path = [*range(along), *range(along + 1, accepted + 1)]
+    return RowVerdict([0] * (accepted + 2), path, judged, [0] * committed, dropped)
 
 
 class Remembering(LogitsProcessor):
