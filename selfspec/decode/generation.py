@@ -54,8 +54,7 @@ from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.view import view_with
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
-from selfspec.runtime.recorded import runner_for
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 
 
 class Generation(Iterator[Round]):

@@ -17,6 +17,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import BaseWatermarkingConfig, GenerationMode
@@ -25,7 +26,6 @@ from selfspec.arguments import check_callables, shown
 from selfspec.cache.masks import smallest_window
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.compat import CACHE_NAMES, forward_parameters
-from selfspec.decode.prompt import has_values
 from selfspec.errors import UnsupportedOptionError
 
 # Values that ask for the usual behaviour.
@@ -163,6 +163,11 @@ def follow_from(position_ids: Tensor, mask: Tensor, width: int) -> bool:
     columns = slice(-position_ids.shape[-1], None)
     expected = (mask.cumsum(-1) - 1)[:, columns]
     return bool(((position_ids.to(mask.device) == expected) | (mask[:, columns] == 0)).all())
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense: neither on the meta device, nor sparse, nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def unsupported(name: str, value: object = ...) -> UnsupportedOptionError:

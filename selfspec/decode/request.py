@@ -33,7 +33,11 @@ from selfspec.decode.group import Sampling
 from selfspec.decode.inputs import (
     beside_text,
     change_nothing,
+    checked_embeddings,
+    checked_ids,
+    checked_mask,
     decoder_inputs,
+    first_inputs,
     first_of,
     moves_positions,
     read_by_stock,
@@ -48,7 +52,6 @@ from selfspec.decode.options import (
     value_in_call,
 )
 from selfspec.decode.processors import read_processing, widened
-from selfspec.decode.prompt import checked_embeddings, checked_ids, checked_mask, first_inputs
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size, weight_of

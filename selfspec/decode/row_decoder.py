@@ -26,8 +26,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
-from selfspec.runtime.recorded import runner_for
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 
 _NO_CONTEXT = 1 << 20
 

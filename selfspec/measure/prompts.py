@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.arguments import shown
-from selfspec.decode.prompt import checked_ids
+from selfspec.decode.inputs import checked_ids
 from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.embedded import PROMPTS

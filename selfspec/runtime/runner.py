@@ -1,6 +1,6 @@
 """Run passes of one model over one shared cache: any path, with logits or for their keys, values and states alone.
 
-This runner runs the stock modules; the one in `selfspec.runtime.recorded` replaces their passes by programs.
+`ModelRunner` runs the stock modules; `RecordedRunner` replaces their passes by recorded programs, where there are any.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes, takes_positions
-from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
@@ -26,10 +27,12 @@ from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.view import view_with_parts
+from selfspec.model.view import is_streamed, view_with_parts
 from selfspec.runtime.attention import AttentionShares, for_new_lengths
-from selfspec.runtime.pass_function import beside_source, model_inputs, run_view
-from selfspec.runtime.request import Chain, Change, Draws, PassRequest, PassResult, Runs
+from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
+from selfspec.runtime.model_state import frozen_view, is_watched
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors, beside_source, model_inputs, run_view
+from selfspec.runtime.request import Chain, ChainStep, Change, Draws, PassRequest, PassResult, Runs
 from selfspec.runtime.runtime import Eager
 
 
@@ -37,8 +40,7 @@ class ModelRunner:
     """Runs every pass of one generation by the stock modules, through views of them.
 
     Without `substitutes`, paths that need some make them for this generation; without a `view` of the whole model, it
-    is that of `Eager`.
-    `vocabulary` is the number of logits of each token.
+    is that of `Eager`. `model` is the stock model, and `vocabulary` the number of logits of each token.
     """
 
     def __init__(
@@ -53,17 +55,17 @@ class ModelRunner:
         self.vocabulary = vocabulary_size(model)
         self.device = cache.cursors.device
         self._attending = for_new_lengths(cache.cursors.device)
-        self._stock_model = model
-        self._model = Eager().viewed(model) if view is None else view
+        self.model = model
+        self._viewed = Eager().viewed(model) if view is None else view
         self._placed = None
         if adapter.positions is not None:
-            self._placed = RowPositions(self._model, adapter)
-            self._model = self._placed.module
-        self._adapter = adapter
+            self._placed = RowPositions(self._viewed, adapter)
+            self._viewed = self._placed.module
+        self.adapter = adapter
         self._base = adapter.base(model)
         # None: code around the base acts on a pass, too, so that the whole model runs for states alone.
         self._runs_alone = self._base if base_alone(model, self._base) else None
-        self._cache = cache
+        self.cache = cache
         self.substitutes = substitutes or Substitutes.of(model)
         self._config = model.config.get_text_config(decoder=True)
         self._dtype: torch.dtype = weight_of(model.get_input_embeddings()).dtype
@@ -72,25 +74,10 @@ class ModelRunner:
         self._gated: dict[Runs, GatedModel] = {}
         self._shares: AttentionShares | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """Stock model whose passes it runs."""
-        return self._stock_model
-
-    @property
-    def adapter(self) -> Adapter:
-        """Where the layers of the model are."""
-        return self._adapter
-
-    @property
-    def cache(self) -> SharedCache:
-        """Cache that its passes read and write."""
-        return self._cache
-
     def over(self, cache: SharedCache) -> ModelRunner:
         """Return a runner of the same model, with the same views, over another cache for it."""
         other = copy(self)
-        other._cache = cache
+        other.cache = cache
         return other
 
     def run(self, request: PassRequest) -> PassResult:
@@ -106,10 +93,10 @@ class ModelRunner:
     def _run_with_nodes_behind(self, request: PassRequest) -> PassResult:
         assert request.behind is not None
         assert request.tree is not None
-        self._cache.open(request.behind.tree(request.tree))
+        self.cache.open(request.behind.tree(request.tree))
         result = request.behind.run(replace(request, tree=None, behind=None), request.tree, self.run)
         # Nodes behind the draft are not needed any more.
-        self._cache.open(request.tree)
+        self.cache.open(request.tree)
         return result
 
     def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
@@ -119,7 +106,7 @@ class ModelRunner:
     @property
     def keeps_last_logits(self) -> bool:
         """True if the model can compute the logits of the last tokens of a pass alone."""
-        return takes(self._stock_model, "logits_to_keep")
+        return takes(self.model, "logits_to_keep")
 
     def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Run a prompt, `[batch, tokens]`; return its last logits, at most `most`, at an early exit and at the end.
@@ -127,7 +114,7 @@ class ModelRunner:
         Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
         first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
         """
-        view = compared_view(self._model, self._adapter, [exit_layer], head)
+        view = compared_view(self._viewed, self.adapter, [exit_layer], head)
         kept = self._kept(min(most, tokens.shape[1]))
         with self._attending:
             target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
@@ -139,19 +126,19 @@ class ModelRunner:
         Row i has `counts[i]` tokens; what comes behind them is scrap.
         """
         with self._attending:
-            if not self._cache.empty or any(count < tokens.shape[1] for count in counts):
+            if not self.cache.empty or any(count < tokens.shape[1] for count in counts):
                 request = PassRequest(LayerPath.full(self.depth), tokens, taps=taps, headless=True)
                 return self._run_stock(request).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
-            tap = FeatureTap(self._model, self._adapter, self._base, taps)
+            tap = FeatureTap(self._viewed, self.adapter, self._base, taps)
             self._run_for_states(tap.module, tokens)
-        self._cache.record(tokens.shape[1])
+        self.cache.record(tokens.shape[1])
         return tap.take()
 
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
         with self._attending:
-            logits: Tensor = self._model(**self._called_with(self._model, tokens), **self._kept(1)).logits
+            logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._kept(1)).logits
         return logits
 
     def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
@@ -160,12 +147,12 @@ class ModelRunner:
         It takes a stock step over the last committed tokens, `[batch, 1]`, whose keys and values verification writes
         again. Rows in `apart` choose when each would alone; None: all choose when one is due.
         """
-        top, lengths = self._cache.top(keys), self._cache.seq_lens
+        top, lengths = self.cache.top(keys), self.cache.seq_lens
         due = [row for row in top.due(lengths) if apart is None or row in apart]
         if not due:
             return
         if self._shares is None:
-            self._shares = AttentionShares(self._model)
+            self._shares = AttentionShares(self._viewed)
         with self._reading(PassRequest(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
             self._run_for_states(self._shares.module, tokens)
         long = [row for row, length in enumerate(lengths) if length > keys]
@@ -179,10 +166,10 @@ class ModelRunner:
     def _reading(self, request: PassRequest) -> Iterator[None]:
         """Prepare the cache for a pass over nodes of its block."""
         if request.tree is not None:
-            self._cache.open(request.tree)
-        if self._cache.cursors.tree is not None and not self._cache.cursors.tree.is_chain:
-            self._adapter.check_trees(self._stock_model)
-        with self._cache.reading(request.width, request.first, request.path.view), self._attending:
+            self.cache.open(request.tree)
+        if self.cache.cursors.tree is not None and not self.cache.cursors.tree.is_chain:
+            self.adapter.check_trees(self.model)
+        with self.cache.reading(request.width, request.first, request.path.view), self._attending:
             yield
 
     def _run_stock(self, request: PassRequest) -> PassResult:
@@ -192,11 +179,11 @@ class ModelRunner:
         inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
         if base is None and request.headless:
             inputs |= self._kept(1)
-        return run_view(self._view(request.runs), base, request.entering, inputs, self._cache.source)
+        return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
 
     def _run_changed(self, request: PassRequest, change: Change) -> PassResult:
-        view = change(self._view(Runs(request.path)).module, self._adapter)
-        tap = FeatureTap(view, self._adapter, self._base, request.taps)
+        view = change(self._view(Runs(request.path)).module, self.adapter)
+        tap = FeatureTap(view, self.adapter, self._base, request.taps)
         logits = tap.module(**self._called_with(tap.module, request.tokens)).logits
         return PassResult(logits, None, tap.take())
 
@@ -219,13 +206,13 @@ class ModelRunner:
 
     def _view(self, runs: Runs) -> GatedModel:
         if runs not in self._gated:
-            self._gated[runs] = self._gated_view(self._model, runs)
+            self._gated[runs] = self._gated_view(self._viewed, runs)
         return self._gated[runs]
 
     def _gated_view(self, model: PreTrainedModel, runs: Runs) -> GatedModel:
         path, head = runs.path, runs.head
-        gated = GatedModel(model, self._adapter, path, self.substitutes)
-        name, rows = plain_head(self._stock_model) if path.head_substituted else None, None
+        gated = GatedModel(model, self.adapter, path, self.substitutes)
+        name, rows = plain_head(self.model) if path.head_substituted else None, None
         parts: dict[str, nn.Module] = {}
         # Heads of other kinds run exactly.
         if path.copy is not None and name is not None:
@@ -236,21 +223,151 @@ class ModelRunner:
                 rows = self.substitutes.of_rows(whole, path.copy, head.tokens)
         if head is not None:
             end = path.exit_point
-            exit = None if end is None else ".".join([*self._adapter.path(model), str(end.layer)])
+            exit = None if end is None else ".".join([*self.adapter.path(model), str(end.layer)])
             parts |= head.parts(gated.module, model, exit, rows)
         gated.module = view_with_parts(gated.module, parts)
-        gated.tap(self._adapter, self._base, runs.taps)
+        gated.tap(self.adapter, self._base, runs.taps)
         return gated
 
     def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
         width = tokens.shape[1]
-        positions = self._cache.cursors.position_ids(width, first) if self._takes_positions else None
-        mask = self._cache.attention_mask(self._config, width, self._dtype, first, view)
+        positions = self.cache.cursors.position_ids(width, first) if self._takes_positions else None
+        mask = self.cache.attention_mask(self._config, width, self._dtype, first, view)
         if self._placed is not None:
-            self._placed.place(self._cache.cursors.positions(width, first))
-        return {self._cache_name: self._cache.for_model, **model_inputs(tokens, positions, mask)}
+            self._placed.place(self.cache.cursors.positions(width, first))
+        return {self._cache_name: self.cache.for_model, **model_inputs(tokens, positions, mask)}
 
     def _called_with(self, module: nn.Module, tokens: Tensor) -> dict[str, object]:
         """Return the arguments with which the model, or a part of it, reads the first tokens of prompts or blocks."""
-        inputs, source = self._inputs(tokens), self._cache.source
+        inputs, source = self._inputs(tokens), self.cache.source
         return inputs if source is None else beside_source(module, inputs, source)
+
+
+class RecordedRunner(ModelRunner):
+    """Hands passes of a round to the programs of the model; what has none runs on the stock modules."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        cache: SharedCache,
+        programs: BoundPrograms,
+        substitutes: Substitutes | None = None,
+    ) -> None:
+        super().__init__(model, adapter, cache, substitutes, programs.view)
+        self._programs = programs
+        self._streaming: dict[Runs, bool] = {}
+
+    def _run_in_block(self, request: PassRequest) -> PassResult:
+        width = request.width
+        plain = replace(request, tokens=request.tokens.contiguous())
+        tensors = PassTensors.of(plain, self.cache) if request.change is None else None
+        if tensors is None or is_watched(request.tokens.device) or self._streams(request):
+            return self._run_stock(request)
+        kind = self._kind(request, tensors)
+        wider = self._wider(request, kind, tensors.slots)
+        if wider is not None:
+            # The modules, too: the number of tokens may decide the last bits.
+            tensors, request = wider, replace(request, tokens=wider.tokens)
+            kind = replace(kind, width=request.width)
+        return self._programs.run(
+            kind,
+            tensors,
+            width,
+            stock=lambda: self._run_stock(request).first(width),
+            function=lambda: self._function(kind),
+        )
+
+    def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
+        tokens = request.tokens
+        first = PassTensors.of(replace(request, tokens=tokens.clone()), self.cache)
+        # Positions of steps are counted up, and none may lie beyond the last.
+        ends = max(self.cache.seq_lens) + draws.steps > self.cache.cursors.limit
+        if first is None or first.slots.block is not None or ends:
+            return None
+        if is_watched(tokens.device) or self._streams(request):
+            return None
+        # Steps count the slots up in place, and the cache keeps those that it has given.
+        first = replace(first, slots=replace(first.slots, slot_mapping=first.slots.slot_mapping.clone()))
+        chain = self._programs.chain(self._kind(request, first), first, draws)
+        return None if chain is None else Chain(chain.probs, self._read(chain.steps))
+
+    def forget(self, path: LayerPath) -> None:
+        super().forget(path)
+        self._programs.forget(path)
+
+    def _read(self, steps: Iterator[ChainStep]) -> Iterator[ChainStep]:
+        """Let the cache know of each step."""
+        for node, step in enumerate(steps, -1):
+            with self.cache.reading(1, node):
+                yield step
+
+    def _streams(self, request: PassRequest) -> bool:
+        """Return whether a pass streams weights, which no program does."""
+        runs = request.runs
+        if runs not in self._streaming:
+            # Programs read substitutes where they are; making the view renews those of weights that have changed.
+            self._streaming[runs] = any(map(is_streamed, self._view(runs).module.modules()))
+        return self._streaming[runs]
+
+    def _wider(self, request: PassRequest, kind: PassKind, slots: Slots) -> PassTensors | None:
+        """Return the tensors with which a longer chain's program serves a request; extra slots are written again."""
+        # Nothing may lie behind the last token.
+        tree = self.cache.cursors.tree
+        at_end = tree is None or (tree.is_chain and request.first + kind.width == len(tree))
+        if not at_end or request.entering is not None:
+            return None
+        most = kind.width + slots.buffers[0].shape[2] - slots.visible.shape[0]
+        found = replace(kind, width=self._programs.runtime.width(kind.width))
+        more = self._programs.serving(found, most).width - kind.width
+        if not 0 < more <= most - kind.width:
+            return None
+        behind = (0, 0) * (request.tokens.ndim - 2) + (0, more)
+        tensors = PassTensors.of(replace(request, tokens=functional.pad(request.tokens, behind)), self.cache)
+        return tensors if tensors is not None and self._programs.runtime.takes(tensors) else None
+
+    def _kind(self, request: PassRequest, tensors: PassTensors) -> PassKind:
+        slots, source = tensors.slots, tensors.source
+        return PassKind(
+            runs=request.runs,
+            base=self._base_of(request),
+            rows=request.tokens.shape[0],
+            width=request.width,
+            embedded=request.tokens.is_floating_point(),
+            uniform=self.cache.cursors.uniform,
+            nodes=None if slots.block is None else slots.block.nodes,
+            padded=self.cache.cursors.padded(request.width),
+            entering=None if request.entering is None else tuple(request.entering.attention),
+            masked_source=None if source is None else source.mask is not None,
+        )
+
+    def _function(self, kind: PassKind) -> PassFunction:
+        runtime = self._programs.runtime
+        model = runtime.viewed(runtime.prepared(frozen_view(self.model)))
+        placed = None if self.adapter.positions is None else RowPositions(model, self.adapter)
+        model = model if placed is None else placed.module
+        assert isinstance(model, PreTrainedModel)
+        view = self._gated_view(model, kind.runs)
+        return PassFunction(view, kind, self._cache_name, self._config, self._takes_positions, placed)
+
+
+def runner_for(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    cache: SharedCache,
+    programs: GraphCache | None,
+    substitutes: Substitutes | None = None,
+    known: BoundPrograms | None = None,
+) -> ModelRunner:
+    """Make the runner of one generation; it records passes if `programs` are given and the model allows it.
+
+    `known` are those of the model as it is now, if a call has looked them up.
+    """
+    recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
+    # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
+    if programs is not None and programs.bucket == cache.cursors.bucket and recordable:
+        bound = programs.bound_to(model) if known is None else known
+        if bound is not None:
+            return RecordedRunner(model, adapter, cache, bound, substitutes)
+    view = None if programs is None else programs.runtime.viewed(model)
+    return ModelRunner(model, adapter, cache, substitutes, view)

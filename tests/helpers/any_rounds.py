@@ -27,8 +27,8 @@ from selfspec.cache.tree import Tree
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Sublayer, sublayers
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
+from selfspec.runtime.runner import runner_for
 
 DEPTH = tiny.DEPTH
 NODES = 5

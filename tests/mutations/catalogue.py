@@ -539,7 +539,7 @@ CATALOGUE = (
     Mutation("states of a past are not taken up", "load_past", "any(_has_states(layer))", "False",
         ("test_a_chat_continues",)),
     Mutation("a prompt is read from empty states though a past was taken up", "ModelRunner.prefill",
-        "not self._cache.empty", "any(self._cache.seq_lens)", ("test_a_chat_continues",)),
+        "not self.cache.empty", "any(self.cache.seq_lens)", ("test_a_chat_continues",)),
     # What a model does around its layers.
     Mutation("prompts are read past what is around the base", "ModelRunner.__init__",
         "base_alone(model, self._base)", "True", (_AROUND,)),

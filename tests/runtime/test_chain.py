@@ -27,8 +27,8 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.recorded import RecordedRunner, runner_for
 from selfspec.runtime.request import Chain, Choice, Draws, PassRequest
+from selfspec.runtime.runner import RecordedRunner, runner_for
 
 pytestmark = pytest.mark.kernels
 

@@ -30,9 +30,8 @@ from selfspec.runtime.native.instructions import Operation, Place, Storage
 from selfspec.runtime.native.noting import noted
 from selfspec.runtime.native.program import planned, with_waits
 from selfspec.runtime.pass_function import PassKind
-from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 
 pytestmark = pytest.mark.kernels
 
