@@ -267,7 +267,7 @@ CATALOGUE = (
     Mutation("the seed is not used", "Generation.__init__", "Noise(seed, _1, _2)", "Noise(0, _1, _2)", (_SEEDS,)),
     Mutation("logits that are NaN after a draft are drawn from", "_accepted", "finite &= logits.amax(-1).isfinite()",
         "finite = torch.ones_like(finite)", ("test_generate.py", "-k", "not_finite")),
-    Mutation("logits that are NaN are drawn from", "_next", "sampling.legible(logits)",
+    Mutation("logits that are NaN are drawn from", "_next", "batch.sampling.legible(logits)",
         "torch.ones_like(logits[..., 0], dtype=torch.bool)", ("test_generate.py", "-k", "not_finite")),
     # Where text ends.
     Mutation("an end-of-sequence token inside an accepted run is not seen", "Stopping.shortened",
@@ -343,7 +343,7 @@ CATALOGUE = (
         "table.place.offset + shift * size * table.layout.element_size()", "table.place.offset",
         ("test_cross_attention.py::test_greedy_text_is_the_stock_models", "-k", "bart-plain", "-m", "kernels")),
     Mutation("programs keep the positions they were made at", "RecordedRunner._function",
-        "None if self._adapter.positions is None else RowPositions(model, self._adapter)", "None",
+        "None if self.adapter.positions is None else RowPositions(model, self.adapter)", "None",
         ("test_cross_attention.py::test_greedy_text_is_the_stock_models", "-k", "bart-plain", "-m", "kernels")),
     Mutation("rows that are left read the source of rows that have ended", "Source.narrow", "self._as_tensors = None",
         "pass", ("test_rows_that_are_left_have_their_own",)),
