@@ -102,9 +102,8 @@ def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
     else:
         p = sampling.probabilities(scores)
         finite = finite & p.sum(-1).isfinite()
-        token = sampling.draw(
-            sampling.decide(p, batch.cache.cursors.positions(1) + 1, batch.noise), batch.noise, Purpose.RECOVER
-        )
+        decided = sampling.decide(p, batch.cache.cursors.positions(1) + 1, batch.noise)
+        token = sampling.draw(decided, batch.noise, Purpose.RECOVER)
     none = torch.zeros_like(token[:, 0])
     overlap = scores.new_empty(len(scores), 0)
     return _Accepted(none, none, token[:, 0], finite[:, 0], overlap, batch.last_tokens, logits, scores)
@@ -225,7 +224,7 @@ def accept(
 def _accept(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does, for a chain and a token-level rule by Triton in one launch."""
+    """Do what `accept` does: for a chain and a token-level rule in one launch where Triton runs."""
     stock = partial(accept, batch, seen, logits, rule, judged, first)
     draft, uniform, noise = seen.draft, None, None
     if not runs_triton(seen.p.device) or not len(draft.tree) or not draft.tree.is_chain:
