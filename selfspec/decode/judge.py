@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
     judged = within(draft, batch.row_lengths(draft))
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    place, token = _accept(batch, seen, logits, rule, judged)
+    place, token = _accepting(rule, seen)(batch, seen, logits, rule, judged)
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
     finite = finite.gather(1, place[:, None])[:, 0]
     accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
@@ -221,26 +220,30 @@ def accept(
     return place, batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
 
 
-def _accept(
+def _accept_by_triton(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does: for a chain and a token-level rule in one launch where Triton runs."""
-    stock = partial(accept, batch, seen, logits, rule, judged, first)
-    draft, uniform, noise = seen.draft, None, None
-    if not runs_triton(seen.p.device) or not len(draft.tree) or not draft.tree.is_chain:
-        return stock()
-    declared = declaration_of(type(rule))
-    if declared is None or not declared.by_kernel:
-        return stock()
+    """Do what `accept` does for a chain and a token-level rule, in one launch."""
     from selfspec.kernels.triton_judge import tried_verdict
 
+    draft, uniform, noise = seen.draft, None, None
     if not batch.sampling.decided:
         uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
         noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
-    place, token = tried_verdict(
-        seen.p, draft.probs, draft.tokens, uniform, judged, noise, lambda: torch.stack(stock(), 1)
-    ).unbind(1)
+
+    def stock() -> Tensor:
+        return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
+
+    place, token = tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock).unbind(1)
     return place, token
+
+
+def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the function that accepts a draft: `accept`, or the same in one launch."""
+    if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
+        return accept
+    declared = declaration_of(type(rule))
+    return accept if declared is None or not declared.by_kernel else _accept_by_triton
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
@@ -373,7 +376,7 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rul
     seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
     places = token.shape[1] + 1
     seen = replace(seen, p=seen.p.expand(-1, places, -1))
-    accepted, own = _accept(batch, seen, logits[:, place : place + places], rule, first=place)
+    accepted, own = _accepting(rule, seen)(batch, seen, logits[:, place : place + places], rule, first=place)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     # Transfer everything at once: doubles hold every token id exactly.
     columns = torch.stack([chosen, accepted, finite[:, 0]], 1)

@@ -91,4 +91,4 @@ def test_a_round_enters_few_files_before_its_verdict(stacks: list[list[CodeType]
 
 
 def test_a_whole_call_enters_few_files(stacks: list[list[CodeType]]) -> None:
-    assert len(files(stacks)) <= 60, files(stacks)
+    assert len(files(stacks)) <= 58, files(stacks)
