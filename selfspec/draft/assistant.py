@@ -31,7 +31,7 @@ from selfspec.model.registry import check_causal, find_adapter, has_encoder
 from selfspec.model.sizes import bytes_read, cache_bytes_of_token, context_of
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner, runner_for
+from selfspec.runtime.runner import ModelRunner
 
 
 @drafter("assistant", argument=":FOLDER", help="another checkpoint with the same vocabulary, over a cache of its own")

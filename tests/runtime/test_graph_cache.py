@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from selfspec.runtime.recorded import runner_for
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -30,7 +31,6 @@ from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
 from selfspec.runtime.graph_cache import GraphCache, _Candidate
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.runtime.runtime import Function, close
