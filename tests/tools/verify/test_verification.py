@@ -37,7 +37,7 @@ from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_lo
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import BatchInvariant, Eager
-from selfspec.runtime.request import PassResult
+from selfspec.runtime.request import NO_LOGITS, PassResult
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.verify.comparison import Check, forced_logits
 from selfspec.tools.verify.fit import NEW_TOKENS, Outcome, Place, choose_places
@@ -305,7 +305,8 @@ def nudged_twin(monkeypatch: pytest.MonkeyPatch, nudge: float) -> PreTrainedMode
 
     def nudged(passes: ModelRunner, *arguments: Any, **named: Any) -> PassResult:
         done = right(passes, *arguments, **named)
-        done.logits[..., twin] += nudge
+        if done.logits is not NO_LOGITS:
+            done.logits[..., twin] += nudge
         return done
 
     monkeypatch.setattr(ModelRunner, "run", nudged)
