@@ -20,9 +20,8 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Proposer
 from selfspec.draft.rows_view import RowsView, remembered
-from selfspec.runtime.recorded import runner_for
 from selfspec.runtime.request import Chain, PassResult
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 
 Read = Callable[[Tensor, int], Tensor]
 """A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""

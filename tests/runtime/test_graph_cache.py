@@ -32,7 +32,7 @@ from selfspec.runtime.graph_cache import GraphCache, _Candidate
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.runtime.runtime import Function, close
 from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
