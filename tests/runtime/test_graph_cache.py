@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from selfspec.runtime.recorded import runner_for
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
