@@ -66,17 +66,16 @@ class PlantedError(Exception):
 
 
 class _FailAt(TorchDispatchMode):
-    """Raises instead of the n-th tensor operation (of a name): in a layer, in the head, in sampling, in the cache."""
+    """Raises instead of the n-th tensor operation: in a layer, in the head, in sampling, in the cache."""
 
-    def __init__(self, number: int | None, error: type[BaseException] = PlantedError, name: str = "") -> None:
+    def __init__(self, number: int | None, error: type[BaseException]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.number, self.error, self.name, self.seen = number, error, name, 0
+        self.number, self.error, self.seen = number, error, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.name in str(func):
-            self.seen += 1
-            if self.seen == self.number:
-                raise self.error("planted")
+        self.seen += 1
+        if self.seen == self.number:
+            raise self.error("planted")
         return func(*args, **(kwargs or {}))
 
 
@@ -103,17 +102,6 @@ def test_an_exception_at_any_operation_leaves_everything_right(
         with pytest.raises(error, match="planted"):
             run(number, error)
         everyone.assert_unharmed()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("operation", ["cumsum", "lt", "_softmax", "searchsorted"])
-def test_an_exception_in_sampling_or_acceptance_leaves_everything_right(
-    llama: PreTrainedModel, operation: str, number: int
-) -> None:
-    everyone = _Everyone(llama, selfspec.wrap(llama, DRAFTS["exit"], draft_length=1))
-    with pytest.raises(PlantedError), _FailAt(number, PlantedError, f"aten.{operation}"):
-        everyone.spec.generate(tiny.prompt(PROMPT), max_new_tokens=9, do_sample=True, seed=1)
-    everyone.assert_unharmed()
 
 
 @pytest.mark.parametrize(

@@ -193,18 +193,6 @@ def test_outputs_are_those_that_were_recorded(model_type: str, draft: str) -> No
     assert {name: json.loads(line) for name, line in found.items()} == {name: known[name] for name in found}
 
 
-def test_the_recorded_drafts_are_accepted_here_and_rejected_there() -> None:
-    known = recorded()
-    assert len(known) == 2 * len(ARCHITECTURES) * len(DRAFTS) * len(SCENARIOS)
-    counts: dict[str, list[tuple[int, int]]] = {}
-    for name, turn in known.items():
-        case = name.rpartition(", ")[0]
-        counts.setdefault(case, []).append((sum(turn["accepted"]), sum(turn["judged"])))
-    for case, turns in counts.items():
-        accepted, judged = map(sum, zip(*turns, strict=True))
-        assert 0 < accepted < judged, case
-
-
 def record() -> None:
     """Write the outputs of the code as it is, a line for each turn."""
     torch.set_num_threads(1)

@@ -90,12 +90,16 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("named", DAMAGES)
-def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
+def damaged(file: Path, damage: Damage) -> None:
     content = json.loads(file.read_text())
     del content["checksum"]
-    DAMAGES[named](content)
+    damage(content)
     file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("named", DAMAGES)
+def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
+    damaged(file, DAMAGES[named])
     with pytest.raises(ProfileError, match=named) as refused:
         Profile.load(file)
     assert str(file) in str(refused.value)
@@ -118,22 +122,22 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
     ids=str,
 )
 def test_costs_that_cannot_be_or_are_missing_are_refused(file: Path, costs: dict[str, float | None]) -> None:
-    content = json.loads(file.read_text())
-    del content["checksum"]
-    whole = content["greedy"]["costs"]["measured"][1] | costs
-    content["greedy"]["costs"]["measured"][1] = {name: value for name, value in whole.items() if value is not None}
-    file.write_text(json.dumps(content))
+    def damage(content: dict[str, Any]) -> None:
+        whole = content["greedy"]["costs"]["measured"][1] | costs
+        content["greedy"]["costs"]["measured"][1] = {name: value for name, value in whole.items() if value is not None}
+
+    damaged(file, damage)
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
         Profile.load(file)
 
 
 @pytest.mark.parametrize("measured", [None, {}, [], [1], ["same", "same"]])
 def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) -> None:
-    content = json.loads(file.read_text())
-    del content["checksum"]
-    costs = content["greedy"]["costs"]
-    costs["measured"] = [costs["measured"][0] if each == "same" else each for each in measured or []] or measured
-    file.write_text(json.dumps(content))
+    def damage(content: dict[str, Any]) -> None:
+        costs = content["greedy"]["costs"]
+        costs["measured"] = [costs["measured"][0] if each == "same" else each for each in measured or []] or measured
+
+    damaged(file, damage)
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
         Profile.load(file)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForMultimodalLM, DynamicCache
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from helpers.pictures import PICTURED, Pictured, pictured
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
@@ -36,9 +37,8 @@ def test_a_prompt_with_an_image_is_continued_as_the_model_does(model_type: str) 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_vl"])
 def test_images_come_through_transformers_and_streams_too(model_type: str) -> None:
     example = pictured(model_type)
-    wanted = example.model.generate(**example.inputs, **OPTIONS)
     spec = selfspec.wrap(example.model, "exit:2", draft_length=3)
-    assert torch.equal(example.model.generate(**example.inputs, **OPTIONS, custom_generate=spec), wanted)
+    wanted = assert_alike(spec, **example.inputs, **OPTIONS)
     streamed = [token for chunk in spec.stream(**example.inputs, **OPTIONS) for token in chunk.tokens]
     assert streamed == wanted[0, example.ids.shape[1] :].tolist()
 
@@ -61,10 +61,8 @@ def _padded(example: Pictured, left: int) -> dict[str, Any]:
 def test_rows_with_images_may_be_padded(model_type: str) -> None:
     example = pictured(model_type)
     inputs = _padded(example, left=5)
-    wanted = example.model.generate(**inputs, **OPTIONS)
     for draft in (None, "exit:2", "lookup"):
-        out = selfspec.wrap(example.model, draft, draft_length=3).generate(**inputs, **OPTIONS)
-        assert out.sequences.tolist() == wanted.tolist(), draft
+        assert_alike(selfspec.wrap(example.model, draft, draft_length=3), **inputs, **OPTIONS)
 
 
 def test_rows_whose_images_take_different_positions_count_on_from_their_own() -> None:
@@ -72,10 +70,8 @@ def test_rows_whose_images_take_different_positions_count_on_from_their_own() ->
     ids = example.ids.repeat(2, 1)
     ids[1, 3:9] = torch.tensor([11, 12, 13, 14, 15, 16])
     inputs = {**example.inputs, "input_ids": ids, "mm_token_type_ids": (ids == 40).int()}
-    wanted = example.model.generate(**inputs, **OPTIONS)
     for draft in (None, "exit:2", "lookup"):
-        out = selfspec.wrap(example.model, draft, draft_length=3).generate(**inputs, **OPTIONS)
-        assert out.sequences.tolist() == wanted.tolist(), draft
+        assert_alike(selfspec.wrap(example.model, draft, draft_length=3), **inputs, **OPTIONS)
 
 
 def test_rows_that_leave_take_their_offsets_along() -> None:

@@ -12,6 +12,7 @@ from transformers.generation import LogitsProcessor
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from selfspec.cache.masks import smallest_window
 from selfspec.draft import Drafter
 from selfspec.errors import PromptError, UnsupportedOptionError
@@ -37,15 +38,11 @@ def embedded(model: PreTrainedModel, length: int = 7, rows: int = 1) -> Tensor:
 def test_a_left_padded_batch_of_embeddings(architecture: str, draft: Drafter | None) -> None:
     model = tiny.BUILDERS[architecture]()
     options = {"inputs_embeds": embedded(model, rows=3), "attention_mask": MASK, **GREEDY}
-    wanted = model.generate(**options)
-    spec = selfspec.wrap(model, draft, draft_length=3)
-    assert torch.equal(spec.generate(**options).sequences, wanted)
-    assert torch.equal(model.generate(custom_generate=spec, **options), wanted)
+    assert assert_alike(selfspec.wrap(model, draft, draft_length=3), **options).shape == (3, 12)
 
 
-@pytest.mark.parametrize("way", ["wrapper", "transformers"])
 @pytest.mark.parametrize("columns", [7, 5], ids=["as long", "shorter"])
-def test_ids_beside_embeddings_are_the_text_that_is_added_to(llama: PreTrainedModel, way: str, columns: int) -> None:
+def test_ids_beside_embeddings_are_the_text_that_is_added_to(llama: PreTrainedModel, columns: int) -> None:
     """They come back before the new tokens, and processors and look-ups read them; the model does not."""
     ids = tiny.prompt(columns, 3)
     options = {
@@ -55,14 +52,7 @@ def test_ids_beside_embeddings_are_the_text_that_is_added_to(llama: PreTrainedMo
         "no_repeat_ngram_size": 2,
         **GREEDY,
     }
-    wanted = llama.generate(ids, **options)
-    spec = selfspec.wrap(
-        llama, selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.EarlyExit(2)), draft_length=3
-    )
-    found = spec.generate(ids, **options).sequences if way == "wrapper" else None
-    if found is None:
-        found = llama.generate(ids, custom_generate=spec, **options)
-    assert torch.equal(found, wanted)
+    found = assert_alike(selfspec.wrap(llama, "lookup+exit:2", draft_length=3), inputs=ids, **options)
     assert torch.equal(found[:, :columns], ids)
 
 
@@ -95,11 +85,8 @@ def test_processors_see_what_transformers_shows_them(llama: PreTrainedModel) -> 
     "options", [{"max_length": 9}, {"max_new_tokens": 1}, {"eos_token_id": [*range(0, 50, 7)]}, {}], ids=str
 )
 def test_lengths_mean_what_they_mean_in_transformers(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    embeddings = embedded(llama)
-    wanted = llama.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
-    found = spec.generate(inputs_embeds=embeddings, do_sample=False, pad_token_id=0, **options)
-    assert torch.equal(found.sequences, wanted)
+    assert_alike(spec, inputs_embeds=embedded(llama), do_sample=False, pad_token_id=0, **options)
 
 
 def test_scores_logits_and_returned_sequences(llama: PreTrainedModel) -> None:
@@ -179,18 +166,14 @@ def test_masks_and_rows_that_do_not_fit_are_refused(llama: PreTrainedModel) -> N
 # Positions.
 
 
-@pytest.mark.parametrize("way", ["wrapper", "transformers"])
-def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel, way: str) -> None:
+def test_positions_that_the_mask_says_are_taken(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     positions = (MASK.cumsum(1) - 1).clamp(min=0)
-    options = {"attention_mask": MASK, **GREEDY}
-    wanted = llama.generate(tiny.prompt(7, 3), position_ids=positions, **options)
-    for given in (positions, positions.masked_fill(MASK == 0, 9)):
-        if way == "wrapper":
-            found = spec.generate(tiny.prompt(7, 3), position_ids=given, **options).sequences
-        else:
-            found = llama.generate(tiny.prompt(7, 3), position_ids=given, custom_generate=spec, **options)
-        assert torch.equal(found, wanted)
+    options = {"inputs": tiny.prompt(7, 3), "attention_mask": MASK, **GREEDY}
+    texts = [
+        assert_alike(spec, position_ids=given, **options) for given in (positions, positions.masked_fill(MASK == 0, 9))
+    ]
+    assert torch.equal(*texts)
     one = spec.generate(tiny.prompt(5), position_ids=torch.arange(5)[None], **GREEDY).sequences
     assert torch.equal(one, llama.generate(tiny.prompt(5), **GREEDY))
 
@@ -220,9 +203,7 @@ def test_holes_in_masks_and_positions_of_ones_own_are_read_as_the_model_reads_th
         with pytest.raises(UnsupportedOptionError, match="zeros after ones"):
             spec.generate(ids, **options)
         return
-    wanted = model.generate(ids, **options)
-    assert torch.equal(spec.generate(ids, **options).sequences, wanted)
-    assert torch.equal(model.generate(ids, custom_generate=spec, **options), wanted)
+    assert_alike(spec, inputs=ids, **options)
     drawn = {**options, "do_sample": True, "seed": 3, "accept": "coupled"}
     plain = selfspec.wrap(model, None).generate(ids, **drawn)
     assert torch.equal(spec.generate(ids, **drawn).sequences, plain.sequences)

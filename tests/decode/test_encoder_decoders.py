@@ -14,7 +14,7 @@ from transformers.generation import GenerateEncoderDecoderOutput
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import near
+from helpers.drafting import assert_alike, near
 from helpers.encoder_decoders import START, encoder_decoder, joint
 from helpers.joints import p_value
 from selfspec.draft.prompt_lookup import OwnText, following, last_match
@@ -48,13 +48,6 @@ def inputs() -> dict[str, Any]:
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-def alike(spec: selfspec.SelfSpeculative, inputs: dict[str, Any], **options: Any) -> None:
-    """Both ways of a wrapper give the text of its model."""
-    wanted = spec.model.generate(**inputs, **options)
-    assert torch.equal(spec.generate(**inputs, **options).sequences, wanted)
-    assert torch.equal(spec.model.generate(**inputs, **options, custom_generate=spec), wanted)
-
-
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: type(draft).__name__)
 def test_greedy_text_is_the_models(
     model: PreTrainedModel, inputs: dict[str, Any], draft: selfspec.drafts.Drafter | None
@@ -64,8 +57,8 @@ def test_greedy_text_is_the_models(
             selfspec.wrap(model, draft)
         return
     spec = selfspec.wrap(model, draft, draft_length=3)
-    alike(spec, inputs, **GREEDY)
-    alike(spec, {name: value[:1] for name, value in inputs.items()}, **GREEDY)
+    assert_alike(spec, **inputs, **GREEDY)
+    assert_alike(spec, **{name: value[:1] for name, value in inputs.items()}, **GREEDY)
     for row in range(4):
         used = int(inputs["attention_mask"][row].sum())
         alone = model.generate(inputs["input_ids"][row : row + 1, :used], **GREEDY)
@@ -94,13 +87,13 @@ def test_options_mean_what_they_mean_there(
     model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any]
 ) -> None:
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    alike(spec, inputs, **GREEDY | {"eos_token_id": None} | options)
+    assert_alike(spec, **inputs, **GREEDY | {"eos_token_id": None} | options)
 
 
 def test_embeddings_are_what_the_encoder_reads(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     read = model.get_input_embeddings()(inputs["input_ids"]).detach()
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    alike(spec, {"inputs_embeds": read, "attention_mask": inputs["attention_mask"]}, **GREEDY)
+    assert_alike(spec, inputs_embeds=read, attention_mask=inputs["attention_mask"], **GREEDY)
 
 
 def test_the_whole_output_is_the_models(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
@@ -129,7 +122,7 @@ def test_rows_that_end_leave_with_their_source(model: PreTrainedModel, inputs: d
     plain = model.generate(**inputs, **GREEDY)
     ends = sorted({int(plain[row, 4]) for row in (0, 1)})
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    alike(spec, inputs, **GREEDY, eos_token_id=ends)
+    assert_alike(spec, **inputs, **GREEDY, eos_token_id=ends)
 
 
 def test_the_encoder_runs_once(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
@@ -249,10 +242,10 @@ def test_an_assistant_reads_what_the_model_reads(
     model: PreTrainedModel, assistant: PreTrainedModel, inputs: dict[str, Any]
 ) -> None:
     spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
-    alike(spec, inputs, **GREEDY)
-    alike(spec, {name: value[1:2] for name, value in inputs.items()}, **GREEDY)
+    assert_alike(spec, **inputs, **GREEDY)
+    assert_alike(spec, **{name: value[1:2] for name, value in inputs.items()}, **GREEDY)
     ends = sorted({int(token) for token in model.generate(**inputs, **GREEDY)[:2, 4]})
-    alike(spec, inputs, **GREEDY | {"do_sample": True, "top_k": 1}, eos_token_id=ends, num_return_sequences=2)
+    assert_alike(spec, **inputs, **GREEDY | {"do_sample": True, "top_k": 1}, eos_token_id=ends, num_return_sequences=2)
 
 
 def test_an_assistant_that_is_all_but_equal_is_accepted_whole(model: PreTrainedModel, inputs: dict[str, Any]) -> None:

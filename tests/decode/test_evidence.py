@@ -61,19 +61,6 @@ def test_evidence_is_the_exit_beside_the_target(
     assert noted[0].confidences == pytest.approx(wanted.confidences, abs=1e-5)
 
 
-def test_text_and_cache_are_those_of_a_plain_prefill(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.BUILDERS[architecture]()
-    noted = seen(monkeypatch)
-    for width, rows in ((7, 1), (40, 1), (12, 2)):
-        ids = tiny.prompt(width, rows)
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-        wanted = model.generate(ids, eos_token_id=None, **options)
-        out = selfspec.wrap(model, selfspec.drafts.EarlyExit(2)).generate(ids, eos_token_id=None, **options)
-        assert torch.equal(out.sequences, wanted)
-    if not selfspec.adapters.ADAPTERS[model.config.model_type].recurrent:
-        assert len(noted) == 3
-
-
 def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = seen(monkeypatch)
     draft = selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(0, 50, 2)))

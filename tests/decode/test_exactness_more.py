@@ -26,22 +26,6 @@ def prompts(rows: int = ROWS) -> Tensor:
     return torch.tensor(PROMPT).expand(rows, -1)
 
 
-class Keeping(Altered):
-    """Drafts as another drafter does, and keeps what it drafted."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        kept: list[Draft] = []
-
-        def keeping(propose: Propose, batch: Any, budget: Budget) -> Draft:
-            kept.append(propose(batch, budget))
-            return kept[-1]
-
-        super().__init__(drafter, keeping)
-        object.__setattr__(self, "kept", kept)
-
-    kept: list[Draft]
-
-
 def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
     """The joint of drafted texts that the draft itself claims: q of each position given the tokens before it."""
     assert draft.probs is not None
@@ -68,12 +52,17 @@ DRAFTERS = (
 @pytest.mark.contract
 @pytest.mark.parametrize(("drafter", "warp"), in_turns(DRAFTERS, (WARM, SHARP, FILTERED), mark=pytest.mark.statistical))
 def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
-    keeping = Keeping(drafter)
+    kept: list[Draft] = []
+
+    def keeping(propose: Propose, batch: Any, budget: Budget) -> Draft:
+        kept.append(propose(batch, budget))
+        return kept[-1]
+
     # Kernels in fewer bits take no smaller width.
     width = 32 if isinstance(drafter, selfspec.drafts.LowPrecision) else 8
-    spec = selfspec.wrap(network(width=width), keeping, draft_length=TOKENS)
+    spec = selfspec.wrap(network(width=width), Altered(drafter, keeping), draft_length=TOKENS)
     next(spec.stream(prompts(2 * ROWS), max_new_tokens=TOKENS + 1, seed=0, **warp.options))
-    (draft,) = keeping.kept
+    (draft,) = kept
     assert p_value(map(tuple, draft.tokens.tolist()), chance_by_q(draft)) > 1e-3
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from helpers.saved_folders import installed  # noqa: F401 - a fixture
 from selfspec.compat import OUTPUT_CACHE
 from selfspec.errors import UnsupportedOptionError
@@ -78,10 +79,7 @@ def test_a_soft_prompt_is_read(
     spec, ids = selfspec.wrap(llama, draft, draft_length=3), tiny.prompt(5, 2)
     base = llama.generate(ids, **GREEDY)
     with prompted(llama, change):
-        wanted = llama.generate(ids, **GREEDY)
-        assert not torch.equal(wanted, base)
-        assert torch.equal(llama.generate(ids, custom_generate=spec, **GREEDY), wanted)
-        assert torch.equal(spec.generate(ids, **GREEDY).sequences, wanted)
+        assert not torch.equal(assert_alike(spec, inputs=ids, **GREEDY), base)
     # What stays on the model is its own method.
     assert torch.equal(llama.generate(ids, custom_generate=spec, **GREEDY), base)
 
@@ -96,13 +94,9 @@ def test_a_saved_folder_reads_a_soft_prompt(tmp_path: Path) -> None:
 
 
 def test_padding_behind_a_prefix_is_left_out(llama: PreTrainedModel) -> None:
-    spec, options = (
-        selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3),
-        {"attention_mask": MASK, **GREEDY},
-    )
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     with prompted(llama, before_keys):
-        wanted = llama.generate(tiny.prompt(5, 2), **options)
-        assert torch.equal(llama.generate(tiny.prompt(5, 2), custom_generate=spec, **options), wanted)
+        assert_alike(spec, inputs=tiny.prompt(5, 2), attention_mask=MASK, **GREEDY)
 
 
 @pytest.mark.parametrize(

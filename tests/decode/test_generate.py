@@ -123,10 +123,8 @@ def plant_not_finite(model: PreTrainedModel, value: float, position: int) -> Non
         return torch.where((args[0].sum(-1, keepdim=True) * 0 + planted["now"]) > 0, value, output)
 
     planted = {"now": 0.0}
-    seen = {"positions": None}
 
     def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen["positions"] = kwargs["position_ids"]
         planted["now"] = (kwargs["position_ids"] == position).to(torch.float64)[..., None]
 
     model.model.register_forward_pre_hook(watch, with_kwargs=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import Altered, Propose, poisoning
-from helpers.joints import PROMPTS, TOKENS, Warp, small
+from helpers.joints import EOS, PROMPTS, TOKENS, Warp, p_values, small
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.decode.output import Round
@@ -147,6 +147,16 @@ def test_rows_of_different_lengths_are_not_brought_into_lockstep() -> None:
     kept, free = (next(selfspec.wrap(model, GOOD, draft_length=each).stream(ids, **options)) for each in (InStep(7), 7))
     assert kept == free
     assert len(committed(kept)) > 1
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("rule", "threshold", "eos"), [("token", 0.0, EOS), ("block", 0.45, None)])
+def test_samples_follow_the_exact_joint(rule: str, threshold: float, eos: int | None) -> None:
+    # Three rows are cut now and then, and at any place.
+    control = InStep(3, threshold)
+    spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
+    (fit,) = p_values(spec, Warp(), eos, prompts=PROMPTS[:1], rows=3, batches=400).values()
+    assert fit > 0.005
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 import selfspec
 from helpers import tiny
 from helpers.drafting import Altered, Propose, poisoning
-from helpers.joints import EOS, drawn, enumerated, holm_rejects, small
+from helpers.joints import EOS, Text, drawn, enumerated, holm_rejects, small
 from selfspec.decode.group import BatchSampling, Group, Sampling, proper
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
@@ -125,53 +123,40 @@ def test_coupled_samples_are_those_of_plain_decoding(llama: PreTrainedModel, nam
 
 # The joint distribution of several tokens.
 
-PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2))
-
-
-def allowed(options: dict[str, Any], prompt: Sequence[int], prefix: Sequence[int], logits: Tensor) -> list[float]:
-    """The distribution after a prefix, computed by hand."""
-    text, scores = [*prompt, *prefix], logits.float().clone()
-    penalty, size = options.get("repetition_penalty", 1.0), options.get("no_repeat_ngram_size", 0)
-    for token in set(text):
-        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
-    for start in range(len(text) - size + 1) if size else ():
-        if text[start : start + size - 1] == text[len(text) - size + 1 :]:
-            scores[text[start + size - 1]] = -torch.inf
-    if len(prefix) < options.get("min_new_tokens", 0):
-        scores[EOS] = -torch.inf
-    chances: list[float] = (scores / options.get("temperature", 1.0)).softmax(-1).tolist()
-    return chances
-
-
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"repetition_penalty": 1.8},
-    {"no_repeat_ngram_size": 2},
-    {"min_new_tokens": 2, "eos_token_id": EOS},
-    {"repetition_penalty": 0.5, "min_new_tokens": 1, "eos_token_id": EOS, "temperature": 0.7},
+SETTINGS: tuple[tuple[list[LogitsProcessor], int | None], ...] = (
+    ([RepetitionPenaltyLogitsProcessor(1.8)], None),
+    ([generation.NoRepeatNGramLogitsProcessor(2)], None),
+    ([generation.MinNewTokensLengthLogitsProcessor(4, 2, EOS)], EOS),
+    ([RepetitionPenaltyLogitsProcessor(0.5), generation.MinNewTokensLengthLogitsProcessor(4, 1, EOS)], EOS),
 )
 
 
-def p_values(spec: selfspec.SelfSpeculative, options: dict[str, Any], seed: int) -> dict[str, float]:
-    seen = drawn(spec, PROMPTS, seed=seed, do_sample=True, top_k=0, **options)
-    eos = options.get("eos_token_id")
-    return seen.fits(lambda prompt: enumerated(spec.model, prompt, partial(allowed, options, prompt), eos))
+def p_values(
+    spec: selfspec.SelfSpeculative, processors: LogitsProcessorList, eos: int | None, seed: int
+) -> dict[str, float]:
+    """How well what a wrapper draws fits the joint of the processed logits of its model."""
+
+    def joint(prompt: Text) -> dict[Text, float]:
+        def chances(prefix: Text, logits: Tensor) -> list[float]:
+            scores = processors(torch.tensor([[*prompt, *prefix]]), logits.float()[None].clone())
+            found: list[float] = scores.softmax(-1)[0].tolist()
+            return found
+
+        return enumerated(spec.model, prompt, chances, eos)
+
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "eos_token_id": eos, "logits_processor": processors}
+    return drawn(spec, ((1, 2, 3, 1), (2, 1, 3, 2)), seed=seed, **options).fits(joint)
 
 
 @pytest.mark.statistical
 def test_samples_follow_the_exact_joint() -> None:
     found = {}
-    drafts: tuple[Drafter | None, ...] = (
-        None,
-        selfspec.drafts.EarlyExit(1),
-        selfspec.drafts.LayerSkip(attention=[1]),
-        selfspec.drafts.LowPrecision(4),
-    )
-    for number, (draft, options) in enumerate(itertools.product(drafts, SETTINGS)):
-        model = small(seed=number)
+    drafts = (None, "exit:1", "skip:attn=1", "int4")
+    for number, (draft, (given, eos)) in enumerate(itertools.product(drafts, SETTINGS)):
         rule, length = ("token", "block", "coupled")[number % 3], 1 + number % 4
-        spec = selfspec.wrap(model, draft, draft_length=length, accept=rule)
-        for prompt, value in p_values(spec, options, seed=100 * number).items():
-            found[f"{draft} {rule} length {length} {options} prompt {prompt}"] = value
+        spec = selfspec.wrap(small(seed=number), draft, draft_length=length, accept=rule)
+        for prompt, value in p_values(spec, LogitsProcessorList(given), eos, seed=100 * number).items():
+            found[f"{draft} {rule} length {length} setting {number % 4} prompt {prompt}"] = value
     assert holm_rejects(found, 0.01) == []
 
 
@@ -393,13 +378,6 @@ def test_processors_that_do_not_suppress_stay_what_they_are() -> None:
 def sampling_of(warpers: LogitsProcessorList, greedy: bool, rows: int) -> BatchSampling:
     prompts, noise = torch.empty(rows, 0, dtype=torch.long), Noise(0, range(rows), torch.device("cpu"))
     return BatchSampling([Group(Sequences(prompts, pad=0), Sampling(Warping(warpers), greedy), Stopping(1), noise)])
-
-
-def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
-    logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]]], dtype=torch.float64)
-    expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
-    sampling = sampling_of(LogitsProcessorList(), greedy=True, rows=1)
-    assert torch.equal(sampling.probabilities(sampling.scores(logits)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

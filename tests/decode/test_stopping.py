@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,6 +20,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 import selfspec
 from helpers import tiny
+from helpers.joints import padded
 from helpers.stories import checkpoint_folder
 from selfspec.errors import UnsupportedOptionError
 
@@ -145,44 +144,6 @@ def test_without_an_end_token_a_row_that_a_criterion_ended_goes_on_until_all_hav
             torch.testing.assert_close(keys, found.past_key_values.layers[0].keys)
 
 
-def test_a_criterion_may_answer_for_all_rows_at_once(llama: PreTrainedModel) -> None:
-    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
-        tiny.prompt(5, 2),
-        max_new_tokens=24,
-        do_sample=False,
-        stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9],
-    )
-    assert out.lengths == (4, 4)
-
-
-def test_a_criterion_is_given_the_scores_that_are_kept(llama: PreTrainedModel) -> None:
-    def unsure(ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        assert scores is not None
-        assert len(scores) == ids.shape[1] - 5
-        return (scores[-1].softmax(-1).amax(-1) < 0.45) & (len(scores) > 3)
-
-    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
-    wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([unsure]), **kept).sequences
-    assert 9 <= wanted.shape[1] < 29
-    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=5)
-    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[unsure], **kept)
-    assert torch.equal(out.sequences, wanted)
-    assert out.scores is not None
-    assert len(out.scores) == out.lengths[0]
-
-
-def test_a_criterion_and_an_end_of_sequence_token_whichever_comes_first(llama: PreTrainedModel) -> None:
-    text = greedy(llama)[0].tolist()
-    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=6)
-    for at in (8, 10, 12):
-        eos = text[9]
-        wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([Counting(at)]), eos_token_id=eos)
-        out = spec.generate(
-            tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[Counting(at)], eos_token_id=eos
-        )
-        assert torch.equal(out.sequences, wanted)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "criterion",
@@ -200,10 +161,8 @@ def test_max_time_ends_the_text_at_the_first_token_after_it(llama: PreTrainedMod
     spec = selfspec.wrap(llama, LONG_RUNS, draft_length=4)
     out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=1e-9)
     assert out.lengths == (1,)
-    started = time.perf_counter()
     out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=3600.0)
     assert out.lengths == (24,)
-    assert time.perf_counter() - started < 3600
 
 
 # Stop strings.
@@ -212,11 +171,6 @@ def test_max_time_ends_the_text_at_the_first_token_after_it(llama: PreTrainedMod
 @pytest.fixture(scope="module")
 def story() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint_folder())
 
 
 @pytest.mark.parametrize("strings", ["Lily", ["park", "big"], [" th", "zzz"], ["gir"], ["."]], ids=str)
@@ -301,9 +255,7 @@ def test_stop_strings_in_a_batch_end_each_row_at_its_own(
 ) -> None:
     texts = ["Once upon a time", "Tom had a big dog. One day, he", "Lily and Ben"]
     rows = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows])
+    ids, mask = padded(rows)
     options: dict[str, Any] = {
         "max_new_tokens": 40,
         "do_sample": False,
@@ -316,4 +268,4 @@ def test_stop_strings_in_a_batch_end_each_row_at_its_own(
     assert len(set(out.lengths)) > 1
     for row, prompt in enumerate(rows):
         alone = story.generate(prompt, **options)[0, prompt.shape[1] :]
-        assert out.sequences[row, width : width + out.lengths[row]].tolist() == alone.tolist()
+        assert out.sequences[row, ids.shape[1] : ids.shape[1] + out.lengths[row]].tolist() == alone.tolist()

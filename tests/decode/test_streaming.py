@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    AsyncTextIteratorStreamer,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TextIteratorStreamer,
     TextStreamer,
 )
 from transformers.generation import BaseStreamer
 
 import selfspec
 from helpers import tiny
-from helpers.stories import checkpoint_folder
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 17, "do_sample": False}
 
@@ -41,11 +35,6 @@ class Listener(BaseStreamer):
 
     def end(self) -> None:
         self.heard.append("end")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint_folder())
 
 
 @pytest.fixture
@@ -72,32 +61,6 @@ def test_text_streamers_print_the_same(
         wanted = capsys.readouterr().out
         spec.generate(tiny.prompt(5), streamer=TextStreamer(tokenizer, skip_prompt=skip), **OPTIONS)
         assert capsys.readouterr().out == wanted
-
-
-def test_an_iterator_of_text_works_from_another_thread(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = Thread(target=spec.generate, args=(tiny.prompt(5),), kwargs={"streamer": streamer, **OPTIONS})
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    wanted = spec.generate(tiny.prompt(5), **OPTIONS).sequences[0, 5:]
-    assert text == tokenizer.decode(wanted)
-
-
-def test_an_asynchronous_iterator_of_text_works(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    async def read() -> str:
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        thread = Thread(target=spec.generate, args=(tiny.prompt(5),), kwargs={"streamer": streamer, **OPTIONS})
-        thread.start()
-        text = "".join([piece async for piece in streamer])
-        thread.join()
-        return text
-
-    assert asyncio.run(read()) == tokenizer.decode(spec.generate(tiny.prompt(5), **OPTIONS).sequences[0, 5:])
 
 
 def test_a_streamer_is_ended_after_an_error_too(llama: PreTrainedModel) -> None:

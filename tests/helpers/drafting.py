@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
+import selfspec
 from helpers import tiny
 from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength
@@ -35,6 +36,14 @@ def outcome(judged: int, accepted: int, committed: int, dropped: int = 0, straye
     along = accepted - strayed
     path = [*range(along), *range(along + 1, accepted + 1)]
     return RowVerdict([0] * (accepted + 2), path, judged, [0] * committed, dropped)
+
+
+def assert_alike(spec: selfspec.SelfSpeculative, **options: Any) -> Tensor:
+    """Both ways of a wrapper give the text of its model, which is returned."""
+    wanted: Tensor = spec.model.generate(**options)
+    assert torch.equal(spec.generate(**options).sequences, wanted)
+    assert torch.equal(spec.model.generate(**options, custom_generate=spec), wanted)
+    return wanted
 
 
 class Remembering(LogitsProcessor):

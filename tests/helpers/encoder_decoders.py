@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 import selfspec
 from helpers.contract import BATCH, NEW, TOLERANCE, Subject
+from helpers.joints import enumerated
 from helpers.shrunken import PAD, shrunken
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.architecture import takes, takes_positions
@@ -121,20 +122,14 @@ class EncoderDecoder(Subject):
         return found
 
 
-@torch.no_grad()
 def joint(inputs: dict[str, Tensor], model: PreTrainedModel, tokens: int) -> dict[tuple[int, ...], float]:
     """The chance of every text of so many tokens, given one row of what the encoder reads."""
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(tokens):
-        ids = torch.tensor([(START, *text) for text in chances])
+
+    def decoder(ids: Tensor) -> Any:
         given = {name: value.expand(len(ids), *value.shape[1:]) for name, value in inputs.items()}
-        p = model(**given, decoder_input_ids=ids).logits[:, -1].softmax(-1).tolist()
-        chances = {
-            (*text, token): chance * each
-            for (text, chance), row in zip(chances.items(), p, strict=True)
-            for token, each in enumerate(row)
-        }
-    return chances
+        return model(**given, decoder_input_ids=ids)
+
+    return enumerated(decoder, (START,), lambda _, logits: logits.softmax(-1).tolist(), tokens=tokens)
 
 
 def _classes() -> dict[str, str]:

@@ -114,7 +114,7 @@ def p_values(
 
 @torch.no_grad()
 def enumerated(
-    model: PreTrainedModel,
+    model: Callable[[Tensor], Any],
     prompt: Text,
     chances: Callable[[Text, Tensor], Sequence[float]],
     eos: int | None = None,

@@ -498,7 +498,7 @@ CATALOGUE = (
         "accepted.count.clamp(max=limit)", "accepted.count", (_IN_STEP,)),
     Mutation("a row that ends is not cut: ends come too often", "_settled", "run[:limit]",
         "run if set(run) & batch.groups[0].stopping.eos else run[:limit]",
-        (_MANY, "-k", "lockstep")),
+        ("test_lockstep.py::test_samples_follow_the_exact_joint",)),
     Mutation("a row in doubt that has no token stalls the others", "lockstep_limit",
         "(len(run) for run in runs if run or batch.needs_lockstep)", "(len(run) for run in runs)",
         ("test_a_row_that_is_not_finite_does_not_stall_the_others",)),
