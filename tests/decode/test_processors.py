@@ -14,6 +14,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    TemperatureLogitsWarper,
     generation,
 )
 from transformers.generation import RepetitionPenaltyLogitsProcessor
@@ -383,9 +384,10 @@ def sampling_of(warpers: LogitsProcessorList, greedy: bool, rows: int) -> BatchS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_probabilities_are_those_of_float32_logits_whatever_their_dtype(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
-    sampling = sampling_of(LogitsProcessorList(), greedy=False, rows=2)
-    found = sampling.probabilities(sampling.scores(logits))
-    torch.testing.assert_close(found, logits.float().softmax(-1), rtol=1e-6, atol=0.0)
+    for warpers, temperature in (([], 1.0), ([TemperatureLogitsWarper(0.5)], 0.5)):
+        sampling = sampling_of(LogitsProcessorList(warpers), greedy=False, rows=2)
+        found = sampling.probabilities(sampling.scores(logits))
+        torch.testing.assert_close(found, (logits.float() / temperature).softmax(-1), rtol=1e-6, atol=0.0)
 
 
 def test_a_draft_distribution_that_is_not_finite_becomes_uniform() -> None:
