@@ -234,11 +234,11 @@ def quantize(
 
 def _named(format: str) -> LowPrecision:
     from selfspec.draft import LowPrecision
-    from selfspec.formats.format import formats
+    from selfspec.formats.format import copies
 
-    if format not in formats():
-        raise DraftConfigError(f"there is no format {format!r}; choose one of {', '.join(formats())}")
-    return LowPrecision(format=formats()[format]())
+    if format not in copies():
+        raise DraftConfigError(f"there is no format {format!r}; choose one of {', '.join(copies())}")
+    return LowPrecision(format=copies()[format]())
 
 
 def _own_texts(checkpoint: Checkpoint, workload: Workload | None, number: int, seed: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip, layer_numbers
 from selfspec.errors import DraftConfigError
-from selfspec.formats.format import Format, formats
+from selfspec.formats.format import Format, copies, formats
 from selfspec.formats.packed import Packed
 from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
@@ -31,7 +31,7 @@ _CHANCES = (0.95, 0.03, 0.01)
 
 
 def _by_formats(kind: type[LowPrecision]) -> type[LowPrecision]:
-    for each in reversed(list(formats().values())):
+    for each in reversed([each for each in formats().values() if not each.exact]):
         kind = drafter(each.name, argument="[:FILE]", help=each.help)(kind)
     return kind
 
@@ -177,7 +177,7 @@ class LowPrecision(LayerPathDrafter):
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
-        whole = [cls(format=kind()) for kind in formats().values()]
+        whole = [cls(format=kind()) for kind in copies().values()]
         return [*whole, *(cls(fewer=EarlyExit(layer)) for layer in range(1, depth))]
 
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:

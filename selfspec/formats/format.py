@@ -38,6 +38,7 @@ class Format(ABC):
         parts: names of the tensors that a packed weight is kept in.
         layer: the linear layer that multiplies by a packed weight, made as `layer(packed, bias, dtype)`.
         exact: whether the weight, made dense again, has the bits that it had.
+        copies: whether it packs copies, of any weight, to draft with. Else it keeps a model's own weights, or reads them.
         compensates: whether `pack_for` gives less error than `pack`.
         laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
         program_products: operators, `selfspec::name(states, weight, factors)`, whose products native programs run, with
@@ -51,6 +52,7 @@ class Format(ABC):
     parts: ClassVar[tuple[str, ...]]
     layer: ClassVar[type[PackedLinear]]
     exact: ClassVar[bool] = False
+    copies: ClassVar[bool] = True
     compensates: ClassVar[bool] = False
     laying_out: ClassVar[int] = 1
     program_products: ClassVar[Mapping[str, int]] = {}
@@ -87,6 +89,10 @@ class Format(ABC):
         """Return whether the format fits a weight of `shape`, `[..., out, in]`, on a device; None: on some device."""
         return True
 
+    def takes(self, weight: Tensor) -> bool:
+        """Return whether the format fits a weight, `[..., out, in]`, that is in memory."""
+        return self.fits(weight.shape, weight.device)
+
     def runs_on(self, kind: str) -> bool:
         """Return whether its layers run on a kind of device, such as "cuda"."""
         return kind != "meta"
@@ -116,3 +122,8 @@ def formats() -> Mapping[str, type[Format]]:
         if found.setdefault(loaded.name, loaded) is not loaded:
             raise DraftConfigError(f"{point.value} declares the format {loaded.name!r}, and there is one already")
     return dict(sorted(found.items(), key=lambda each: -each[1].acceptance))
+
+
+def copies() -> Mapping[str, type[Format]]:
+    """Return the formats of copies that draft beside a model's own weights, by name, the most faithful first."""
+    return {name: kind for name, kind in formats().items() if kind.copies}

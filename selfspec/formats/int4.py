@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, fixed
+from selfspec.formats.packed import Packed, dense, fixed
 from selfspec.formats.rounding import (
     Kernels,
     Rounded,
@@ -137,6 +137,7 @@ class Int4(Rounded):
     @torch.no_grad()
     def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
         """Pack a weight input by input, each compensating earlier errors; without finite inputs, only fit scales."""
+        weight = dense(weight)
         mean = moments.diagonal().mean()
         if not (mean > 0 and mean.isfinite()):
             return self.pack(weight)

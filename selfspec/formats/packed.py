@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from selfspec.errors import UnsupportedModelError
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -54,10 +56,14 @@ class PackedLinear(nn.Module, ABC):
         device = next(self.parameters()).device
         return self.product(torch.eye(self.in_features, dtype=self.dtype, device=device)).t().to(self.dtype)
 
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Return rows of the dense weight, `[..., in]`, by their numbers, `[...]`."""
+        return self.join()[ids]
+
     @property
     def weight(self) -> Tensor:
         """The dense weight, `[out, in]`, for modules that read it; its values are computed at each read."""
-        return _MadeWhenRead(self)
+        return PackedWeight(self)
 
     @property
     def nbytes(self) -> int:
@@ -72,24 +78,56 @@ class PackedLinear(nn.Module, ABC):
         return product if self.bias is None else product + self.bias
 
 
-class _MadeWhenRead(Tensor):
-    """Stands for the weight of a packed layer, whose values exist only while an operation reads them."""
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class PackedWeight(Tensor):
+    """Stands for the dense weight of a packed layer, whose values exist only while an operation reads them.
+
+    Modules that hold it in place of their weight compute what they did, to the last bit. It cannot be written to.
+    """
 
     layer: PackedLinear
 
     @staticmethod
-    def __new__(cls, layer: PackedLinear) -> _MadeWhenRead:
+    def __new__(cls, layer: PackedLinear) -> PackedWeight:
         shape, device = (layer.out_features, layer.in_features), next(layer.parameters()).device
-        made: _MadeWhenRead = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)
+        made: PackedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)
         made.layer = layer
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        # Nothing writes to it.
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return held_packed, (self.layer,)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({type(self.layer).__name__}, {list(self.shape)}, {self.dtype})"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def read(value: Any) -> Any:
-            return value.layer.join() if isinstance(value, _MadeWhenRead) else value
+        if func in _SAME:
+            return cls(args[0].layer)
+        if func is torch.ops.aten.embedding.default and isinstance(args[0], cls):
+            return args[0].layer.rows_of(args[1])
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(given, cls):
+                raise UnsupportedModelError(
+                    "weights that are packed cannot be changed in place; load the model without packing its weights"
+                )
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
-        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+def dense(value: Any) -> Any:
+    """Return the values of a packed weight; anything else as it is."""
+    return value.layer.join() if isinstance(value, PackedWeight) else value
+
+
+def held_packed(layer: PackedLinear) -> nn.Parameter:
+    """Return what a module holds in place of its dense weight."""
+    return nn.Parameter(PackedWeight(layer), requires_grad=False)
 
 
 class PackedExperts(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, fixed
+from selfspec.formats.packed import Packed, PackedLinear, dense, fixed
 from selfspec.kernels import native
 from selfspec.kernels.trial import runs_triton
 
@@ -40,8 +40,9 @@ class Rounded(Format):
     def pack(self, weight: Tensor, factors: Tensor | None = None) -> Packed:
         """Pack a weight, `[..., out, in]`, with `factors` of its inputs, `[..., in]`; None: the sizes of columns."""
         packed = self.empty(weight.shape, weight.device)
-        packed["factors"].copy_(column_sizes(weight.detach()) if factors is None else factors)
-        self._fill_all(packed, weight.detach())
+        weight = dense(weight.detach())
+        packed["factors"].copy_(column_sizes(weight) if factors is None else factors)
+        self._fill_all(packed, weight)
         return packed
 
     def pack_head(self, weight: Tensor) -> Packed:

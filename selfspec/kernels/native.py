@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -33,6 +33,9 @@ IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 GROUP_SIZE = 32
 """Inputs that share a scale and a zero in 4 bits."""
+
+PLANES_BLOCK = 64
+"""Weights of a block in planes; rows are filled up to whole blocks."""
 
 VARIANTS = ("vnni", "v4", "v3", "dotprod", "neon")
 """Names of libraries, the best first: x86-64-v4 with VNNI, x86-64-v4, x86-64-v3, ARM with and without dot products."""
@@ -67,8 +70,8 @@ class Kind(IntEnum):
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4, torch.float16: 7}
 """Numbers of dtypes in `program.cpp`: bytes hold two weights in 4 bits."""
 
-FLOAT_COLUMNS, FLOAT64 = 5, 6
-"""Numbers there of a float32 weight that lies as `[in, out]`, and of a product in float64."""
+FLOAT_COLUMNS, FLOAT64, PLANES, UPPER = 5, 6, 8, 9
+"""Numbers there of a float32 weight that lies as `[in, out]`, of a product in float64, of planes and the upper plane."""
 
 Words = ctypes.Array[ctypes.c_int64]
 """Words of 64 bits."""
@@ -216,6 +219,31 @@ def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None
     return product
 
 
+def few_rows_in_planes(states: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor) -> Tensor:
+    """Multiply as `few_rows` does, to the last bit, with a weight in the parts of `selfspec.formats.planes`."""
+    product: Tensor = _by((states, weight), _multiply_in_planes, torch.ops.selfspec.few_rows_in_planes)(
+        states, weight, lower, rows, escapes
+    )
+    return product
+
+
+def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """Multiply at most `MOST_ROWS` rows with the upper plane of a weight, half a step added."""
+    operator = torch.ops.selfspec.few_rows_in_upper
+    product: Tensor = _by((states, weight), _multiply_in_upper, operator)(states, weight, rows)
+    return product
+
+
+def rows_of_planes(
+    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int
+) -> Tensor:
+    """Read rows of a weight in planes, `[..., inputs]` in float32, by numbers `[...]`; NaN where there is no such row."""
+    found: Tensor = _by((ids, weight), _read_rows, torch.ops.selfspec.rows_of_planes)(
+        ids, weight, lower, rows, escapes, inputs
+    )
+    return found
+
+
 def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     """Call a product that takes at most `MOST_ROWS` rows for any number of rows, `[..., in]` to `[..., out]`."""
     shape = [int(size) for size in states.shape]
@@ -317,7 +345,9 @@ def _multiply(
         raise RuntimeError("few_rows: sizes do not match")
     if not weight.is_contiguous():
         raise RuntimeError("few_rows: the weight is not contiguous")
-    return _product(states, weight, bias, scales, factors)
+    number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return _product(states, number, weight, {"scales": _read(scales, dtype), "bias": bias, "factors": factors})
 
 
 def _multiply_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
@@ -325,22 +355,50 @@ def _multiply_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | Non
         raise RuntimeError("few_rows_in_four_bits: sizes do not match")
     if not weight.is_contiguous() or weight.dtype != torch.uint8:
         raise RuntimeError("few_rows_in_four_bits: contiguous bytes alone")
-    return _product(states, weight, None, None, factors)
+    return _product(states, NUMBERS[torch.uint8], weight, {"factors": factors})
 
 
-def _product(
-    states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, factors: Tensor | None
-) -> Tensor:
+def _multiply_in_planes(states: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor) -> Tensor:
+    _check_planes(states, weight)
+    return _product(states, PLANES, weight, {"lower": lower, "rows": rows, "escapes": escapes})
+
+
+def _multiply_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    _check_planes(states, weight)
+    return _product(states, UPPER, weight, {"rows": rows})
+
+
+def _check_planes(states: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 2 or not states.dim() or -(-states.shape[-1] // PLANES_BLOCK) * PLANES_BLOCK != weight.shape[1]:
+        raise RuntimeError("planes: sizes do not match")
+    if not weight.is_contiguous() or weight.dtype != torch.uint8:
+        raise RuntimeError("planes: contiguous bytes alone")
+
+
+def _read_rows(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
+    found = torch.empty(*ids.shape, inputs)
+    numbers = ids.to(torch.int64).contiguous()
+    sizes = (PLANES, weight.shape[0], inputs, numbers.numel())
+    run_one(Kind.EMBED, (*sizes, weight, lower, rows, escapes, numbers, found), _threads(found.numel()))
+    return found
+
+
+HELD = ("scales", "bias", "residual", "factors", "lower", "rows", "escapes")
+"""What a product reads beside states and weight, in the order of `program.cpp`; any may be missing."""
+
+
+def _product(states: Tensor, number: int, weight: Tensor, held: Mapping[str, Tensor | None]) -> Tensor:
+    """Multiply with a weight of a number in `program.cpp`; its first size is that of the outputs."""
     shape = states.shape
     inputs, outputs = shape[-1], weight.shape[0]
     rows = states.numel() // inputs if inputs else 0
     if rows > MOST_ROWS:
         raise RuntimeError(f"few_rows: at most {MOST_ROWS} rows")
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    number = FLOAT64 if dtype == torch.float64 else NUMBERS[weight.dtype]
+    dtype = torch.float64 if number == FLOAT64 else torch.float32
     found = torch.empty(*shape[:-1], outputs, dtype=dtype)
-    x, added, by = _read(states, dtype), _read(bias, dtype), _read(factors, torch.float32)
-    operands = (number, rows, inputs, outputs, x, weight, _read(scales, dtype), added, None, by, found)
+    others = [held.get(name) for name in HELD]
+    read = (each if each is None or not each.is_floating_point() else _read(each, dtype) for each in others)
+    operands = (number, rows, inputs, outputs, _read(states, dtype), weight, *read, found)
     run_one(Kind.PRODUCT, operands, _threads(rows * inputs * outputs))
     return found if states.dtype == dtype else found.to(states.dtype)
 
@@ -380,6 +438,10 @@ def _multiplied(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
+def _read_out(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
+    return lower.new_empty(*ids.shape, inputs, dtype=torch.float32)
+
+
 def _normed(states: Tensor, *_: object) -> Tensor:
     return states.new_empty(states.shape)
 
@@ -389,6 +451,7 @@ def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor
     return queries.new_empty(batch, tokens, heads, size)
 
 
+_PARTS = "Tensor weight, Tensor lower, Tensor rows, Tensor escapes"
 _OF_PRODUCT = "(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? factors) -> Tensor"
 # What graphs hold: what each gives on the CPU, and its shape.
 for _name, _of, _kernel, _shape in (
@@ -399,6 +462,9 @@ for _name, _of, _kernel, _shape in (
         _multiply_in_four_bits,
         _multiplied,
     ),
+    ("few_rows_in_planes", f"(Tensor x, {_PARTS}) -> Tensor", _multiply_in_planes, _multiplied),
+    ("few_rows_in_upper", "(Tensor x, Tensor weight, Tensor rows) -> Tensor", _multiply_in_upper, _multiplied),
+    ("rows_of_planes", f"(Tensor ids, {_PARTS}, int inputs) -> Tensor", _read_rows, _read_out),
     ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
     ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),
 ):

@@ -22,6 +22,7 @@
 #include "functions.h"
 #include "maps.h"
 #include "numbers.h"
+#include "planes.h"
 #include "products.h"
 #include "states.h"
 #include "team.h"
@@ -31,13 +32,16 @@ namespace {
 enum class Kind : int64_t {
   kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kRoundSlots, kChoose
 };
-enum class Dtype : int64_t { kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16 };
+enum class Dtype : int64_t {
+  kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16, kPlanes, kUpper
+};
 
 // What the table has before the addresses of the tensors of a call.
 enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kTop, kTopWords, kFirstTensor };
 
 constexpr int64_t kChunk = 256;
 constexpr int kDims = 4;
+constexpr int64_t kOutputsJoined = 64;
 
 struct Words {
   const int64_t* at;
@@ -93,8 +97,16 @@ struct Worker : Member {
   Room inputs, room;
 };
 
-// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, y: in float32,
-// or all in float64, without factors.
+// Planes as operands: the lower one, what the rows have, `[2, out]`, which is their bases and then the ends of their
+// escapes, and the escapes.
+Planes planes_of(Words& words, const void* upper, int64_t in, int64_t out) {
+  const auto* lower = words.operand<const uint8_t>();
+  const auto* rows = words.operand<const int32_t>();
+  return {static_cast<const uint8_t*>(upper), lower, rows, rows + out, words.operand<const uint32_t>(), in, out};
+}
+
+// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, planes, y: in
+// float32, or all in float64, without factors.
 void run_product(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [rows, in, out] = words.numbers<3>();
@@ -102,6 +114,7 @@ void run_product(Words& words, Worker& worker) {
   const void* weight = words.operand<const void>();
   const float *scales = words.operand<const float>(), *bias = words.operand<const float>();
   const float *residual = words.operand<const float>(), *factors = words.operand<const float>();
+  const Planes planes = planes_of(words, weight, in, out);
   float* y = words.operand<float>();
   const Range share = worker.share(out, dtype == Dtype::kFloatColumns ? 2 * kLanes<float> : 8);
   if (share.begin == share.end) return;
@@ -112,6 +125,14 @@ void run_product(Words& words, Worker& worker) {
     }
     x = scaled;
   }
+  if ((dtype == Dtype::kPlanes || dtype == Dtype::kUpper) && in % kBlockOfPlanes) {
+    const int64_t padded = Planes::blocks_of(in) * kBlockOfPlanes;
+    float* filled = worker.inputs.of<float>(rows * padded);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::fill(std::copy_n(x + row * in, in, filled + row * padded), filled + (row + 1) * padded, 0.f);
+    }
+    x = filled;
+  }
   const auto run = [&, rows = rows](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
   const auto in_doubles = [](const void* numbers) { return static_cast<const double*>(numbers); };
   if (dtype == Dtype::kDouble) {
@@ -119,6 +140,19 @@ void run_product(Words& words, Worker& worker) {
                                in_doubles(bias), in_doubles(residual), in, out});
   } else if (dtype == Dtype::kFloatColumns) {
     ColumnsProduct{x, static_cast<const float*>(weight), y, bias, residual, in, out}.run(rows, share.begin, share.end);
+  } else if (dtype == Dtype::kPlanes && rows > kRowsOfTile) {
+    // Each weight is joined once for all rows: as many outputs as the second cache holds beside their inputs.
+    const int64_t padded = Planes::blocks_of(in) * kBlockOfPlanes;
+    float* joined = worker.room.of<float>(kOutputsJoined * padded);
+    for (int64_t first = share.begin; first < share.end; first += kOutputsJoined) {
+      const int64_t next = std::min(first + kOutputsJoined, share.end);
+      for (int64_t output = first; output < next; ++output) planes.take(output, joined + (output - first) * padded);
+      in_tiles(Product<Plain<float>>{x, joined - first * padded, y, nullptr, bias, residual, padded, out}, rows, first, next);
+    }
+  } else if (dtype == Dtype::kPlanes) {
+    run(PlanesProduct<true>{x, planes, y, bias, residual, Planes::blocks_of(in), out});
+  } else if (dtype == Dtype::kUpper) {
+    run(PlanesProduct<false>{x, planes, y, bias, residual, Planes::blocks_of(in), out});
   } else if (dtype == Dtype::kInt8) {
 #if defined(__AVX512VNNI__)
     const int64_t groups = IntegerProduct::groups_of(in);
@@ -363,16 +397,23 @@ void run_map(Words& words, Worker& worker) {
   }
 }
 
-// kEmbed: dtype of the table, rows of the table, size, how many ids; table; ids; y.
+// kEmbed: dtype of the table, rows of the table, size, how many ids; table; planes; ids; y.
 void run_embed(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [known, size, count] = words.numbers<3>();
   const char* table = words.operand<const char>();
+  const Planes planes = planes_of(words, table, size, known);
   const auto* ids = words.operand<const int64_t>();
   float* y = words.operand<float>();
+  float* whole = worker.room.of<float>(Planes::blocks_of(size) * kBlockOfPlanes);
   const Range share = worker.share(count);
   for (int64_t i = share.begin; i < share.end; ++i) {
     const bool is_known = 0 <= ids[i] && ids[i] < known;
+    if (is_known && dtype == Dtype::kPlanes) {
+      planes.take(ids[i], whole);
+      std::copy_n(whole, size, y + i * size);
+      continue;
+    }
     const Source row = {dtype, is_known ? table : nullptr, {0, 0, 0, 1}, NAN};
     row.take(is_known ? ids[i] * size : 0, size, y + i * size);
   }

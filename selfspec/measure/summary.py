@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.formats.format import Format, formats
+from selfspec.formats.format import Format, copies
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import Part
 from selfspec.model.registry import auto_class, find_adapter
@@ -163,7 +163,7 @@ def describe(model: PreTrainedModel, adapter: Adapter | None = None) -> ModelSum
         tied=weight_of(head) is weight_of(embedding),
         total=total,
         cache=cache_summary(config, model.dtype, len(modules)),
-        substitutes=tuple(_substitutes(model, adapter, kind(), total) for kind in formats().values()),
+        substitutes=tuple(_substitutes(model, adapter, kind(), total) for kind in copies().values()),
         target_bytes_read=reads[-1],
         exits=tuple(ExitSummary(layer, reads[layer], reads[layer] / reads[-1]) for layer in range(1, len(layers))),
     )

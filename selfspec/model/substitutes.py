@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedExperts, PackedLinear
+from selfspec.formats.packed import Packed, PackedExperts, PackedLinear, PackedWeight
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.early_head import plain_head
 from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
@@ -65,7 +65,8 @@ class _Product:
     @property
     def place(self) -> tuple[object, ...]:
         """Memory places and layouts of weight and bias."""
-        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+        held = self.weight.layer.parameters() if isinstance(self.weight, PackedWeight) else [self.weight]
+        tensors = [*held] if self.bias is None else [*held, self.bias]
         return tuple((each.device, each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
 
     @property
@@ -76,14 +77,15 @@ class _Product:
     @property
     def sample(self) -> Tensor:
         """View of a few values of the weight; empty if it is not in memory."""
-        if self.weight.is_meta:
+        # A packed weight cannot be written to.
+        if self.weight.is_meta or isinstance(self.weight, PackedWeight):
             return torch.empty(0)
         diagonal = self.weight.diagonal(dim1=-2, dim2=-1)
         return diagonal[..., :: max(1, diagonal.shape[-1] // _SAMPLED)]
 
     def fits(self, format: Format) -> bool:
         """Return whether the weight is in memory, and a format fits it."""
-        return not self.weight.is_meta and format.fits(self.weight.shape, self.weight.device)
+        return not self.weight.is_meta and format.takes(self.weight)
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Substitutes:
         substitute = _made(module, products, packed, copy.format)
         if before is not None and before.lies_at(products):
             substitute = _renewed(before.substitute, substitute)
-        elif substitute is not None:
+        elif substitute is not None and copy.format.copies:
             for place, weight in substitute.named_parameters():
                 # A bias is the layer's own.
                 if not place.endswith("bias"):
@@ -342,7 +344,7 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
     kind, found = _kind(module), []
     for name, bias in kind.names:
         weight = getattr(module, name, None)
-        if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
+        if type(weight) not in (nn.Parameter, PackedWeight) or not weight.dtype.is_floating_point:
             return ()
         laid_out = weight.transpose(-1, -2) if kind.transposed else weight
         found.append(_Product(name, laid_out, getattr(module, bias, None)))

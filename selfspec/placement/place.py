@@ -17,7 +17,7 @@ from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.errors import UnsupportedOptionError
-from selfspec.formats.format import formats
+from selfspec.formats.format import copies
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement, format_of
@@ -61,7 +61,7 @@ def default_draft(plan: Plan) -> Drafter | None:
     """Return the default draft: look-ups, and rounded copies of streamed layers; None if there are no such copies."""
     if plan.format is None or not plan.streamed:
         return None
-    return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
+    return Cascade(PromptLookup(), LowPrecision(format=copies()[plan.format]()))
 
 
 def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
@@ -90,7 +90,7 @@ def _stream(
         first += len(each.weights)
         if format is not None:
             with stream.lend(numbers) as lent:
-                substitutes.take(module, each.name, WeightCopy(formats()[format]()), lent)
+                substitutes.take(module, each.name, WeightCopy(copies()[format]()), lent)
         stream_module(module, list(each.weights), numbers, stream)
     return stream
 
@@ -110,7 +110,7 @@ class PlannedCheckpoint:
         """Return the plan and what it is for, ready for JSON."""
         known = self.survey
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
-        bits = None if self.plan.format is None else formats()[self.plan.format].bits
+        bits = None if self.plan.format is None else copies()[self.plan.format].bits
         return {**where, "memory": asdict(known.memory), **asdict(self.plan), "bits": bits}
 
 
@@ -131,7 +131,7 @@ def plan_checkpoint(
     if cache is not None and cache not in CACHE_KINDS:
         raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")
     beside = format_of(draft) if isinstance(draft, Drafter) else None
-    named_formats = list(formats()) if draft is True else [] if beside is None else [beside]
+    named_formats = list(copies()) if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
     surveyed = survey(path, named_dtype, contexts[0], source)
     if isinstance(draft, Drafter):

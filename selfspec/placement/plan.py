@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from selfspec.arguments import shown
 from selfspec.errors import UnsupportedOptionError
-from selfspec.formats.format import formats
+from selfspec.formats.format import copies
 
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))} | {
     unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)
@@ -180,7 +180,7 @@ def _predicted(memory: Memory, resident: int, format: str | None, bandwidth: Ban
         return Plan(resident, streamed, format, total, bandwidth, 1 / target)
     substitutes = sum(memory.substitutes[format][resident:])
     # A round of a chain commits (1 - a^(n + 1)) / (1 - a) tokens; verification need not run its first layers again.
-    acceptance = formats()[format].acceptance
+    acceptance = copies()[format].acceptance
     draft = (kept + substitutes) / bandwidth.memory
     speeds = {
         length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft + target)

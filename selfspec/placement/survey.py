@@ -13,7 +13,7 @@ from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.formats.format import formats
+from selfspec.formats.format import copies
 from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import layer_caches
@@ -116,7 +116,7 @@ class Survey:
             largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
             substitutes={
                 name: tuple(sum(module.substitutes[name] for module in layer) for layer in self.layers)
-                for name in formats()
+                for name in copies()
             },
             cache=cache,
             working=_SLACK + max(passes, loading, moving),
@@ -178,8 +178,8 @@ def _kept_substitutes(made: Skeleton, layers: Sequence[Sequence[StreamableModule
         for name, shapes in substitutable_weights(made.model, find_adapter(made.model)).items()
         if name not in streamable and _fits(shapes.values())
     ]
-    sizes = {name: [each[name] for each in kept] for name in formats()}
-    return {name: sum(each) + formats()[name].laying_out * max(each, default=0) for name, each in sizes.items()}
+    sizes = {name: [each[name] for each in kept] for name in copies()}
+    return {name: sum(each) + copies()[name].laying_out * max(each, default=0) for name, each in sizes.items()}
 
 
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
@@ -187,11 +187,11 @@ def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
 
 
 def _fits(shapes: Iterable[torch.Size]) -> bool:
-    return all(kind().fits(shape) for shape in shapes for kind in formats().values())
+    return all(kind().fits(shape) for shape in shapes for kind in copies().values())
 
 
 def _packed_bytes(shapes: Iterable[torch.Size]) -> dict[str, int]:
-    return {name: sum(kind().nbytes(shape) for shape in shapes) for name, kind in formats().items()}
+    return {name: sum(kind().nbytes(shape) for shape in shapes) for name, kind in copies().items()}
 
 
 def _scored_heads(config: PreTrainedConfig) -> int:

@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfspec.formats.packed import PackedWeight
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
@@ -65,6 +66,8 @@ def has_avx512() -> bool:
 
 
 def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    if type(module) is nn.Linear and isinstance(module.weight, PackedWeight) and _runs_torchs_product():
+        return view_running(module, partial(_packed, module))
     if not is_plain(module):
         return None
     product: Product = _stock
@@ -74,6 +77,13 @@ def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> n
     if dtype in native.DTYPES and native.available():
         product = partial(_native, product, crossover().rows(dtype, module.in_features))
     return None if product is _stock else view_running(module, partial(_of_tokens, product, module))
+
+
+def _packed(linear: nn.Linear, states: Tensor) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, PackedWeight)
+    product = weight.layer.product(states)
+    return product if linear.bias is None else product + linear.bias
 
 
 def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.formats.packed import PackedLinear
+from selfspec.formats.packed import PackedLinear, PackedWeight
 from selfspec.model.decodable import GLOBAL_HOOKS, has_hooks
 from selfspec.model.view import copied, has_other_forward, is_streamed
 from selfspec.runtime.attention import attends_by_cudnn
@@ -284,7 +284,7 @@ def why_not(model: nn.Module) -> str | None:
     for name, weight in model.named_parameters():
         if id(weight) in known:
             continue
-        if type(weight) is not nn.Parameter or weight.is_meta or not weight.dtype.is_floating_point:
+        if type(weight) not in (nn.Parameter, PackedWeight) or weight.is_meta or not weight.dtype.is_floating_point:
             return f"{name} is quantised or offloaded"
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from selfspec.formats.format import formats
-from selfspec.kernels.native import FLOAT_COLUMNS, IN_FLOAT32, MOST_ROWS, NUMBERS, Kind
+from selfspec.kernels.native import FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PLANES, Kind
 from selfspec.runtime.native import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
@@ -151,7 +151,8 @@ class _Lowering:
             aten.gelu.default: self._activation,
             aten.addmm.default: self._product_of_columns,
             aten.mm.default: self._product_of_columns,
-            torch.ops.selfspec.few_rows.default: self._product,
+            torch.ops.selfspec.few_rows.default: partial(self._product, None),
+            torch.ops.selfspec.rows_of_planes.default: self._rows_of_planes,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
             torch.ops.selfspec.through_copy.default: self._through_copy,
@@ -161,7 +162,7 @@ class _Lowering:
         }
         for name, number in [each for kind in formats().values() for each in kind.program_products.items()]:
             overloads: Any = getattr(torch.ops.selfspec, name)
-            self._handlers[overloads.default] = partial(self._packed_product, number)
+            self._handlers[overloads.default] = partial(self._product, number)
 
     def run(self) -> Lowered:
         nodes = list(self._noted.graph.nodes)
@@ -208,7 +209,7 @@ class _Lowering:
 
     def _constant(self, tensor: Tensor) -> Value:
         if id(tensor) not in self._held:
-            if tensor.layout is not torch.strided or tensor.dtype not in NUMBERS:
+            if tensor.layout is not torch.strided or tensor.dtype not in (*NUMBERS, torch.int32):
                 raise RecordingError(f"programs do not know weights in {tensor.layout} and {tensor.dtype}")
             self._held[id(tensor)] = Value(Storage(constant=tensor), _layout(tensor))
         return self._held[id(tensor)]
@@ -351,37 +352,29 @@ class _Lowering:
 
     # Products and norms.
 
-    def _product(self, node: Any) -> Value:
-        states, weight, *others = (None if each is None else self._value(each) for each in node.args)
-        assert states is not None
-        assert weight is not None
-        return self._multiplied(states, weight, _rows_of(weight), *others)
-
-    def _packed_product(self, number: int, node: Any) -> Value:
-        """Lower a product with a format's weight, which `program.cpp` knows by a number."""
-        states, weight, *factors = map(self._value, node.args)
-        return self._multiplied(states, weight, replace(_rows_of(weight), dtype=number), None, None, *factors)
+    def _product(self, number: int | None, node: Any) -> Value:
+        """Lower a product of `selfspec.kernels.native`, with a weight that `program.cpp` knows by a number or dtype."""
+        given = {
+            argument.name: self._value(each)
+            for argument, each in zip(node.target._schema.arguments, node.args, strict=False)
+            if each is not None
+        }
+        states, weight = given.pop("x"), given.pop("weight")
+        outputs = _rows_of(weight)
+        return self._multiplied(states, weight, outputs if number is None else replace(outputs, dtype=number), given)
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)
         if node.kwargs or weight.layout.dtype not in IN_FLOAT32 or weight.storage.constant is None:
             raise RecordingError(f"programs do not know this {node.target}")
-        held = bias[0] if bias else None
+        held = {"bias": bias[0]} if bias else {}
         if weight.layout.t().is_contiguous():
             return self._multiplied(states, weight, _rows_of(weight, 1), held)
         if not weight.layout.is_contiguous() or weight.layout.dtype != torch.float32:
             raise RecordingError("programs read weights in the order of memory, and in 16 bits row by row")
         return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held)
 
-    def _multiplied(
-        self,
-        states: Value,
-        weight: Value,
-        outputs: _Outputs,
-        bias: Value | None,
-        scales: Value | None = None,
-        factors: Value | None = None,
-    ) -> Value:
+    def _multiplied(self, states: Value, weight: Value, outputs: _Outputs, held: Mapping[str, Value]) -> Value:
         states = self._contiguous(states)
         *shape, inputs = states.layout.shape
         result = self._new([*shape, outputs.number])
@@ -389,8 +382,8 @@ class _Lowering:
         if rows > MOST_ROWS:
             raise RecordingError("a program multiplies few rows")
         words: list[Word] = [outputs.dtype, rows, inputs, outputs.number, states.place, weight.place]
-        held = [_place(None if each is None else self._contiguous(each)) for each in (scales, bias, factors)]
-        self._emit(Kind.PRODUCT, [*words, *held[:2], NOWHERE, held[2], result.place], result)
+        places = {name: (self._contiguous(each) if _is_float(each) else each).place for name, each in held.items()}
+        self._emit(Kind.PRODUCT, [*words, *(places.get(name, NOWHERE) for name in HELD), result.place], result)
         self._products[id(result.storage)] = self._operations[-1]
         return result
 
@@ -492,6 +485,15 @@ class _Lowering:
     def _embedding(self, node: Any) -> Value:
         return self._looked_up(*node.args[:2])
 
+    def _rows_of_planes(self, node: Any) -> Value:
+        ids, table, *planes = map(self._value, node.args[:-1])
+        if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64:
+            raise RecordingError("programs look ids up in tables")
+        size = node.args[-1]
+        result = self._new([*ids.layout.shape, size])
+        words: list[Word] = [PLANES, table.layout.shape[0], size, ids.layout.numel(), table.place]
+        return self._emit(Kind.EMBED, [*words, *(each.place for each in planes), ids.place, result.place], result)
+
     def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
         of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))
         table, ids = self._value(of_table), self._value(of_ids)
@@ -500,12 +502,12 @@ class _Lowering:
         rows, size = table.layout.shape
         result = self._new([*ids.layout.shape, size])
         first = Place(table.storage, table.place.offset + shift * size * table.layout.element_size())
-        words: list[Word] = [NUMBERS[table.layout.dtype], rows - shift, size, ids.layout.numel(), first, ids.place]
-        return self._emit(Kind.EMBED, [*words, result.place], result)
+        words: list[Word] = [NUMBERS[table.layout.dtype], rows - shift, size, ids.layout.numel(), first]
+        return self._emit(Kind.EMBED, [*words, *[NOWHERE] * 3, ids.place, result.place], result)
 
 
 # Indices among the words of a product.
-_BIAS, _RESIDUAL = 7, 8
+_BIAS, _RESIDUAL = (6 + HELD.index(name) for name in ("bias", "residual"))
 
 
 @dataclass(frozen=True)
@@ -528,6 +530,10 @@ def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
     if keys is None or values is None:
         return [0, *[NOWHERE] * 5]
     return [keys.bits, keys.lengths, keys.levels, keys.factors, values.levels, values.factors]
+
+
+def _is_float(value: Value) -> bool:
+    return value.layout.dtype.is_floating_point
 
 
 def _place(value: Value | None) -> Place:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from selfspec.formats.packed import PackedWeight
+
 
 @dataclass(frozen=True)
 class Noted:
@@ -82,6 +84,9 @@ class _Notes(TorchDispatchMode):
         return self._stand_in(tensor).node
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, PackedWeight) for kind in types):
+            # It does the operation by others, which come here.
+            return NotImplemented
         kwargs = kwargs or {}
         forms = {name: _mapped(each, self._form_of) for name, each in kwargs.items()}
         if "device" in forms:

@@ -18,7 +18,7 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, ReducedVoc
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds
 from selfspec.errors import DraftConfigError, HeadError
-from selfspec.formats.format import formats
+from selfspec.formats.format import copies
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import plain_head
@@ -59,7 +59,7 @@ def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0)
     draft cannot be.
     """
     declared = [each for each in _declared(depth) if each.runs != "nothing"]
-    rounded = [LowPrecision(format=kind()) for kind in formats().values()]
+    rounded = [LowPrecision(format=kind()) for kind in copies().values()]
     behind = [each for kind in _kinds() for each in kind.variants_behind(rounded[0], context)]
     untrained = [*rounded, *behind, *(each for each in declared if each.runs == "model")]
     spelled = {getattr(each, "spelling", None) for each in drafters or ()}

@@ -1,0 +1,208 @@
+"""bfloat16 weights in 12 bits, without losing one: exponents of a row of a trained weight lie in few octaves.
+
+A weight is one byte of the upper plane (sign, a 4-bit code of the exponent, the upper 3 bits of the mantissa) and half a
+byte of the lower plane (the other 4 bits of the mantissa). The exponent is the base of its row plus the code, 1 to 15;
+code and mantissa 0 are zero. Weights outside of these octaves are escapes: each lies in a list beside its row.
+Weights in float32 whose lower 16 bits are zero, as a checkpoint in bfloat16 has them there, are such weights, too.
+
+The upper plane by itself, half a step added, is the model in 8-bit floats, a draft that takes no memory: see `upper`.
+ZipServ (2603.17435) and DFloat11 (2504.11651) compress without loss by other codes, and do not draft with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from selfspec.formats.format import Format
+from selfspec.formats.packed import Packed, PackedLinear, dense, fixed
+from selfspec.kernels import native
+from selfspec.kernels.crossover import crossover
+
+BLOCK = native.PLANES_BLOCK
+# Octaves that codes of a row have.
+_CODES = 15
+# Columns fit into 16 bits of an escape.
+_MOST_INPUTS = 1 << 16
+# A weight with more escapes, 4 bytes each, takes more than in bfloat16.
+_MOST_ESCAPES = 0.1
+# Weights that are packed at once.
+_AT_ONCE = 1 << 20
+# Bytes in the order of the kernel, and where a weight of 32 lies among them: see `planes.h`.
+_ORDER = torch.arange(32).view(2, 16).t().flatten()
+_PLACES = _ORDER.argsort()
+
+
+class PlanesLinear(PackedLinear):
+    """Multiplies by a weight in planes, to the last bit as `selfspec.kernels.native.few_rows` by the dense weight."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed, bias, dtype)
+        self.upper, self.lower, self.rows, self.escapes = (fixed(packed[part]) for part in Planes.parts)
+
+    def product(self, states: Tensor) -> Tensor:
+        rows = states.numel() // self.in_features
+        most = crossover().rows(self.dtype, self.in_features) if self._is_native else 0
+        if rows > most or torch.is_autocast_enabled("cpu"):
+            return functional.linear(states, self.join())
+        return native.few_rows_in_planes(states, self.upper, self.lower, self.rows, self.escapes)
+
+    def join(self) -> Tensor:
+        return self.rows_of(torch.arange(self.out_features, device=self.upper.device))
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        if self._is_native:
+            parts = (self.upper, self.lower, self.rows, self.escapes)
+            found = native.rows_of_planes(ids, *parts, self.in_features)
+            if self.dtype == torch.bfloat16 and type(found) is Tensor:
+                # Rounding would give all NaN the same bits.
+                return found.view(torch.int16)[..., 1::2].contiguous().view(torch.bfloat16)
+            # As one operation also where a graph is made.
+            return found if self.dtype == torch.float32 else torch.ops.aten._to_copy(found, dtype=self.dtype)
+        numbers = ids.flatten()
+        bits = joined(self.upper[numbers], self.lower[numbers], self.rows[0][numbers])
+        _put_escapes(bits, numbers, self.rows[1], self.escapes)
+        return in_order(bits)[:, : self.in_features].to(self.dtype).view(*ids.shape, self.in_features)
+
+    @property
+    def _is_native(self) -> bool:
+        return self.upper.device.type == "cpu" and native.available()
+
+
+@dataclass(frozen=True)
+class Planes(Format):
+    """Keeps weights of bfloat16 precision exactly.
+
+    `upper` and `lower` are bytes, `[..., out, blocks * 64]` and half as many; `rows`, `[..., 2, out]` in int32, bases of
+    the exponents and then how many escapes rows up to this one have; `escapes`, `[..., escapes]` in int32, the place of
+    the byte in its row in the upper 16 bits and the weight in the lower ones. `selfspec/kernels/planes.h` draws the blocks.
+    """
+
+    name = "planes"
+    help = "the same bits in 12 for each weight"
+    bits = 12
+    acceptance = 1.0
+    parts = ("upper", "lower", "rows", "escapes")
+    layer: ClassVar[type[PlanesLinear]] = PlanesLinear
+    exact = True
+    copies = False
+    program_products: ClassVar[dict[str, int]] = {"few_rows_in_planes": native.PLANES}
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        *outer, inputs = shape
+        if not self.fits(shape):
+            raise RuntimeError(f"{inputs} inputs: escapes number columns by 16 bits")
+        padded = -(-inputs // BLOCK) * BLOCK
+        parts = {
+            "upper": torch.empty(*outer, padded, dtype=torch.uint8, device=device),
+            "lower": torch.empty(*outer, padded // 2, dtype=torch.uint8, device=device),
+            "rows": torch.empty(*outer[:-1], 2, outer[-1], dtype=torch.int32, device=device),
+            "escapes": torch.empty(*outer[:-1], 0, dtype=torch.int32, device=device),
+        }
+        return Packed(torch.Size(shape), parts)
+
+    def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
+        return len(shape) == 2 and shape[-1] < _MOST_INPUTS
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor) -> Packed:
+        """Pack a weight, `[out, in]`, without losing a bit.
+
+        Raises:
+            RuntimeError: it has more bits than bfloat16 keeps, or takes no fewer bytes so.
+        """
+        weight = dense(weight.detach())
+        packed = self.empty(weight.shape, weight.device)
+        found = []
+        for some in _some_rows(weight):
+            part = _split(bits_of(weight[some]))
+            packed["upper"][some], packed["lower"][some] = part.upper, part.lower
+            packed["rows"][0, some] = part.bases
+            packed["rows"][1, some] = part.counts
+            found.append(part.escapes)
+        escapes = torch.cat(found)
+        if len(escapes) > _MOST_ESCAPES * weight.numel():
+            raise RuntimeError(f"{len(escapes) / weight.numel():.0%} of the weights are outside of the octaves of their rows")
+        packed["rows"][1].copy_(packed["rows"][1].cumsum(0))
+        return Packed(packed.shape, {**packed.parts, "escapes": escapes})
+
+
+def bits_of(weight: Tensor) -> Tensor:
+    """Return the bits of bfloat16 numbers, in int32. RuntimeError: the weight has more."""
+    if weight.dtype == torch.bfloat16:
+        return weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    if weight.dtype != torch.float32:
+        raise RuntimeError(f"a weight in {weight.dtype}: planes keep bfloat16")
+    bits = weight.contiguous().view(torch.int32)
+    if (bits & 0xFFFF).any():
+        raise RuntimeError("a weight in float32 has more bits than bfloat16")
+    return bits >> 16 & 0xFFFF
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Holds planes of some rows, their bases and numbers of escapes, `[rows]`, and these, row by row."""
+
+    upper: Tensor
+    lower: Tensor
+    bases: Tensor
+    counts: Tensor
+    escapes: Tensor
+
+
+def _split(bits: Tensor) -> _Parts:
+    exponents = bits >> 7 & 255
+    finite = torch.where(exponents < 255, exponents, 0)
+    bases = (finite.amax(1) - _CODES).clamp(0)
+    bits = functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))[..., _ORDER.to(bits.device)].flatten(1)
+    codes = (bits >> 7 & 255) - bases[:, None]
+    escaped = ((codes < 1) | (codes > _CODES)) & (bits & 0x7FFF != 0)
+    codes = torch.where((codes < 1) | escaped, 0, codes)
+    places = escaped.nonzero()
+    escapes = places[:, 1] << 16 | bits[escaped]
+    halves = (bits & 15).unflatten(1, (-1, 2, 32))
+    return _Parts(
+        (bits >> 8 & 0x80 | codes << 3 | bits >> 4 & 7).to(torch.uint8),
+        (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).to(torch.uint8),
+        bases.to(torch.int32),
+        escaped.sum(1).to(torch.int32),
+        # As the bits of int32: places reach its sign.
+        torch.where(escapes >= 1 << 31, escapes - (1 << 32), escapes).to(torch.int32),
+    )
+
+
+def joined(upper: Tensor, lower: Tensor, bases: Tensor) -> Tensor:
+    """Return bits of bfloat16 numbers, `[rows, blocks * 64]` in int16 and in the order of bytes, without escapes."""
+    high, pairs = upper.to(torch.int32), lower.unflatten(1, (-1, 32)).to(torch.int32)
+    low = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
+    sizes = (high & 0x7F) << 4 | low
+    sizes = torch.where(sizes > 0, sizes + (bases[:, None] << 7), 0)
+    # As the bits of int16.
+    return torch.where(high > 127, sizes - (1 << 15), sizes).to(torch.int16)
+
+
+def in_order(bits: Tensor) -> Tensor:
+    """Return bfloat16 numbers, `[rows, blocks * 64]`, of bits in the order of bytes."""
+    return bits.unflatten(1, (-1, 32))[..., _PLACES.to(bits.device)].flatten(1).view(torch.bfloat16)
+
+
+def _put_escapes(found: Tensor, numbers: Tensor, ends: Tensor, escapes: Tensor) -> None:
+    """Write the escapes of rows, by number, to their bits, in the order of bytes."""
+    last = ends[numbers]
+    first = torch.where(numbers > 0, ends[(numbers - 1).clamp(0)], 0)
+    counts = (last - first).long()
+    row = torch.arange(len(numbers), device=numbers.device).repeat_interleave(counts)
+    place = torch.arange(len(row), device=numbers.device) - (counts.cumsum(0) - counts)[row] + first[row]
+    taken = escapes[place]
+    bits = taken & 0xFFFF
+    found[row, taken >> 16 & 0xFFFF] = torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
+
+
+def _some_rows(weight: Tensor) -> Iterator[slice]:
+    step = max(1, _AT_ONCE // weight.shape[1])
+    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
