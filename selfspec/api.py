@@ -54,6 +54,7 @@ from selfspec.model.sizes import bytes_read, cache_bytes_read, widening
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.placement.drafts import placement_of
+from selfspec.placement.packed import exact_format, load_packed
 from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
@@ -119,28 +120,34 @@ def wrap(
 
 def load(
     path: str | Path,
-    memory: str | int,
+    memory: str | int | None = None,
     *,
+    weights: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     draft: Drafter | str | bool = True,
     context: int | None = None,
     cache: str | None = None,
 ) -> SelfSpeculative:
-    """Load a checkpoint within a byte budget, and wrap it. See docs/memory.md.
+    """Load a checkpoint in fewer bytes, without changing a bit: within a byte budget, or with packed weights; wrap it.
 
-    Layers that fit stay in memory. The others are streamed: a target pass gets each layer's weights when it needs them,
-    from the disk or, on a GPU, from the host's memory, while the next ones load. The text is the same to the last bit.
-    Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
+    Within a budget, see docs/memory.md, layers that fit stay in memory. The others are streamed: a target pass gets
+    each layer's weights when it needs them, from the disk or, on a GPU, from the host's memory, while the next ones
+    load. Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
+
+    Packed weights, see docs/planes.md, take three quarters of the bytes of bfloat16, and a draft that takes none.
 
     Args:
         path: a folder with safetensors files.
-        memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number.
+        memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
+            is no budget.
+        weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32, on the
+            CPU and without a budget; None: they are kept in `dtype`.
         device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
         dtype: torch.float64, float32, bfloat16 or float16 for the weights, or its name; None is the checkpoint's own.
-        draft: a drafter or its name, as in `wrap`, where fewer bits apply to streamed layers alone; True is look-ups
-            and copies in the bits with the best predicted speed, if anything is streamed; False is plain decoding,
-            without copies.
+        draft: a drafter or its name, as in `wrap`, where within a budget fewer bits apply to streamed layers alone;
+            True is look-ups and copies in the bits with the best predicted speed, if anything is streamed; False is
+            plain decoding, without copies.
         context: the most tokens that the cache holds, for all rows together, beyond which contexts are refused; None is
             4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
         cache: how keys and values are kept: "exact" on the device, "host" exactly in the host's memory, for a GPU, or
@@ -149,19 +156,28 @@ def load(
 
     Raises:
         CheckpointError: files are missing, truncated or unreadable.
-        UnsupportedModelError: there is no adapter for the architecture.
+        UnsupportedModelError: there is no adapter for the architecture, or no weight can be packed.
         UnsupportedOptionError: the budget cannot be read, is too small (the message says how much is needed), or is
-            more than the memory there is.
+            more than the memory there is; there is neither a budget nor a format, or both.
         DraftConfigError: the draft does not fit the model or a budget.
         StorageError: the disk does not give the weights.
     """
     named = _named(draft)
+    given = named if isinstance(named, Drafter) else None
+    if memory is None:
+        if context is not None or cache is not None:
+            raise UnsupportedOptionError(
+                "context and cache say what a budget has room for; give memory, or leave them out"
+            )
+        return wrap(load_packed(str(path), exact_format(weights), dtype, device), given)
+    if weights is not None:
+        raise UnsupportedOptionError(f"weights={weights!r}: a budget streams weights as they are; leave memory out")
     source = source_for(find_device("auto" if device is None else device))
     planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache)
-    if isinstance(named, Drafter):
-        named.check(len(planned.survey.layers) - 1)
+    if given is not None:
+        given.check(len(planned.survey.layers) - 1)
     model = place(planned.survey, planned.plan)
-    return wrap(model, named if isinstance(named, Drafter) else default_draft(planned.plan) if named else None)
+    return wrap(model, given or (default_draft(planned.plan) if named else None))
 
 
 class SelfSpeculative:

@@ -38,7 +38,7 @@ class Format(ABC):
         parts: names of the tensors that a packed weight is kept in.
         layer: the linear layer that multiplies by a packed weight, made as `layer(packed, bias, dtype)`.
         exact: whether the weight, made dense again, has the bits that it had.
-        copies: whether it packs copies, of any weight, to draft with. Else it keeps a model's own weights, or reads them.
+        copies: whether it packs copies of any weight, to draft with. Else it keeps a model's own, or reads them.
         compensates: whether `pack_for` gives less error than `pack`.
         laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
         program_products: operators, `selfspec::name(states, weight, factors)`, whose products native programs run, with

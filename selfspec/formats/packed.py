@@ -14,6 +14,10 @@ from torch.utils._pytree import tree_map
 from selfspec.errors import UnsupportedModelError
 
 
+class UnsupportedWeightError(RuntimeError):
+    """Says why an exact format does not keep a weight."""
+
+
 @dataclass(frozen=True)
 class Packed:
     """Holds a weight, `[..., out, in]`, as named parts, alike on every machine; those of experts are stacked."""
@@ -96,12 +100,25 @@ class PackedWeight(Tensor):
         made.layer = layer
         return made
 
+    @property
+    def data(self) -> Tensor:
+        return type(self)(self.layer)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Modules do so where they are moved, or change their dtype.
+        if not isinstance(value, PackedWeight) or value.layer is not self.layer:
+            raise UnsupportedModelError(
+                f"packed weights keep their values, dtype ({self.dtype}) and device; load the model with the dtype and "
+                "on the device that you want, or without packing its weights"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         # Nothing writes to it.
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return held_packed, (self.layer,)
+        return type(self), (self.layer,)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({type(self.layer).__name__}, {list(self.shape)}, {self.dtype})"
@@ -115,7 +132,7 @@ class PackedWeight(Tensor):
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(given, cls):
                 raise UnsupportedModelError(
-                    "weights that are packed cannot be changed in place; load the model without packing its weights"
+                    "packed weights keep their values; load the model without packing its weights"
                 )
         return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
@@ -123,11 +140,6 @@ class PackedWeight(Tensor):
 def dense(value: Any) -> Any:
     """Return the values of a packed weight; anything else as it is."""
     return value.layer.join() if isinstance(value, PackedWeight) else value
-
-
-def held_packed(layer: PackedLinear) -> nn.Parameter:
-    """Return what a module holds in place of its dense weight."""
-    return nn.Parameter(PackedWeight(layer), requires_grad=False)
 
 
 class PackedExperts(nn.Module):

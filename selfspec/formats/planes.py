@@ -1,8 +1,8 @@
 """bfloat16 weights in 12 bits, without losing one: exponents of a row of a trained weight lie in few octaves.
 
-A weight is one byte of the upper plane (sign, a 4-bit code of the exponent, the upper 3 bits of the mantissa) and half a
-byte of the lower plane (the other 4 bits of the mantissa). The exponent is the base of its row plus the code, 1 to 15;
-code and mantissa 0 are zero. Weights outside of these octaves are escapes: each lies in a list beside its row.
+A weight is one byte of the upper plane (sign, a 4-bit code of the exponent, the upper 3 bits of the mantissa) and half
+a byte of the lower plane (the other 4 bits of the mantissa). The exponent is the base of its row plus the code, 1 to
+15; code and mantissa 0 are zero. Weights outside of these octaves are escapes: each lies in a list beside its row.
 Weights in float32 whose lower 16 bits are zero, as a checkpoint in bfloat16 has them there, are such weights, too.
 
 The upper plane by itself, half a step added, is the model in 8-bit floats, a draft that takes no memory: see `upper`.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, dense, fixed
+from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError, dense, fixed
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 
@@ -47,7 +47,8 @@ class PlanesLinear(PackedLinear):
 
     def product(self, states: Tensor) -> Tensor:
         rows = states.numel() // self.in_features
-        most = crossover().rows(self.dtype, self.in_features) if self._is_native else 0
+        is_float = self.dtype != torch.float64
+        most = crossover().rows(self.dtype, self.in_features) if self._is_native and is_float else 0
         if rows > most or torch.is_autocast_enabled("cpu"):
             return functional.linear(states, self.join())
         return native.few_rows_in_planes(states, self.upper, self.lower, self.rows, self.escapes)
@@ -63,7 +64,8 @@ class PlanesLinear(PackedLinear):
                 # Rounding would give all NaN the same bits.
                 return found.view(torch.int16)[..., 1::2].contiguous().view(torch.bfloat16)
             # As one operation also where a graph is made.
-            return found if self.dtype == torch.float32 else torch.ops.aten._to_copy(found, dtype=self.dtype)
+            rounded: Tensor = torch.ops.aten._to_copy(found, dtype=self.dtype)
+            return rounded
         numbers = ids.flatten()
         bits = joined(self.upper[numbers], self.lower[numbers], self.rows[0][numbers])
         _put_escapes(bits, numbers, self.rows[1], self.escapes)
@@ -78,9 +80,9 @@ class PlanesLinear(PackedLinear):
 class Planes(Format):
     """Keeps weights of bfloat16 precision exactly.
 
-    `upper` and `lower` are bytes, `[..., out, blocks * 64]` and half as many; `rows`, `[..., 2, out]` in int32, bases of
-    the exponents and then how many escapes rows up to this one have; `escapes`, `[..., escapes]` in int32, the place of
-    the byte in its row in the upper 16 bits and the weight in the lower ones. `selfspec/kernels/planes.h` draws the blocks.
+    `upper` and `lower` are bytes, `[out, blocks * 64]` and half as many; `rows`, `[2, out]` in int32, bases of the
+    exponents and then how many escapes rows up to this one have; `escapes`, `[escapes]` in int32, the place of the byte
+    in its row in the upper 16 bits and the weight in the lower ones. `selfspec/kernels/planes.h` says how blocks lie.
     """
 
     name = "planes"
@@ -114,7 +116,7 @@ class Planes(Format):
         """Pack a weight, `[out, in]`, without losing a bit.
 
         Raises:
-            RuntimeError: it has more bits than bfloat16 keeps, or takes no fewer bytes so.
+            UnsupportedWeightError: it has more bits than bfloat16 keeps, or takes no fewer bytes so.
         """
         weight = dense(weight.detach())
         packed = self.empty(weight.shape, weight.device)
@@ -127,20 +129,23 @@ class Planes(Format):
             found.append(part.escapes)
         escapes = torch.cat(found)
         if len(escapes) > _MOST_ESCAPES * weight.numel():
-            raise RuntimeError(f"{len(escapes) / weight.numel():.0%} of the weights are outside of the octaves of their rows")
+            share = len(escapes) / weight.numel()
+            raise UnsupportedWeightError(f"{share:.0%} outside of the 15 octaves of its rows")
         packed["rows"][1].copy_(packed["rows"][1].cumsum(0))
         return Packed(packed.shape, {**packed.parts, "escapes": escapes})
 
 
 def bits_of(weight: Tensor) -> Tensor:
-    """Return the bits of bfloat16 numbers, in int32. RuntimeError: the weight has more."""
+    """Return the bits of bfloat16 numbers, in int32. UnsupportedWeightError: the weight has more."""
     if weight.dtype == torch.bfloat16:
         return weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    if weight.dtype == torch.float64 and torch.equal(weight.float().double(), weight):
+        weight = weight.float()
     if weight.dtype != torch.float32:
-        raise RuntimeError(f"a weight in {weight.dtype}: planes keep bfloat16")
+        raise UnsupportedWeightError(f"in {weight.dtype}")
     bits = weight.contiguous().view(torch.int32)
     if (bits & 0xFFFF).any():
-        raise RuntimeError("a weight in float32 has more bits than bfloat16")
+        raise UnsupportedWeightError("in float32, with more bits than bfloat16")
     return bits >> 16 & 0xFFFF
 
 
@@ -159,7 +164,9 @@ def _split(bits: Tensor) -> _Parts:
     exponents = bits >> 7 & 255
     finite = torch.where(exponents < 255, exponents, 0)
     bases = (finite.amax(1) - _CODES).clamp(0)
-    bits = functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))[..., _ORDER.to(bits.device)].flatten(1)
+    bits = (
+        functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))[..., _ORDER.to(bits.device)].flatten(1)
+    )
     codes = (bits >> 7 & 255) - bases[:, None]
     escaped = ((codes < 1) | (codes > _CODES)) & (bits & 0x7FFF != 0)
     codes = torch.where((codes < 1) | escaped, 0, codes)

@@ -35,7 +35,7 @@ class UpperLinear(PackedLinear):
 
 @dataclass(frozen=True)
 class Upper(Format):
-    """Reads weights in 8 of the bits that `planes` keeps, and takes no memory of its own. See `Planes` for its parts."""
+    """Reads 8 of the 12 bits that `Planes`, which names the parts, keeps of a weight. It takes no memory of its own."""
 
     name = "upper"
     help = "the same layers by the upper plane of weights in planes, which takes no memory"

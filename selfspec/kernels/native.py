@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, t
 """Numbers of dtypes in `program.cpp`: bytes hold two weights in 4 bits."""
 
 FLOAT_COLUMNS, FLOAT64, PLANES, UPPER = 5, 6, 8, 9
-"""Numbers there of a float32 weight that lies as `[in, out]`, of a product in float64, of planes and the upper plane."""
+"""Numbers there of a float32 weight that lies as `[in, out]`, of a product in float64, of planes and the upper one."""
 
 Words = ctypes.Array[ctypes.c_int64]
 """Words of 64 bits."""
@@ -234,10 +235,8 @@ def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     return product
 
 
-def rows_of_planes(
-    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int
-) -> Tensor:
-    """Read rows of a weight in planes, `[..., inputs]` in float32, by numbers `[...]`; NaN where there is no such row."""
+def rows_of_planes(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
+    """Read rows of a weight in planes, `[..., inputs]` in float32, by numbers `[...]`; NaN: there is no such row."""
     found: Tensor = _by((ids, weight), _read_rows, torch.ops.selfspec.rows_of_planes)(
         ids, weight, lower, rows, escapes, inputs
     )
@@ -438,8 +437,8 @@ def _multiplied(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
-def _read_out(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
-    return lower.new_empty(*ids.shape, inputs, dtype=torch.float32)
+def _read_out(ids: Tensor, *planes_and_inputs: Any) -> Tensor:
+    return ids.new_empty(*ids.shape, planes_and_inputs[-1], dtype=torch.float32)
 
 
 def _normed(states: Tensor, *_: object) -> Tensor:

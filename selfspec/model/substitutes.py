@@ -278,6 +278,8 @@ def _of_path(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> Itera
 
 def no_substitutes(model: nn.Module, format: Format) -> DraftConfigError:
     """Return the error for a model none of whose layers has substitutes."""
+    if not format.copies:
+        return DraftConfigError(f"{type(model).__name__} has no weights {format.sizes}; draft with int8, or load it so")
     usual = ", ".join(f"{each.name}={each.default}" for each in fields(format))
     return DraftConfigError(
         f"no layer of {type(model).__name__} can run in {format.bits} bits here: there are kernels for plain linear "
@@ -343,7 +345,7 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
         return (_Product("weight", part.weight, part.bias),)
     kind, found = _kind(module), []
     for name, bias in kind.names:
-        weight = getattr(module, name, None)
+        weight: Any = getattr(module, name, None)
         if type(weight) not in (nn.Parameter, PackedWeight) or not weight.dtype.is_floating_point:
             return ()
         laid_out = weight.transpose(-1, -2) if kind.transposed else weight

@@ -85,9 +85,7 @@ class Placement:
         draft.check(self.depth)
         if format_of(draft) != self.plan.format:
             made = (
-                "no rounded copies"
-                if self.plan.format is None
-                else f"copies in {copies()[self.plan.format].bits} bits"
+                "no rounded copies" if self.plan.format is None else f"copies in {copies()[self.plan.format].bits} bits"
             )
             raise DraftConfigError(f"{draft_name(draft)} needs rounded copies; here are {made}; {_anew(draft)}")
         kept = [layer for layer in draft.layers or () if layer < self.plan.resident]

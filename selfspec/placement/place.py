@@ -125,7 +125,7 @@ def plan_checkpoint(
 ) -> PlannedCheckpoint:
     """Plan how to load a checkpoint; arguments and errors are those of `selfspec.load`, but for the source."""
     budget = parse_bytes("memory", memory)
-    named_dtype = _dtype(dtype)
+    named_dtype = read_dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):
         raise UnsupportedOptionError(f"context={context!r} is no number of tokens; pass e.g. context=4096")
     if cache is not None and cache not in CACHE_KINDS:
@@ -166,7 +166,8 @@ def _first_that_fits(
     return planned(*choices[-1])
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype of weights or the dtype of its name; None: the checkpoint's own. Refuse any other."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return None
     named = {str(each).removeprefix("torch."): each for each in DTYPES}

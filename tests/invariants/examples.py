@@ -33,7 +33,9 @@ from selfspec.draft import (
     Union,
 )
 from selfspec.draft.layer_skip import write_skip_file
+from selfspec.formats.planes import Planes
 from selfspec.model.identity import Vocabulary, fingerprint
+from selfspec.placement.packed import pack_weights
 from selfspec.tools.index import write_corpus
 from selfspec.tools.train.exit_heads import ExitHeads
 
@@ -119,6 +121,12 @@ def _gemma4(folder: Path, vocabulary: int) -> PreTrainedModel:
     return shrunken("gemma4_text", vocab_size=vocabulary, vocab_size_per_layer_input=vocabulary)
 
 
+def _in_planes(folder: Path, vocabulary: int) -> PreTrainedModel:
+    model = tiny.llama(vocab_size=vocabulary).bfloat16().double()
+    pack_weights(model, Planes())
+    return model
+
+
 def _queries(model: PreTrainedModel, folder: Path) -> str:
     return f"queries:{published_heads.queries(folder, model)}"
 
@@ -142,6 +150,7 @@ EXAMPLES: dict[str, Example] = {
     "suffix:corpus": Example(_corpus),
     "union:lookup+suffix+recycle": Example(Union(PromptLookup(shortest=1), Suffixes(), Recycling(candidates=3))),
     "exit:2+vocab": Example(_reduced),
+    "upper": Example("upper", _in_planes),
     "int8+top:128": Example("int8+top:128", _llama),
     "assistant": Example(_assistant, served=False),
     "suffix+assistant": Example(lambda *given: Cascade(Suffixes(most_bytes=0), _assistant(*given)), served=False),

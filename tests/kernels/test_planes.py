@@ -1,0 +1,137 @@
+"""Weights in planes: no bit of bfloat16 is lost, and products over them are those over the dense weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.own_kernels import kernels
+from selfspec.formats.packed import Packed, UnsupportedWeightError
+from selfspec.formats.planes import Planes, PlanesLinear
+from selfspec.formats.upper import Upper, UpperLinear
+from selfspec.kernels import native
+
+ROWS = (*range(1, 14), 27, 64, 130)
+
+
+@pytest.fixture(
+    autouse=True, params=[pytest.param(each, marks=pytest.mark.kernels) for each in native.variants()] + [None]
+)
+def variant(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """Each test runs on every kind of kernels, and without any."""
+    if request.param is None:
+        yield None
+        return
+    with kernels(request.param):
+        yield request.param
+
+
+def every_number() -> torch.Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def bits(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous().view(torch.int16)
+
+
+def drawn(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Weights of a trained layer: few octaves, some zeros, some outside."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.02
+    weight[torch.rand(outputs, inputs, generator=generator) < 0.05] = 0
+    weight.view(-1)[50::97] *= 2.0**-20
+    return weight.bfloat16()
+
+
+def layer(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PlanesLinear:
+    return PlanesLinear(Planes().pack(weight), None, dtype)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_every_number_comes_back(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.formats.planes._MOST_ESCAPES", 1.0)
+    numbers = every_number()
+    if scattered:
+        numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))]
+    weight = numbers.view(-1, 128)
+    packed = layer(weight)
+    assert torch.equal(bits(packed.join()), bits(weight))
+    some = torch.tensor([[3, 0], [511, 3]])
+    assert torch.equal(bits(packed.rows_of(some)), bits(weight[some]))
+
+
+@given(st.integers(1, 9), st.integers(1, 200), st.integers(0, 1 << 20))
+@settings(deadline=None)
+def test_any_size_comes_back(outputs: int, inputs: int, seed: int) -> None:
+    weight = drawn(outputs, inputs, seed)
+    for each in (weight, weight.float(), weight.double()):
+        packed = layer(each, each.dtype)
+        assert torch.equal(packed.join(), each)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 37), (33, 128), (40, 576), (5, 200)])
+def test_products_are_those_of_the_dense_weight(variant: str | None, outputs: int, inputs: int) -> None:
+    weight = drawn(outputs, inputs)
+    packed = layer(weight, torch.float32)
+    for rows in ROWS:
+        states = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+        dense = weight.float() if variant is None else weight
+        expected = states @ dense.t() if variant is None else native.few_rows(states, dense, None)
+        assert torch.equal(packed.product(states), expected)
+
+
+def test_weights_that_are_not_finite_stay_so(variant: str | None) -> None:
+    weight = drawn(4, 64)
+    weight[1, 5], weight[2, 63], weight[3, 0] = torch.inf, -torch.inf, torch.nan
+    found = layer(weight, torch.float32).product(torch.ones(1, 64))[0]
+    assert found[0].isfinite()
+    assert found[1:3].tolist() == [torch.inf, -torch.inf]
+    assert found[3].isnan()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(3, 37), (40, 576)])
+def test_the_upper_plane_is_a_model_of_its_own(outputs: int, inputs: int) -> None:
+    weight = drawn(outputs, inputs)
+    packed = layer(weight)
+    upper = UpperLinear(Upper().pack(packed.weight), None, torch.float32)
+    assert upper.upper.data_ptr() == packed.upper.data_ptr()
+    for rows in ROWS:
+        states = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(upper.product(states), states @ upper.join().t(), rtol=1e-4, atol=1e-4)
+    # 3 bits of a mantissa, rounded to the middle: a sixteenth of a weight within the octaves of its row.
+    kept = weight.float().abs() > weight.float().abs().amax(1, keepdim=True) * 2.0**-14
+    error = (upper.join() - weight.float()).abs() / weight.float().abs()
+    assert error[kept].max() <= 1 / 16
+
+
+def test_bits_of_a_weight_are_those_that_it_takes() -> None:
+    weight = drawn(64, 576)
+    escapes = int((weight.float().abs() < 2.0**-20).logical_and(weight != 0).sum())
+    assert Planes().pack(weight).nbytes <= weight.numel() * 1.5 + 64 * 8 + escapes * 8
+    assert Planes().nbytes(weight.shape) == weight.numel() * 1.5 + 64 * 8
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (torch.full((2, 64), 0.1), "more bits than bfloat16"),
+        (torch.full((2, 64), 0.1, dtype=torch.float64), "float64"),
+        (torch.ones(2, 64, dtype=torch.float16), "float16"),
+        (2.0 ** -torch.arange(128.0).view(1, 128).bfloat16(), "octaves"),
+    ],
+)
+def test_what_takes_more_bits_is_refused(weight: torch.Tensor, words: str) -> None:
+    with pytest.raises(UnsupportedWeightError, match=words):
+        Planes().pack(weight)
+
+
+def test_a_dense_weight_has_no_upper_plane() -> None:
+    weight = drawn(2, 64)
+    assert not Upper().takes(weight)
+    with pytest.raises(RuntimeError, match="no upper plane"):
+        Upper().pack(weight)
+    assert isinstance(Upper().pack(layer(weight).weight), Packed)

@@ -1,0 +1,174 @@
+"""Models with packed weights: stock modules over fewer bytes, whose outputs and texts have the stock model's bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.own_kernels import kernels
+from helpers.shrunken import shrunken
+from selfspec.errors import (
+    CheckpointError,
+    DraftConfigError,
+    SelfSpecError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from selfspec.formats.packed import PackedWeight
+from selfspec.formats.planes import Planes
+from selfspec.kernels import native
+from selfspec.placement.packed import pack_weights
+from selfspec.runtime import Native
+
+ARCHITECTURES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "phi",
+    "phi3", "falcon", "opt", "bloom", "mpt", "olmo2", "granite", "cohere", "starcoder2", "mixtral", "qwen3_moe",
+    "deepseek_v3",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.llama().bfloat16().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def stock(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: int = 9) -> torch.Tensor:
+    found: torch.Tensor = model(tiny.prompt(tokens, 2, vocabulary=model.config.get_text_config().vocab_size)).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_stock_model_computes_the_same_bits(name: str) -> None:
+    model = shrunken(name).bfloat16()
+    # Weights of a normal distribution: others have more octaves than trained ones.
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.05)
+    expected, state = logits(model), copy.deepcopy(model.state_dict())
+    pack_weights(model, Planes())
+    assert any(isinstance(weight, PackedWeight) for weight in model.parameters())
+    assert torch.equal(logits(model), expected)
+    after = model.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[each], state[each]) and type(after[each]) is torch.Tensor for each in state)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", torch.float64])
+@pytest.mark.parametrize("draft", [True, False, "upper", "int8", "lookup+upper", "exit:2"])
+def test_texts_are_those_of_the_stock_model(folder: Path, draft: Any, dtype: Any) -> None:
+    spec = selfspec.load(folder, weights="planes", draft=draft, dtype=dtype)
+    model = stock(folder, spec.model.dtype)
+    prompt = tiny.prompt(6)
+    assert torch.equal(logits(spec.model), logits(model))
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+    if spec.model.dtype != torch.bfloat16:
+        assert torch.equal(spec.generate(prompt, max_new_tokens=12, do_sample=False).sequences, expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("variant", native.variants())
+def test_programs_give_the_bits_of_programs_over_dense_weights(folder: Path, dtype: str, variant: str) -> None:
+    def run(spec: selfspec.SelfSpeculative) -> Any:
+        options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        found = spec.generate(tiny.prompt(20), max_new_tokens=20, **options)
+        assert spec.programs.proved
+        return found
+
+    with kernels(variant):
+        packed = selfspec.load(folder, weights="planes", dtype=dtype)
+        dense = stock(folder, packed.model.dtype)
+        found, expected = (run(selfspec.wrap(each, runtime=Native(after=0))) for each in (packed.model, dense))
+    assert all(torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True))
+
+
+def test_what_others_do_with_a_model_goes_on_working(folder: Path, tmp_path: Path) -> None:
+    spec = selfspec.load(folder, weights="planes")
+    model = spec.model
+    expected = logits(stock(folder))
+    model.save_pretrained(tmp_path / "again")
+    spec.save_pretrained(tmp_path / "with recipe")
+    assert torch.equal(logits(stock(tmp_path / "again")), expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu"), model.eval()):
+        assert torch.equal(logits(other), expected)
+        assert any(isinstance(weight, PackedWeight) for weight in other.parameters())
+    heard: list[torch.Tensor] = []
+    handle = model.get_submodule("lm_head").register_forward_hook(lambda module, given, found: heard.append(found))
+    assert torch.equal(logits(model), expected)
+    handle.remove()
+    assert len(heard) == 1
+
+
+Change = Callable[[PreTrainedModel], object]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float16),
+        lambda model: model.float(),
+        lambda model: model.load_state_dict(tiny.llama(seed=1).state_dict()),
+        lambda model: model.get_output_embeddings().weight.detach().mul_(2),
+        lambda model: model.resize_token_embeddings(model.config.vocab_size + 1),
+    ],
+)
+def test_changes_of_packed_weights_are_refused_and_change_nothing(folder: Path, change: Change) -> None:
+    model = selfspec.load(folder, weights="planes").model
+    expected = logits(model)
+    with pytest.raises(UnsupportedModelError, match="packed weights keep"):
+        change(model)
+    assert torch.equal(logits(model), expected)
+
+
+def _with_more_bits(folder: Path) -> Path:
+    tiny.llama().float().save_pretrained(folder.parent / "float32")
+    return folder.parent / "float32"
+
+
+def _truncated(folder: Path) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("of", "options", "error", "words"),
+    [
+        (Path, {"weights": "plane"}, UnsupportedOptionError, "write 'planes'"),
+        (Path, {}, UnsupportedOptionError, "give memory"),
+        (Path, {"weights": "planes", "memory": "6GiB"}, UnsupportedOptionError, "leave memory out"),
+        (Path, {"weights": "planes", "context": 100}, UnsupportedOptionError, "a budget has room for"),
+        (Path, {"weights": "planes", "dtype": "float16"}, UnsupportedModelError, "in torch.float16"),
+        (Path, {"weights": "planes", "device": "meta"}, UnsupportedOptionError, "computes nothing"),
+        (lambda folder: folder / "missing", {"weights": "planes"}, CheckpointError, "missing"),
+        (_with_more_bits, {"weights": "planes"}, UnsupportedModelError, "more bits than bfloat16"),
+        (_truncated, {"weights": "planes"}, CheckpointError, "model.safetensors"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(
+    folder: Path, of: Callable[[Path], Path], options: dict[str, Any], error: type[SelfSpecError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        selfspec.load(of(folder), **options)
+
+
+def test_the_upper_plane_drafts_for_weights_in_planes_alone(folder: Path) -> None:
+    with pytest.raises(DraftConfigError, match="no weights in planes"):
+        selfspec.wrap(stock(folder), "upper")
