@@ -57,7 +57,7 @@ def forward_parameters(model: nn.Module) -> frozenset[str]:
         forward = vars(kind).get("forward")
         if forward is None:
             continue
-        taken, hands_on = _parameters(forward)
+        taken, hands_on = _taken_by(forward)
         names |= taken
         if not hands_on or kind.__module__.startswith("transformers."):
             break
@@ -65,7 +65,7 @@ def forward_parameters(model: nn.Module) -> frozenset[str]:
 
 
 @lru_cache(256)
-def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+def _taken_by(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Return the names that a function takes, and whether it takes any others."""
     found = inspect.signature(function).parameters
     return frozenset(found), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())

@@ -195,7 +195,8 @@ def joined(upper: Tensor, lower: Tensor, bases: Tensor) -> Tensor:
 
 def in_order(bits: Tensor) -> Tensor:
     """Return bfloat16 numbers, `[rows, blocks * 64]`, of bits in the order of bytes."""
-    return bits.unflatten(1, (-1, 32))[..., _PLACES.to(bits.device)].flatten(1).view(torch.bfloat16)
+    ordered: Tensor = bits.unflatten(1, (-1, 32))[..., _PLACES.to(bits.device)]
+    return ordered.flatten(1).view(torch.bfloat16)
 
 
 def _put_escapes(found: Tensor, numbers: Tensor, ends: Tensor, escapes: Tensor) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from selfspec.control.costs import Costs
-from selfspec.decode import loop, output
+from selfspec.decode import loop
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge
 from selfspec.draft import Draft, EarlyExit, LayerSkip
@@ -125,7 +125,7 @@ def test_what_a_round_does_beside_passes_is_the_overhead(
         return judge(batch, draft, *others)
 
     monkeypatch.setattr(loop, "judge", slow)
-    monkeypatch.setattr(output, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=clock))
     costs = _measured(planted, clock, lengths=(2,)).of("exit:1")
     step = 4 * LAYER + HEAD + judging[False]
     # What the formula makes of a round is what the round takes.
