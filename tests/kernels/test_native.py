@@ -72,7 +72,8 @@ def test_every_number_in_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype) -
     numbers = every(dtype)
     found = torch.empty(len(numbers))
     sizes = (native.NUMBERS[dtype], len(numbers), 1, len(numbers))
-    native.run_one(native.Kind.EMBED, (*sizes, numbers, torch.arange(len(numbers)), found), 1)
+    given = (*sizes, numbers, None, None, None, torch.arange(len(numbers)), found)
+    native.run_one(native.Kind.EMBED, given, 1)
     assert_same_bits(found, numbers.float())
     # In all places of a vector.
     weight = torch.zeros(len(numbers), 32, dtype=dtype)
