@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, dense, fixed
+from selfspec.formats.packed import Packed, dense, fixed, some_rows
 from selfspec.formats.rounding import (
     Kernels,
     Rounded,
@@ -145,9 +145,7 @@ class Int4(Rounded):
         packed["factors"].copy_(_factors(weight, moments))
         moments = moments * packed["factors"] * packed["factors"][:, None]
         effects = _effects(moments, _DAMPING * moments.diagonal().mean())
-        step = max(1, _AT_ONCE // weight.shape[1])
-        for first in range(0, weight.shape[0], step):
-            some = slice(first, first + step)
+        for some in some_rows(weight, _AT_ONCE):
             # A copy, however the weight is laid out.
             left = evened(weight[some], packed["factors"]).t().contiguous()
             _fill_compensated(rows_of(packed, some), left, effects, self.group_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,11 @@ class PackedWeight(Tensor):
         if func in _SAME:
             return cls(args[0].layer)
         if func is torch.ops.aten.embedding.default and isinstance(args[0], cls):
-            return args[0].layer.rows_of(args[1])
+            ids = args[1]
+            # Kernels give NaN for these, and stock embeddings an error.
+            if type(ids) is Tensor and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(args[0]):
+                raise IndexError("index out of range in self")
+            return args[0].layer.rows_of(ids)
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(given, cls):
                 raise UnsupportedModelError(
@@ -165,6 +169,12 @@ class PackedExperts(nn.Module):
             given = self.down[number](self._activation(self.up[number](states[tokens])))
             total.index_add_(0, tokens, (given * shares[tokens, places, None]).to(total.dtype))
         return total
+
+
+def some_rows(weight: Tensor, numbers: int) -> Iterator[slice]:
+    """Cut the rows of a weight, `[out, in]`, into slices of about as many numbers."""
+    step = max(1, numbers // weight.shape[1])
+    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
 def fixed(tensor: Tensor) -> nn.Parameter:

@@ -11,7 +11,7 @@ ZipServ (2603.17435) and DFloat11 (2504.11651) compress without loss by other co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError, dense, fixed
+from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError, dense, fixed, some_rows
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 
@@ -96,15 +96,15 @@ class Planes(Format):
     program_products: ClassVar[dict[str, int]] = {"few_rows_in_planes": native.PLANES}
 
     def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
-        *outer, inputs = shape
         if not self.fits(shape):
-            raise RuntimeError(f"{inputs} inputs: escapes number columns by 16 bits")
+            raise RuntimeError(f"{list(shape)}: planes keep weights of two dimensions, with columns in 16 bits")
+        outputs, inputs = shape
         padded = -(-inputs // BLOCK) * BLOCK
         parts = {
-            "upper": torch.empty(*outer, padded, dtype=torch.uint8, device=device),
-            "lower": torch.empty(*outer, padded // 2, dtype=torch.uint8, device=device),
-            "rows": torch.empty(*outer[:-1], 2, outer[-1], dtype=torch.int32, device=device),
-            "escapes": torch.empty(*outer[:-1], 0, dtype=torch.int32, device=device),
+            "upper": torch.empty(outputs, padded, dtype=torch.uint8, device=device),
+            "lower": torch.empty(outputs, padded // 2, dtype=torch.uint8, device=device),
+            "rows": torch.empty(2, outputs, dtype=torch.int32, device=device),
+            "escapes": torch.empty(0, dtype=torch.int32, device=device),
         }
         return Packed(torch.Size(shape), parts)
 
@@ -121,7 +121,7 @@ class Planes(Format):
         weight = dense(weight.detach())
         packed = self.empty(weight.shape, weight.device)
         found = []
-        for some in _some_rows(weight):
+        for some in some_rows(weight, _AT_ONCE):
             part = _split(bits_of(weight[some]))
             packed["upper"][some], packed["lower"][some] = part.upper, part.lower
             packed["rows"][0, some] = part.bases
@@ -164,22 +164,21 @@ def _split(bits: Tensor) -> _Parts:
     exponents = bits >> 7 & 255
     finite = torch.where(exponents < 255, exponents, 0)
     bases = (finite.amax(1) - _CODES).clamp(0)
-    bits = (
-        functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))[..., _ORDER.to(bits.device)].flatten(1)
-    )
+    halves = functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))
+    bits = halves[..., _ORDER.to(bits.device)].flatten(1)
     codes = (bits >> 7 & 255) - bases[:, None]
     escaped = ((codes < 1) | (codes > _CODES)) & (bits & 0x7FFF != 0)
     codes = torch.where((codes < 1) | escaped, 0, codes)
     places = escaped.nonzero()
     escapes = places[:, 1] << 16 | bits[escaped]
-    halves = (bits & 15).unflatten(1, (-1, 2, 32))
+    lower = (bits & 15).unflatten(1, (-1, 2, 32))
     return _Parts(
         (bits >> 8 & 0x80 | codes << 3 | bits >> 4 & 7).to(torch.uint8),
-        (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).to(torch.uint8),
+        (lower[:, :, 0] | lower[:, :, 1] << 4).flatten(1).to(torch.uint8),
         bases.to(torch.int32),
         escaped.sum(1).to(torch.int32),
-        # As the bits of int32: places reach its sign.
-        torch.where(escapes >= 1 << 31, escapes - (1 << 32), escapes).to(torch.int32),
+        # The lower 32 bits: places reach the sign.
+        escapes.to(torch.int32),
     )
 
 
@@ -189,8 +188,8 @@ def joined(upper: Tensor, lower: Tensor, bases: Tensor) -> Tensor:
     low = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
     sizes = (high & 0x7F) << 4 | low
     sizes = torch.where(sizes > 0, sizes + (bases[:, None] << 7), 0)
-    # As the bits of int16.
-    return torch.where(high > 127, sizes - (1 << 15), sizes).to(torch.int16)
+    # The lower 16 bits.
+    return ((high & 0x80) << 8 | sizes).to(torch.int16)
 
 
 def in_order(bits: Tensor) -> Tensor:
@@ -207,10 +206,4 @@ def _put_escapes(found: Tensor, numbers: Tensor, ends: Tensor, escapes: Tensor) 
     row = torch.arange(len(numbers), device=numbers.device).repeat_interleave(counts)
     place = torch.arange(len(row), device=numbers.device) - (counts.cumsum(0) - counts)[row] + first[row]
     taken = escapes[place]
-    bits = taken & 0xFFFF
-    found[row, taken >> 16 & 0xFFFF] = torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
-
-
-def _some_rows(weight: Tensor) -> Iterator[slice]:
-    step = max(1, _AT_ONCE // weight.shape[1])
-    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
+    found[row, taken >> 16 & 0xFFFF] = taken.to(torch.int16)

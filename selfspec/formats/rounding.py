@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, dense, fixed
+from selfspec.formats.packed import Packed, PackedLinear, dense, fixed, some_rows
 from selfspec.kernels import native
 from selfspec.kernels.trial import runs_triton
 
@@ -60,7 +60,7 @@ class Rounded(Format):
             for number, part in enumerate(weight):
                 self._fill_all(packed.of_expert(number), part)
             return
-        for some in _pieces(weight):
+        for some in some_rows(weight, _AT_ONCE):
             self.fill(rows_of(packed, some), evened(weight[some], packed["factors"]))
 
 
@@ -70,18 +70,13 @@ def rows_of(packed: Packed, some: slice) -> Packed:
     return Packed(torch.Size((len(parts["levels"]), packed.shape[1])), parts)
 
 
-def _pieces(weight: Tensor) -> Iterator[slice]:
-    step = max(1, _AT_ONCE // weight.shape[1])
-    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
-
-
 def column_sizes(weight: Tensor) -> Tensor:
     """Return the root mean square of each column of a weight, `[..., out, in]`, divided by their mean: `[..., in]`."""
     if weight.ndim > 2:
         return torch.stack([column_sizes(part) for part in weight])
     # In float64, so that the result does not depend on how the sum is split.
     squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    for some in _pieces(weight):
+    for some in some_rows(weight, _AT_ONCE):
         squares += weight[some].double().square().sum(0)
     sizes = squares.sqrt()
     return (sizes / sizes.mean().clamp(min=_SMALLEST)).float()

@@ -345,8 +345,7 @@ def _multiply(
     if not weight.is_contiguous():
         raise RuntimeError("few_rows: the weight is not contiguous")
     number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return _product(states, number, weight, {"scales": _read(scales, dtype), "bias": bias, "factors": factors})
+    return _product(states, number, weight, {"scales": scales, "bias": bias, "factors": factors})
 
 
 def _multiply_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
@@ -383,7 +382,7 @@ def _read_rows(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes
 
 
 HELD = ("scales", "bias", "residual", "factors", "lower", "rows", "escapes")
-"""What a product reads beside states and weight, in the order of `program.cpp`; any may be missing."""
+"""Names of the operands of a product beside states and weight, in the order of `program.cpp`; any may be missing."""
 
 
 def _product(states: Tensor, number: int, weight: Tensor, held: Mapping[str, Tensor | None]) -> Tensor:

@@ -137,6 +137,13 @@ def test_changes_of_packed_weights_are_refused_and_change_nothing(folder: Path, 
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("id", [-1, 10_000])
+def test_ids_without_a_row_are_an_error_as_in_the_stock_model(folder: Path, id: int) -> None:
+    for model in (stock(folder), selfspec.load(folder, weights="planes").model):
+        with pytest.raises(IndexError, match="out of range"):
+            model(torch.tensor([[1, id]]))
+
+
 def _with_more_bits(folder: Path) -> Path:
     tiny.llama().float().save_pretrained(folder.parent / "float32")
     return folder.parent / "float32"
