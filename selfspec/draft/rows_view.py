@@ -172,7 +172,7 @@ class RowsView(Protocol):
 
 
 def remembered(rows: RowsView, key: Hashable, made: Callable[[], _Made]) -> _Made:
-    """Return what the wrapper keeps under this key, made at first use."""
+    """Return the value that the wrapper keeps under this key; make it at first use."""
     if key not in rows.memories:
         rows.memories[key] = made()
     return cast(_Made, rows.memories[key])

@@ -25,7 +25,7 @@ class DraftHead:
     def parts(
         self, view: nn.Module, model: PreTrainedModel, exit: str | None, rows: nn.Module | None = None
     ) -> dict[str, nn.Module]:
-        """Return what the head replaces in a view of a model, by attribute path.
+        """Return the modules that take the place of others in a view of a model, by attribute path.
 
         The input of the layer `exit` is the last state of the path; None: there is no exit. `rows` computes logits of
         `tokens`.

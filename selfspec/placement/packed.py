@@ -85,7 +85,7 @@ def _multiplies(model: PreTrainedModel, name: str) -> bool:
 
 
 def _packed(weight: Tensor, format: Format, pages: LargePages) -> nn.Parameter:
-    """Return what modules hold in place of a weight."""
+    """Pack a weight; return the parameter that modules hold in its place."""
     layer = format.layer(format.pack(weight), None, weight.dtype)
     for part in layer.parameters():
         part.data = pages.moved(part.data)

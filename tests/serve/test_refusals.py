@@ -161,7 +161,7 @@ def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
     assert words in json.dumps(reply.body["error"])
 
 
-# What is told of tools and forms to the template that reads none.
+# Requests with tools or forms, to a template that reads none.
 NEEDS_XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="needs xgrammar")
 ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}
