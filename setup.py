@@ -24,11 +24,13 @@ from setuptools.command.build_py import build_py
 KERNELS = Path("selfspec/kernels")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s")
 STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else ()
+# The compiler's generic tuning makes a pass over 32 rows a seventh slower on AMD; this one is as fast as tuning for it.
+TUNED = "-mtune=icelake-server"
 VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "v3": ["-march=x86-64-v3"],
-        "v4": ["-march=x86-64-v4"],
-        "vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+        "v3": ["-march=x86-64-v3", TUNED],
+        "v4": ["-march=x86-64-v4", TUNED],
+        "vnni": ["-march=x86-64-v4", "-mavx512vnni", TUNED],
     },
     "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},
     "arm64": {"dotprod": []},
