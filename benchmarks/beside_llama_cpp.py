@@ -13,17 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import HERE, JsonWorker, equal_tokens, keep, prompts_of, sampling
-from rich.progress import track
-from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria
+from harness import Arm, Decode, LlamaCpp, Own, Stock, equal_tokens, in_turns, keep, prompts_of
 
 import selfspec
 from selfspec.measure.environment import environment
@@ -32,38 +26,6 @@ from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.gguf_file import write_gguf
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Result of one call.
-
-    Attributes:
-        text: new token ids.
-        seconds: that those after the first took.
-    """
-
-    text: list[int]
-    seconds: float
-
-
-Decode = Callable[[list[int], float, int], Decoded]
-"""Decodes a prompt, at a temperature (0: greedy) and with a seed."""
-
-
-@dataclass
-class Arm:
-    """A way to decode.
-
-    Attributes:
-        decode: does it.
-        rates: tokens a second, one for each repeat.
-        texts: what the last repeat gave, for each prompt.
-    """
-
-    decode: Decode
-    rates: list[float] = field(default_factory=list)
-    texts: list[list[int]] = field(default_factory=list)
 
 
 def main() -> None:
@@ -108,48 +70,29 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for kind in ("F32", "Q8_0"):
             file = Path(kept) / f"{kind}.gguf"
             write_gguf(model, model, None, file, kind.lower())
-            command = [
-                options.python,
-                "-P",
-                HERE / "llama_cpp_worker.py",
-                file,
-                options.threads,
-                options.context + tokens,
-            ]
-            workers[kind] = JsonWorker(command)
-        # Once they have said this, they have read their files.
-        systems = {kind: worker.read()["system"] for kind, worker in workers.items()}
+            workers[kind] = LlamaCpp.over(file, options.python, options.threads, options.context, tokens)
     plain = selfspec.wrap(model)
     decoders: dict[str, Decode] = {
-        _GENERATE: _Stock(model, tokens),
-        _PLAIN: _Own(plain, tokens),
-        **{f"selfspec {draft}": _Own(plain.drafting(draft), tokens) for draft in options.draft},
-        **{f"llama.cpp {kind}": _Llama(worker, tokens) for kind, worker in workers.items()},
+        _GENERATE: Stock(model, tokens),
+        _PLAIN: Own(plain, tokens),
+        **{f"selfspec {draft}": Own(plain.drafting(draft), tokens) for draft in options.draft},
+        **{f"llama.cpp {kind}": worker for kind, worker in workers.items()},
     }
-    measured = {f"{at:g}": _in_turns(decoders, prompts, at, options) for at in options.temperatures}
-    for worker in workers.values():
-        worker.end()
+    measured = {
+        f"{at:g}": _figures(in_turns(decoders, prompts, at, options.repeats, options.warm_up))
+        for at in options.temperatures
+    }
+    for each in workers.values():
+        each.worker.end()
     return {
         "name": folder.name,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "llama.cpp": systems["F32"],
+        "llama.cpp": workers["F32"].system,
         "temperatures": measured,
     }
 
 
-def _in_turns(
-    decoders: dict[str, Decode], prompts: Sequence[list[int]], temperature: float, options: argparse.Namespace
-) -> dict[str, Any]:
-    arms = {name: Arm(decode) for name, decode in decoders.items()}
-    names = list(arms)
-    for repeat in track(range(-options.warm_up, options.repeats), f"T {temperature:g}", transient=True):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            arm = arms[name]
-            calls = [arm.decode(prompt, temperature, seed) for seed, prompt in enumerate(prompts)]
-            arm.texts = [call.text for call in calls]
-            if repeat >= 0:
-                timed = sum(len(call.text) - 1 for call in calls)
-                arm.rates.append(timed / sum(call.seconds for call in calls))
+def _figures(arms: dict[str, Arm]) -> dict[str, Any]:
     return {
         name: {
             "tokens_per_second": Estimate.of_median(arm.rates).to_dict(),
@@ -163,65 +106,6 @@ def _in_turns(
         }
         for name, arm in arms.items()
     }
-
-
-@dataclass(frozen=True)
-class _Llama:
-    worker: JsonWorker
-    tokens: int
-
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        job = {"ids": ids, "tokens": self.tokens, "temperature": temperature, "seed": seed}
-        return Decoded(**self.worker.ask(job))
-
-
-@dataclass(frozen=True)
-class _Own:
-    spec: selfspec.SelfSpeculative
-    tokens: int
-
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        prompt = torch.tensor([ids])
-        options: dict[str, Any] = {"max_new_tokens": self.tokens, "eos_token_id": None, "seed": seed}
-        text: list[int] = []
-        times: list[tuple[float, int]] = []
-        for chunk in self.spec.stream(prompt, torch.ones_like(prompt), **options, **sampling(temperature)):
-            text += chunk.rows[0].tokens
-            times.append((time.perf_counter(), len(text)))
-        (first, already), (last, all_) = times[0], times[-1]
-        # Of a round with several tokens: what the first one would have taken alone.
-        return Decoded(text, (last - first) * (all_ - 1) / (all_ - already))
-
-
-@dataclass(frozen=True)
-class _Stock:
-    model: PreTrainedModel
-    tokens: int
-
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        torch.manual_seed(seed)
-        watch, prompt = _Watch(), torch.tensor([ids])
-        out = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=self.tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=[watch],
-            **sampling(temperature),
-        )
-        return Decoded(out[0, len(ids) :].tolist(), watch.times[-1] - watch.times[0])
-
-
-class _Watch(StoppingCriteria):
-    """Notes when each token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def _report(record: dict[str, Any]) -> str:

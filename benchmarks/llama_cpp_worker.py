@@ -59,7 +59,7 @@ class Decoder:
                 text.
 
         Returns:
-            `text`, and `seconds` of the tokens after the first. Or `ids` of the text.
+            `text`, `seconds` of the tokens after the first, and of the `whole`. Or `ids` of the text.
         """
         if "encode" in job:
             return {"ids": self._encoded(job["encode"].encode())}
@@ -70,12 +70,13 @@ class Decoder:
         else:
             llama_cpp.llama_sampler_chain_add(sampler, llama_cpp.llama_sampler_init_greedy())
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        begun = time.perf_counter()
         text, started = [self._next(sampler, job["ids"])], time.perf_counter()
         while len(text) < job["tokens"]:
             text.append(self._next(sampler, text[-1:]))
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
         llama_cpp.llama_sampler_free(sampler)
-        return {"text": text, "seconds": seconds}
+        return {"text": text, "seconds": ended - started, "whole": ended - begun}
 
     def _encoded(self, text: bytes) -> list[int]:
         room = len(text) + 8
