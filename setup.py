@@ -42,11 +42,14 @@ class Build(build_py):
 
     def run(self) -> None:
         super().run()
-        variants = {} if sys.platform == "win32" else VARIANTS.get(platform.machine(), {})
+        # Windows calls its machines otherwise.
+        variants = VARIANTS.get(platform.machine(), {})
         named = (os.environ.get("CXX"), "c++", "g++", "clang++")
         compiler = next((found for name in named if name and (found := shutil.which(name))), None)
         if compiler is None or not variants:
-            self.warn("selfspec is built without CPU kernels: there is no C++ compiler (g++ or clang++)")
+            missing = "there is no C++ compiler (g++ or clang++)"
+            why = missing if variants else f"there are none for {platform.machine()}"
+            self.warn(f"selfspec is built without CPU kernels: {why}")
             return
         folder = (KERNELS if self.editable_mode else Path(self.build_lib, KERNELS)) / "built"
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import math
 import os
+import platform
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
@@ -44,6 +46,7 @@ VARIANTS = ("vnni", "v4", "v3", "dotprod", "neon")
 CHOICE = "SELFSPEC_KERNELS"
 """The environment variable that names the variant to run, or `none`."""
 
+_LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _FOLDER = _SOURCES / "built"
 _OF_WEIGHTS = (*DTYPES, torch.int8)
@@ -119,7 +122,7 @@ def library() -> Library | None:
     Raises:
         UnsupportedOptionError: `SELFSPEC_KERNELS` names none that runs here, or the library cannot be used.
     """
-    wanted = os.environ.get(CHOICE, "").strip()
+    wanted = _choice()
     if wanted == "none":
         return None
     found = variants()
@@ -149,11 +152,25 @@ def absence() -> str | None:
     """Return why no kernels run here, and what to do; None if they do."""
     if available():
         return None
-    if os.environ.get(CHOICE, "").strip() == "none":
-        return f"{CHOICE}=none"
+    if _choice() == "none":
+        return f"{CHOICE}=none; unset it to run them"
     if any((_FOLDER / f"{variant}.so").exists() for variant in VARIANTS):
         return "this processor has no AVX2"
+    if platform.machine() not in ("x86_64", "aarch64", "arm64"):
+        return f"there are none for {platform.system()} on {platform.machine()}; on Windows, install selfspec in WSL"
     return "selfspec was installed without a C++ compiler; install one (g++ or clang++), then selfspec again"
+
+
+@cache
+def warn_of_absence() -> None:
+    """Warn, once in a process, where no kernels run and nobody chose that."""
+    why = absence()
+    if why is not None and _choice() != "none":
+        _LOG.warning("selfspec runs without its CPU kernels, so that a text takes longer: %s", why)
+
+
+def _choice() -> str:
+    return os.environ.get(CHOICE, "").strip()
 
 
 def words(program: Iterable[int]) -> Words:
@@ -268,7 +285,10 @@ def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalize each token, `[..., size]`, by RMSNorm in float32: `weight * states / sqrt(mean square + epsilon)`."""
+    """Normalize each token, `[..., size]`, by RMSNorm in float32: `weight * states / sqrt(mean square + epsilon)`.
+
+    In 16 bits it rounds where the modules of `transformers` do: before the weight, and behind it.
+    """
     normalized: Tensor = _by((states, weight), _normalize, torch.ops.selfspec.rms_norm)(states, weight, epsilon)
     return normalized
 
@@ -411,13 +431,14 @@ def _read(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _normalize(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if weight.dim() != 1 or not states.dim() or states.shape[-1] != len(weight):
         raise RuntimeError("rms_norm: sizes do not match")
-    if states.dtype != torch.float32 or weight.dtype != torch.float32:
-        raise RuntimeError("rms_norm: float32 alone")
-    x, by = states.contiguous(), weight.contiguous()
-    found = torch.empty_like(x)
-    rows = x.numel() // max(1, len(by))
-    run_one(Kind.NORM, (rows, len(by), float(epsilon), 0.0, x, by, None, found), _threads(x.numel()))
-    return found
+    if states.dtype != weight.dtype or states.dtype not in IN_FLOAT32:
+        raise RuntimeError("rms_norm: one dtype of float32, bfloat16 and float16 alone")
+    x = states.to(torch.float32).contiguous()
+    by, found = (weight.contiguous(), torch.empty_like(x)) if states.dtype == torch.float32 else (None, x)
+    size = len(weight)
+    operands: tuple[Operand, ...] = (x.numel() // max(1, size), size, float(epsilon), 0.0, x, by, None, found)
+    run_one(Kind.NORM, operands, _threads(x.numel()))
+    return found if by is not None else weight * found.to(states.dtype)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:

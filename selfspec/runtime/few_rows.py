@@ -259,14 +259,16 @@ def _norm_in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Modul
 def _step(weight: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
     if runs_triton(weight.device):
         return _by_triton
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    fits = weight.device.type == "cpu" and weight.dtype in native.IN_FLOAT32
     return _norm_natively if fits and native.available() else None
 
 
 def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:
-    if states.dtype != torch.float32:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if states.dtype != weight.dtype:
         return _rms_norm(module, states)
-    return native.rms_norm(states, module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+    return native.rms_norm(states, weight, module.variance_epsilon)  # type: ignore[arg-type]
 
 
 def _by_triton(module: nn.Module, states: Tensor) -> Tensor:

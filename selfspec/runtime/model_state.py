@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -116,11 +116,12 @@ class ModelState:
         """Return addresses, strides and offsets of its tensors."""
         # The values of other tensors may be part of a recording.
         versions = [None if each.is_inference() else each._version for each in self._constants]
-        forms = map(_FORM, (*self._strided, *self._others))
-        return [*map(_ADDRESS, self._strided), *map(_STRIDE, self._strided), *forms, *versions]
+        # Tensor by tensor: what is read of one lies close together, and has mostly left the caches.
+        places = [(each.data_ptr(), each.stride(), *_FORM(each)) for each in self._strided]
+        return [*places, *map(_FORM, self._others), *versions]
 
 
-_ADDRESS, _STRIDE, _FORM = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype", "shape", "device")
+_FORM = attrgetter("dtype", "shape", "device")
 
 
 def _is_same(found: Any, known: Any) -> bool:

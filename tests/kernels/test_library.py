@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import selfspec
 from helpers import tiny
 from helpers.own_kernels import kernels
 from selfspec.errors import UnsupportedOptionError
@@ -46,14 +47,28 @@ def test_states_elsewhere_reach_no_kernel() -> None:
     assert native.rms_norm(elsewhere, torch.ones(4), 1e-6).device.type == "meta"
 
 
-def test_why_none_run_is_said(folder: Path) -> None:
-    assert native.absence() == (
-        "selfspec was installed without a C++ compiler; install one (g++ or clang++), then selfspec again"
-    )
+def test_why_none_run_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    without = "selfspec was installed without a C++ compiler; install one (g++ or clang++), then selfspec again"
+    assert native.absence() == without
     with kernels("none"):
-        assert native.absence() == "SELFSPEC_KERNELS=none"
+        assert native.absence() == "SELFSPEC_KERNELS=none; unset it to run them"
     with pytest.raises(UnsupportedOptionError, match="no CPU kernels here: selfspec was installed without"):
         native.run_one(native.Kind.END, (), 1)
+    monkeypatch.setattr(native.platform, "machine", lambda: "AMD64")
+    assert "on AMD64; on Windows, install selfspec in WSL" in str(native.absence())
+
+
+@pytest.mark.parametrize(("chosen", "warnings"), [(None, 1), ("none", 0)])
+def test_the_first_wrapper_warns_once_where_nobody_chose_to_do_without(
+    folder: Path, llama: PreTrainedModel, chosen: str | None, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.warn_of_absence.cache_clear()
+    with kernels(chosen):
+        for _ in range(2):
+            selfspec.wrap(llama).generate(tiny.prompt(3), max_new_tokens=1)
+    assert caplog.text.count("without its CPU kernels") == warnings
+    native.warn_of_absence.cache_clear()
 
 
 def test_a_name_that_none_has_is_refused(folder: Path) -> None:

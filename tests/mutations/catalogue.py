@@ -574,7 +574,7 @@ CATALOGUE = (
     Mutation("programs outlive hooks of all modules", "ModelState.__init__", "(*GLOBAL_HOOKS, *code.mappings)",
         "code.mappings", ("test_programs_are_of_the_model_as_it_is[hook of all]",)),
     Mutation("programs outlive other strides of a weight", "ModelState._laid_out",
-        "*map(_STRIDE, self._strided)", "*()",
+        "each.stride()", "()",
         ("test_programs_are_of_the_model_as_it_is[strides of a weight]",)),
     Mutation("programs outlive a function that a kernel library replaced", "ModelState.__init__", "code.names.values()",
         "()", ("test_programs_are_of_the_model_as_it_is[function: rotary]",)),

@@ -62,6 +62,10 @@ class Native(Runtime):
     def making_seconds(self) -> float:
         return _MAKING_SECONDS
 
+    def check(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            native.warn_of_absence()
+
     def width(self, tokens: int) -> int:
         return next((width for width in _WIDTHS if width >= tokens), tokens)
 
