@@ -138,20 +138,17 @@ def verbosity_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def llama() -> PreTrainedModel:
-    """A fresh tiny llama."""
     return tiny.llama()
 
 
 @pytest.fixture(scope="session")
 def stories() -> PreTrainedModel:
-    """The checkpoint of the tests."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     return model
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Its tokenizer."""
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint_folder())
     return found
 

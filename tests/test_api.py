@@ -50,7 +50,6 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, selfspec.draf
 
 
 def greedy(model: Any, new: int = 12, rows: int = 1) -> Tensor:
-    """What a model or a wrapper writes after the prompt, prompt and all."""
     written = model.generate(tiny.prompt(PROMPT, rows), max_new_tokens=new, do_sample=False)
     sequences: Tensor = getattr(written, "sequences", written)
     return sequences
@@ -276,7 +275,6 @@ def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, dr
 def test_hooks_that_steer_the_model_steer_its_generations_too(
     case: tuple[PreTrainedModel, selfspec.drafts.Drafter],
 ) -> None:
-    """What a hook makes of the model is the model."""
     model, draft = case
     plain = greedy(model, 16)
 
@@ -381,7 +379,6 @@ def _on_the_disk(folder: Path) -> PreTrainedModel:
 
 
 def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> None:
-    """What a draft leaves out must not be fetched for it."""
     _accelerate_dispatch(llama)
     loads = 0
     hook = llama.model.layers[3].mlp.up_proj._hf_hook
@@ -406,8 +403,6 @@ def test_a_skipped_layer_is_not_loaded_by_accelerate(llama: PreTrainedModel) -> 
 
 
 def _no_forward(model: torch.nn.Module) -> None:
-    """Make any forward of the model or inside it a failure."""
-
     def ran(module: torch.nn.Module, args: object) -> None:
         pytest.fail(f"{type(module).__name__} ran")
 

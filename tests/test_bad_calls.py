@@ -39,8 +39,6 @@ def _model() -> PreTrainedModel:
 
 @dataclass
 class Ground:
-    """What calls are made with."""
-
     model: Any
     spec: Any
     folder: Path
@@ -69,7 +67,6 @@ def _called(call: Callable[[Ground, Any], object], value: Any, ground: Ground) -
 
 
 def _field(name: str, make: Callable[[Ground], Callable[..., object]]) -> Callable[[Ground, Any], object]:
-    """A call with the value in a field of that name."""
     return lambda ground, value: make(ground)(**{name: value})
 
 

@@ -39,27 +39,22 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny.llama(dtype=request.param).to("cuda")
 
 
+@pytest.mark.parametrize(
+    "runtime", [selfspec.runtime.Eager(), selfspec.runtime.CudaGraphs(after=0, bucket=16)], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_greedy_text_is_the_models_own(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
-    prompts = tiny.prompt(7, batch=rows).to("cuda")
-    expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
-    out = selfspec.wrap(model, draft).generate(prompts, max_new_tokens=NEW, do_sample=False)
-    assert out.sequences.device == prompts.device
-    assert torch.equal(out.sequences, expected)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_graphs_give_the_models_own_text(model: PreTrainedModel, draft: Drafter | None, rows: int) -> None:
-    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.CudaGraphs(after=0, bucket=16))
+def test_greedy_text_is_the_models_own(
+    model: PreTrainedModel, draft: Drafter | None, rows: int, runtime: selfspec.runtime.Runtime
+) -> None:
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=runtime)
     # Timed by the clock of the wall a graph could lose on a busy device.
     spec.programs = GraphCache(spec.runtime, ticking())
     for seed in range(3):
         prompts = tiny.prompt(7, seed=seed, batch=rows).to("cuda")
         expected = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
         assert torch.equal(spec.generate(prompts, max_new_tokens=NEW, do_sample=False).sequences, expected)
-    assert spec.programs.proved
+    assert spec.programs.proved or isinstance(runtime, selfspec.runtime.Eager)
     assert not spec.programs.refusals
 
 
@@ -98,14 +93,6 @@ def test_a_round_waits_for_the_device_when_it_commits_and_not_before(
     assert waits_of_rounds(begun, 1).samples == (1.0,)
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_a_seed_gives_the_same_tokens(model: PreTrainedModel, draft: Drafter | None) -> None:
-    spec = selfspec.wrap(model, draft)
-    prompts = tiny.prompt(7, batch=2).to("cuda")
-    first, again = (spec.generate(prompts, max_new_tokens=NEW, do_sample=True, seed=3).sequences for _ in range(2))
-    assert torch.equal(first, again)
-
-
 @pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
 def test_coupled_drafts_change_no_token(model: PreTrainedModel, draft: Drafter) -> None:
     prompts = tiny.prompt(7, batch=2).to("cuda")
@@ -114,17 +101,6 @@ def test_coupled_drafts_change_no_token(model: PreTrainedModel, draft: Drafter) 
         for each in (None, draft)
     )
     assert torch.equal(plain.sequences, drafted.sequences)
-
-
-def test_the_model_works_by_itself_afterwards(model: PreTrainedModel) -> None:
-    prompts = tiny.prompt(7).to("cuda")
-    before = model.generate(prompts, max_new_tokens=NEW, do_sample=False)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
-    stream = spec.stream(prompts, max_new_tokens=NEW, do_sample=False)
-    next(stream)
-    stream.close()
-    spec.unwrap()
-    assert torch.equal(model.generate(prompts, max_new_tokens=NEW, do_sample=False), before)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

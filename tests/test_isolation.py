@@ -164,7 +164,6 @@ def test_a_generation_inside_a_hook_of_another_is_right(llama: PreTrainedModel) 
 
 @pytest.fixture
 def eager_switching() -> Iterator[None]:
-    """Let Python change threads as often as it can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -172,7 +171,6 @@ def eager_switching() -> Iterator[None]:
 
 
 def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Results of jobs that start at once, one thread each."""
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], Any]) -> Any:
@@ -260,8 +258,6 @@ def test_a_view_is_made_while_attributes_are_set_on_the_module() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
 
     class Late:
-        """Hangs something on the module as soon as it is looked at."""
-
         @property
         def __class__(self) -> type:
             module.__dict__[f"late_{len(module.__dict__)}"] = 1

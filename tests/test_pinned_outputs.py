@@ -135,7 +135,6 @@ def tiny_model(model_type: str) -> PreTrainedModel:
 
 
 def words(columns: int, seed: int) -> Tensor:
-    """Random tokens that are no padding, `[ROWS, columns]`."""
     return torch.randint(1, VOCABULARY, (ROWS, columns), generator=torch.Generator().manual_seed(seed))
 
 
@@ -180,7 +179,6 @@ def everything(model_type: str, draft: str) -> dict[str, str]:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """What the data file holds, by the names of `everything`."""
     found: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))
     return found
 

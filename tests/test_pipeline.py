@@ -103,7 +103,6 @@ def test_a_pipeline_of_speech_gives_the_models_text(options: dict[str, Any]) -> 
 
 
 def test_a_pipeline_of_speech_that_asks_for_beams_is_refused() -> None:
-    """It does so by default."""
     spec = selfspec.wrap(encoder_decoders.whisper(), selfspec.drafts.EarlyExit(2))
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="num_beams=5"):
         listening(spec)(SOUND[:12_000])

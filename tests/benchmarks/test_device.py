@@ -95,7 +95,6 @@ def test_another_text_and_a_kernel_that_is_not_trusted_are_seen_first(monkeypatc
 
 
 def stage_of(monkeypatch: pytest.MonkeyPatch, **cases: Callable[[], Rows]) -> None:
-    """A stage `made` in place of all others."""
     made = Stage("made", "Made up", 1, lambda bench: (Case(name, measure) for name, measure in cases.items()))
     monkeypatch.setattr(command, "STAGES", (made,))
     monkeypatch.setattr(command, "_NAMES", ["made"])
@@ -287,8 +286,6 @@ def test_waits_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         modes.append(mode)
 
     class Waiting:
-        """Waits in a round as often as there have been rounds."""
-
         def __init__(self) -> None:
             self.rounds = 0
 

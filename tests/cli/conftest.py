@@ -13,13 +13,11 @@ from selfspec.cli import terminal
 
 @pytest.fixture
 def folder() -> str:
-    """The embedded checkpoint."""
     return str(checkpoint_folder())
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the embedded checkpoint, to be damaged."""
     copy = tmp_path / "model"
     shutil.copytree(checkpoint_folder(), copy)
     return copy

@@ -34,7 +34,6 @@ COMMANDS = {
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A little story."""
     file = tmp_path / "story.txt"
     file.write_text("Once upon a time there was a dog who liked to play with a big red ball in the park. " * 20)
     return file
@@ -42,8 +41,6 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model is loaded."""
-
     def load(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded before the output was checked")
 

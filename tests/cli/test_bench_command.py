@@ -40,7 +40,6 @@ ARMS = ("--arm", "lookup", "--arm", "draft", "--draft", "exit:2")
 
 @pytest.fixture
 def texts(tmp_path: Path) -> str:
-    """A workload."""
     file = tmp_path / "texts.jsonl"
     lines = ("Once upon a time, there was a little girl named Lily.", "One day, a dog and a cat went to the park.")
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -48,7 +47,6 @@ def texts(tmp_path: Path) -> str:
 
 
 def names(model: str, **given: Any) -> list[str]:
-    """The arms that options ask for."""
     return [spec.name for spec in Arms(**given).specs(ModelToBench(model=model, device="cpu"))]
 
 

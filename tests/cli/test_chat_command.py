@@ -126,7 +126,6 @@ def endless(folder: str, tmp_path: Path) -> str:
 
 @pytest.fixture
 def terminal(endless: str, template: str, request: pytest.FixtureRequest) -> Iterator[pexpect.spawn]:
-    """A chat in a real terminal, dumb or of another kind."""
     command = words(endless, template, "--max-new-tokens", "900000", "--device", "cpu")
     environment = {**os.environ, "TERM": getattr(request, "param", "dumb")}
     opened = pexpect.spawn(sys.executable, ["-m", "selfspec", *command], env=environment, timeout=60)
@@ -151,7 +150,6 @@ def sees(terminal: pexpect.spawn, words: bytes, seconds: float = 0.3) -> bool:
 
 
 def assert_ends_well(terminal: pexpect.spawn) -> None:
-    """That it leaves by itself, with status 0."""
     terminal.expect(pexpect.EOF)
     assert terminal.wait() == 0
 

@@ -37,7 +37,6 @@ def expected(stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 @pytest.fixture(scope="session")
 def expected_text(expected: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The continuation as text."""
     whole = tokenizer.decode(expected, skip_special_tokens=True)
     assert isinstance(whole, str)
     return whole.removeprefix(PROMPT)
@@ -184,7 +183,6 @@ def test_show_drafts_strikes_rejected_tokens_through(
 
 
 def split_by_stroke(text: Text) -> Sequence[str]:
-    """The text that is not struck through, and that which is."""
     struck = {
         index
         for span in text.spans

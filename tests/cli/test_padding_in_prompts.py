@@ -45,7 +45,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def stock(folder: str, ids: list[int], new: int = NEW) -> list[int]:
-    """The model's own text, all of the prompt being text."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = torch.tensor([ids])
     text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)

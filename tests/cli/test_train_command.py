@@ -18,7 +18,6 @@ _ONE_TURN = ("--check-seconds", "0")
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
-    """A little story."""
     file = tmp_path / "story.txt"
     file.write_text("Once upon a time there was a dog who liked to play with a big red ball in the park. " * 20)
     return str(file)

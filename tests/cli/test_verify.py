@@ -19,7 +19,6 @@ QUICK = ["--max-new-tokens", "8", "--samples", "100", "--draft", "skip:attn=1"]
 
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Path:
-    """Two prompts, and lines without any."""
     file = tmp_path / "prompts.txt"
     file.write_text("Once upon a time\n\n  \nTom had a big red ball.\n", encoding="utf-8")
     return file

@@ -57,7 +57,6 @@ weather.__annotations__ = {"city": Literal["Bern", "Rome"], "return": str}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """Serves a model with room for what agents say of their tools."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -350,7 +349,6 @@ def says(server: Running, monkeypatch: pytest.MonkeyPatch, text: str, at_once: b
 
 
 def openai_chat(url: str) -> Iterator[Read]:
-    """Whole, and as a stream."""
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     asked: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "tools": tools}
     with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
@@ -405,7 +403,6 @@ def saying() -> Iterator[Running]:
 def test_clients_read_calls(
     saying: Running, monkeypatch: pytest.MonkeyPatch, name: str, client: Callable[[str], Iterator[Read]], at_once: bool
 ) -> None:
-    """As a model of each family would say them."""
     shape, url = PUBLISHED[name], f"http://127.0.0.1:{saying.port}"
     monkeypatch.setattr(saying.served.tokenizer, "chat_template", shape.source)
     monkeypatch.setattr(saying.served, "template", ChatTemplate(saying.served.tokenizer))

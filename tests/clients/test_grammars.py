@@ -71,7 +71,6 @@ def writer() -> Subject:
 
 @pytest.fixture(scope="module")
 def fresh(writer: Subject) -> Callable[[str, str], Fresh]:
-    """What a library makes of a grammar, compiled once."""
     return cache(lambda library, grammar: LIBRARIES[library](writer, GRAMMARS[grammar]))
 
 

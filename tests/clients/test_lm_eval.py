@@ -62,7 +62,6 @@ def found(lm: LM, texts: Sequence[str], metric: str = "exact_match", **config: A
 
 
 def generated(lm: LM, texts: Sequence[str], **generation: Any) -> list[str]:
-    """What lm-eval takes for the answer to each."""
     samples = found(lm, texts, output_type="generate_until", generation_kwargs={**GENERATION, **generation})
     return [sample["filtered_resps"][0] for sample in samples]
 
@@ -94,7 +93,6 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Callable[[int], list[str]]:
-    """Answers of `model.generate` in batches of a size."""
     return cache(lambda batch: answers(model, batch))
 
 

@@ -39,7 +39,6 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def expected(folder: str) -> str:
-    """The greedy answer by the stock model."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)

@@ -59,7 +59,6 @@ _INDENTED = re.compile(r"(?:^|\n)\n    (?:selfspec|python|pip) ")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with what commands name: MODEL, and texts."""
     (tmp_path / "MODEL").symlink_to(checkpoint_folder())
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "to").mkdir()

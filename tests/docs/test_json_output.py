@@ -52,7 +52,6 @@ COMMANDS = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all that the commands name."""
     (tmp_path / "MODEL").symlink_to(checkpoint_folder())
     stories = [f"Once upon a time, {name} had a big red ball and was very happy." for name in ("Tom", "Lily", "Ben")]
     (tmp_path / "TEXT").write_text("\n\n".join(stories * 20))

@@ -389,7 +389,6 @@ def test_integers_that_fit_no_float_are_refused(text: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file with something in it."""
     file = tmp_path / "file.json"
     file.write_text("old")
     return file

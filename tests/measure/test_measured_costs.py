@@ -26,8 +26,6 @@ LAYER, HEAD, TOKEN = 1.0, 0.5, 0.25
 
 
 class Clock:
-    """Stands still but for what modules take."""
-
     def __init__(self) -> None:
         self.now = 0.0
 

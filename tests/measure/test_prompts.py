@@ -27,7 +27,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def stories_tokenizer() -> PreTrainedTokenizerBase:
-    """One that begins texts with its bos token."""
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(stories_folder())
     return found
 

@@ -59,7 +59,6 @@ ORDINARY_WORDS = {"beam", "git"}
 
 
 def _modules() -> dict[str, Path]:
-    """The file of every module of the package, by its dotted name."""
     modules = {}
     for folder, package in (("selfspec", ("selfspec",)), ("adapters", ("selfspec", "adapters"))):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -107,7 +106,6 @@ def _imports_of(module: str) -> set[str]:
 
 
 def _allowed(room: str, other: str) -> bool:
-    """Whether a module of one room may import one of another."""
     if room == other or room in {"selfspec", *FRONT}:
         return True
     if room in ENGINE:
@@ -119,7 +117,6 @@ def _allowed(room: str, other: str) -> bool:
 
 
 def _breaches(source: str, module: str) -> list[str]:
-    """Imports that a module may not have, by its room."""
     found = [name for name in _imports(source, module) if name.partition(".")[0] == "selfspec"]
     return [name for name in found if not _allowed(_room(module), _room(name))]
 

@@ -171,12 +171,10 @@ def templated(checkpoint: str) -> list[dict[str, str]]:
 
 
 def read_prompts() -> list[dict[str, str]]:
-    """The prompts of the tests: each with its `kind` and `prompt`."""
     return [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> int:
-    """Make what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--only", choices=list(SOURCES))

@@ -12,13 +12,11 @@ from helpers.tokenizers import BARE
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    """Serves the stories."""
     with running() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def bare() -> Iterator[Running]:
-    """Serves them by a template that reads neither tools nor names."""
     with running(template=BARE) as found:
         yield found

@@ -113,7 +113,6 @@ def test_blanks_without_an_end_are_not_held_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_and_results_are_in_what_is_written(name: str) -> None:
-    """By the template that is used, with tools and without."""
     template = ChatTemplate(PUBLISHED[name].tokenizer)
     call: dict[str, Any] = {
         "id": "abcdefghi",
@@ -181,7 +180,6 @@ RESPONSES: dict[str, tuple[dict[str, Any], Published]] = {
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", RESPONSES)
 def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) -> None:
-    """Whatever the chat template writes."""
     field, shape = RESPONSES[name]
     function = "{content}" if name == "object" else {"name": "{name}", "arguments": "{content}"}
     calls = {**field, "repeats": True, "transform": {"type": "function", "function": function}}

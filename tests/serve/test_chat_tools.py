@@ -30,7 +30,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 def text_of(server: Running, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-    """What the model reads of them."""
     assert server.served.template is not None
     return str(server.tokenizer.decode(server.served.template.prompt(messages, tools)))
 

@@ -28,14 +28,12 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Running]:
-    """A server with little patience and room."""
     with running(ServerLimits(body_bytes=2000, client_seconds=0.5), max_rows=1, max_waiting=2) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def crowded() -> Iterator[Running]:
-    """A server with room for few connections."""
     with running(ServerLimits(connections=8)) as found:
         yield found
 
@@ -96,20 +94,19 @@ def test_headers_that_drip_after_a_first_request(strict: Running) -> None:
         assert time.monotonic() - begun < 3
 
 
-def test_a_body_that_never_ends(strict: Running) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"Content-Length: 100\r\n\r\n{", b"408"),
+        (b"Content-Length: 10000000\r\n\r\n", b"413"),
+        (b"Transfer-Encoding: chunked\r\n\r\n1000\r\n" + b"a" * 4096 + b"\r\n", b"413"),
+    ],
+    ids=["without an end", "huge", "huge in chunks"],
+)
+def test_bodies_without_an_end_and_huge_ones(strict: Running, sent: bytes, status: bytes) -> None:
     with opened(strict) as connection:
-        connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")
-        assert b"408" in read_all(connection)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_huge_bodies(strict: Running, chunked: bool) -> None:
-    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 10000000"
-    with opened(strict) as connection:
-        connection.sendall(POST + length + b"\r\n\r\n")
-        if chunked:
-            connection.sendall(b"1000\r\n" + b"a" * 4096 + b"\r\n")
-        assert b"413" in read_all(connection)
+        connection.sendall(POST + sent)
+        assert status in read_all(connection)
 
 
 @pytest.mark.parametrize("stream", [b"", b', "stream": true'])
@@ -387,12 +384,6 @@ def metrics(server: Running) -> dict[str, float]:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             found[sample.name + (str(labels) if labels else "")] = sample.value
     return found
-
-
-def test_models(server: Running) -> None:
-    (card,) = server.ask("/v1/models").body["data"]
-    assert (card["id"], card["object"], card["max_model_len"]) == (NAME, "model", 512)
-    assert server.ask(f"/v1/models/{NAME}").body == card
 
 
 def test_metrics_count_what_was_done(server: Running) -> None:

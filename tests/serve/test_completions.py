@@ -16,7 +16,6 @@ NEW = 12
 
 
 def generated(server: Running, prompt: str, new: int = NEW, **options: Any) -> list[int]:
-    """The new tokens of `spec.generate`."""
     ids = server.tokenizer(prompt, return_tensors="pt").input_ids
     options = options or {"do_sample": False}
     found: list[int] = server.spec.generate(ids, max_new_tokens=new, **options).sequences[0, ids.shape[1] :].tolist()
@@ -24,7 +23,6 @@ def generated(server: Running, prompt: str, new: int = NEW, **options: Any) -> l
 
 
 def text_of(server: Running, prompt: str, tokens: list[int]) -> str:
-    """The text that tokens add to a prompt."""
     ids = server.tokenizer(prompt).input_ids
     whole = server.tokenizer.decode([*ids, *tokens], skip_special_tokens=True)
     assert isinstance(whole, str)
@@ -204,13 +202,6 @@ def test_every_token_stands_where_its_offset_says(server: Running, prompt: str, 
     assert "".join(piece["text"] for piece in pieces) == text
     for name, values in found.items():
         assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][name]] == values
-
-
-def test_a_newline_that_is_a_byte_stops_an_answer(server: Running) -> None:
-    newline = server.tokenizer.convert_tokens_to_ids("<0x0A>")
-    reply = server.complete(temperature=0, max_tokens=50, stop="\n", logit_bias={str(newline): 100}).body
-    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("", "stop")
-    assert reply["usage"]["completion_tokens"] == 1
 
 
 def test_the_prompts_of_n_answers_are_given_back_with_each(server: Running) -> None:

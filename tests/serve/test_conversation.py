@@ -83,7 +83,6 @@ def test_reset_leaves_the_system_message(conversation: Conversation) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2"])
 def test_other_caches(name: str) -> None:
-    """Windows are cut like others."""
     spec = selfspec.wrap(getattr(tiny, name)(vocab_size=256), draft="exit:2")
     conversation = begun(spec, tiny.tokenizer(), system=None, new=5)
     for text in ("ab", "c"):

@@ -33,7 +33,6 @@ SHORT = RowRequest((1, 2), 4)
 
 
 def request(number: int) -> RowRequest:
-    """A prompt of its own, greedy or with a seed."""
     prompt = tuple(tiny.prompt(3 + number % 7, seed=number, vocabulary=24)[0].tolist())
     sampling = SamplingParams(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number)
     return RowRequest(prompt, 4 + number % 9, sampling)

@@ -38,7 +38,6 @@ MOST = 26
 
 
 def run_mix(model: PreTrainedModel, number: int, requests: int, draft: str) -> Stepped:
-    """One mix, on an engine of random size."""
     rng = random.Random(number)
     name, length = DRAFTS[draft]
     spec = selfspec.wrap(model, name, draft_length=length)
@@ -76,7 +75,6 @@ def test_rows_of_many_mixes_are_what_they_are_alone(dtype: torch.dtype, number: 
     ],
 )
 def test_other_architectures(architecture: str, draft: str) -> None:
-    """Windows, learned positions, layers with states."""
     made = tiny.BUILDERS.get(architecture)
     model = shrunken(architecture).double() if made is None else made(vocab_size=24, num_hidden_layers=3)
     run_mix(model, 7, 5, draft)

@@ -36,7 +36,6 @@ def outside(low: float, high: float) -> st.SearchStrategy[Any]:
 
 
 def whole_outside(low: int, high: int) -> st.SearchStrategy[Any]:
-    """The same of whole numbers, and fractions."""
     far = st.one_of(st.integers(max_value=low - 1), st.integers(min_value=high + 1))
     return st.one_of(far, NOT_A_NUMBER, st.just(1.5))
 

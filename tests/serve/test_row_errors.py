@@ -25,8 +25,6 @@ from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 
 
 class Banning(LogitsProcessor):
-    """Leaves no token to choose once a text has a length."""
-
     stateless = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -34,8 +32,6 @@ class Banning(LogitsProcessor):
 
 
 class Misshapen(LogitsProcessor):
-    """Returns something else than scores."""
-
     stateless = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -203,7 +199,6 @@ FAULTS: dict[str, tuple[Any, Callable[[Group], None]]] = {
 
 
 def of_every_kind() -> list[Asked]:
-    """Greedy, seeded, with memory and with log-probabilities."""
     return [
         Asked(RowRequest(BESIDE, 20, GREEDY, logprobs=2)),
         Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.9, top_k=0, seed=3))),

@@ -120,19 +120,18 @@ def test_the_row_that_came_last_gives_its_cache_back_and_goes_on_later(model: Pr
     requests = [asked(6, 34, number) for number in range(4)]
     seen = [engine.submit(request) for request in requests]
     later = engine.submit(asked(2, 2, 9))
-    before = 0
+    before, ended = 0, []
     while engine.scheduler.busy:
         engine.step()
+        ended += [number for number, each in enumerate(seen) if each.ticket.finished and number not in ended]
         stats = engine.scheduler.stats()
         if stats.preemptions > before:
             before = stats.preemptions
-            ends = [bool(each.ticket.finished) for each in seen]
-            # Whoever came first is never the one.
-            assert stats.running > 0 or all(ends)
         # One that came later does not begin while an earlier one waits.
         if stats.waiting > 1:
             assert not begun(later)
     assert before > 0
+    assert ended == [0, 1, 2, 3]
     for request, each in zip(requests, seen, strict=True):
         assert each.tokens == alone(model, Asked(request))
         assert each.end.completion_tokens == 34
@@ -150,24 +149,6 @@ def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> Non
     assert row.noise._rounds.tolist() == [len(seen.tokens)]
     engine.run()
     assert len(seen.tokens) == 20
-
-
-def test_the_row_that_joins_and_the_storage_it_joins_fit_together(model: PreTrainedModel) -> None:
-    engine = Stepped(selfspec.wrap(model), 3, 3, tokens=46)
-    for number in range(5):
-        engine.submit(asked(9, 8, number))
-    engine.run()
-    assert engine.most_bytes <= engine.budget.bound
-
-
-def test_rows_end_in_the_order_in_which_they_came_where_only_one_fits(model: PreTrainedModel) -> None:
-    engine = Stepped(selfspec.wrap(model), 4, 64, tokens=24, margin=0)
-    seen = [engine.submit(asked(4, 16, number)) for number in range(4)]
-    ended: list[int] = []
-    while engine.scheduler.busy:
-        engine.step()
-        ended += [number for number, each in enumerate(seen) if each.ticket.finished and number not in ended]
-    assert ended == [0, 1, 2, 3]
 
 
 def test_a_request_is_cancelled_wherever_it_is(model: PreTrainedModel) -> None:
@@ -248,12 +229,6 @@ def test_rows_that_stay_move_as_little_as_can_be() -> None:
     assert kept_rows(5, {0, 4}) == [3, 1, 2]
     assert kept_rows(4, {2, 3}) == [0, 1]
     assert kept_rows(3, {0, 1, 2}) == []
-    for rows in range(1, 8):
-        for gone in range(2**rows):
-            left = {row for row in range(rows) if gone >> row & 1}
-            kept = kept_rows(rows, left)
-            assert sorted(kept) == [row for row in range(rows) if row not in left]
-            assert all(row >= place for place, row in enumerate(kept))
 
 
 def test_storage_is_roomy_where_there_is_room_and_tight_where_not() -> None:
@@ -268,17 +243,6 @@ def test_storage_is_roomy_where_there_is_room_and_tight_where_not() -> None:
     assert budget.storage(Storage(3, 20), 2, 15, 100, 0) == Storage(3, 20)
     # No more than a row may come to have.
     assert budget.storage(now, 1, 15, 16, 0) == Storage(1, 16)
-
-
-def test_a_row_may_be_read_where_it_can_join_and_grow() -> None:
-    sizes = CacheSizes(slot=10, row=5, slack=2)
-    budget = CacheBudget(sizes, sizes.of(3, 20), 8, margin=4)
-    assert budget.admits(0, 0, 1000, 1000)
-    assert budget.admits(1, 10, 10, 100)
-    assert not budget.admits(2, 20, 10, 100)
-    assert budget.fits_alone(budget.longest)
-    assert not budget.fits_alone(budget.longest + 1)
-    assert replace(budget, margin=0).admits(1, 16, 16, 100)
 
 
 def turn(engine: Stepped, model: PreTrainedModel, text: tuple[int, ...], new: int = 6) -> int:

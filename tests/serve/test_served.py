@@ -92,32 +92,6 @@ def test_what_is_let_through_is_before_the_first_stop(text: str, stops: list[str
     assert given_out == (text[: min(places)] if places else text)
 
 
-@given(text=LETTERS, stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_letter_by_letter_the_stop_that_ends_first_counts(text: str, stops: list[str]) -> None:
-    stop, given_out = StopStrings(stops), ""
-    for letter in text:
-        given_out += stop.push(letter)
-    given_out += stop.finish()
-    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(each) for each in stops)]
-    if not ends:
-        assert given_out == text
-    else:
-        first = [each for each in stops if text[: ends[0]].endswith(each)]
-        assert given_out == text[: ends[0] - max(map(len, first))]
-
-
-def test_tokens_behind_a_stop_string_are_not_counted() -> None:
-    """A round may commit some: what they are counts for nobody."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
-    ids = tokenizer("Once upon a time there was a cat").input_ids
-    choice = Choice(tokenizer, ids[:1], ["time"])
-    piece = choice.take(Committed(tuple(ids[1:]), None, len(ids) - 2, len(ids) - 2))
-    until = next(count for count in range(len(ids)) if "time" in tokenizer.decode(ids[1 : 1 + count]))
-    assert (piece.text, piece.finish_reason) == ("Once upon a ", "stop")
-    assert choice.counts == Counts(until, len(ids) - 2, until)
-    assert until < len(ids) - 2
-
-
 NOTHING = TokenLogprobs(-1.0, ())
 
 
@@ -132,7 +106,7 @@ def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.Data
     choice, pieces, at = Choice(tokenizer, prompt, stops), [], 0
     while at < len(tokens) and choice.finish_reason is None:
         part = tuple(tokens[at : at + data.draw(st.integers(1, 3))])
-        pieces.append(choice.take(Committed(part, (NOTHING,) * len(part), 0, 0)))
+        pieces.append(choice.take(Committed(part, (NOTHING,) * len(part), len(part), len(part))))
         at += len(part)
     if choice.finish_reason is None:
         pieces.append(choice.end(Finished("length", None, len(prompt), len(tokens), 0, 0)))
@@ -141,10 +115,11 @@ def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.Data
     if ended:
         places = [wholes[ended[0]].find(stop) for stop in stops]
         assert choice.text == wholes[ended[0]][: min(place for place in places if place >= 0)]
-        assert (choice.counts.tokens, choice.finish_reason) == (ended[0], "stop")
+        # What a round commits behind a stop string counts for nobody.
+        assert (choice.counts, choice.finish_reason) == (Counts(ended[0], at, ended[0]), "stop")
     else:
         assert choice.text == wholes[-1]
-        assert (choice.counts.tokens, choice.finish_reason) == (len(tokens), "length")
+        assert (choice.counts, choice.finish_reason) == (Counts(at, at, at), "length")
     assert "".join(piece.text for piece in pieces) == choice.text
     assert [each for piece in pieces for each in piece.scored] == choice.scored
     assert [each.token for each in choice.scored] == tokens[: choice.counts.tokens]

@@ -59,8 +59,6 @@ from selfspec.tools.calibrate.measurements import Measurements
 
 @dataclass(frozen=True)
 class Repeat(Stateless):
-    """A drafter of one's own: the last token again."""
-
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         return Draft.chain(rows.last_tokens.repeat(1, budget.depth))
 
@@ -219,7 +217,6 @@ def test_the_fastest_that_is_surely_faster_is_chosen() -> None:
 def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted seconds a token: what is chosen follows from them alone."""
     planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
     costs = _costs(exit_1=0.1, exit_3=0.1)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
@@ -279,7 +276,6 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def promising(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft is worth confirming, whatever the clock says."""
     monkeypatch.setattr(candidates, "_WORTH_CONFIRMING", 0.0)
     monkeypatch.setattr(candidates, "_MOST_PATHS", 9)
 

@@ -41,7 +41,6 @@ def load() -> Load:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each thing was really done."""
     counted: Counter[str] = Counter()
     find_out = Runs.find_out
 
@@ -299,8 +298,6 @@ _QUICK: dict[str, Any] = {
 
 
 class Willing(TokenLevel):
-    """A rule that no name says."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -340,7 +337,6 @@ def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatc
 
 
 def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt is read to its end, however short the others are."""
     read: list[list[int]] = []
     continued = own_text.own_text
 

@@ -24,7 +24,7 @@ from selfspec.tools.lab.bench_report import draw, mark_of_arm, overview, page
 from selfspec.tools.lab.measured import MeasuredCell, calls_without_cycles, doubts, figures, untimed_figures
 from selfspec.tools.lab.pass_costs import PassCosts, PeakMemory, costs_of, measure_memory
 from selfspec.tools.lab.record import Record, ShapeCount
-from selfspec.tools.lab.report import GREY, mark_of
+from selfspec.tools.lab.report import GREY
 from selfspec.tools.lab.turns import TextAgreement
 
 WEIGHED = Cell("w", 0.0, 2, 8, 16)
@@ -49,7 +49,6 @@ def drafting(**fields: object) -> Record:
 
 
 def shown(record: Record) -> Any:
-    """The figures of an arm beside the other two."""
     return figures(record, STOCK, PLAIN)
 
 
@@ -120,7 +119,6 @@ def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -
 
 
 def cell(**fields: object) -> MeasuredCell:
-    """All that a report may have to show."""
     costs = PassCosts(known(0.1), known(0.2), {4: known(1.2)}, {4: known(1.5)}, known(0.05))
     refused = record("lookup", [[1.0, 1.0]] * 2, agreement=TextAgreement(2, 1))
     absent = record("static", [], absence="no compiler")
@@ -183,7 +181,6 @@ def test_the_overview_is_as_narrow_as_it_can_be() -> None:
 
 
 def said(record: Record, **fields: object) -> list[str]:
-    """What is doubted of an arm."""
     found = replace(shown(record), **fields)
     return list(doubts(record, found, shown(PLAIN)))
 
@@ -249,7 +246,6 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def cells(workloads: int, drafts: Sequence[str], judged: int = 100) -> list[MeasuredCell]:
-    """Greedy and sampled cells of several workloads."""
     found = []
     for number in range(workloads):
         for temperature in (0.0, 0.8):
@@ -293,21 +289,13 @@ def test_nothing_lies_outside_the_picture(saved: list[Figure], tmp_path: Path) -
         for each in slow
     ]
     draw(fast, tmp_path)
-    for figure in saved:
-        figure.draw_without_rendering()
-        for axes in figure.axes:
-            (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-            for line in axes.get_lines():
+    for axes in (axes for figure in saved for axes in figure.axes):
+        (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
+        for line in axes.get_lines():
+            if line.get_linestyle() == "None":
                 across, up = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
-                if line.get_linestyle() == "None":
-                    assert (across >= left).all()
-                    assert (across <= right).all()
-                    assert (up >= min(low, high)).all()
-                    assert (up <= max(low, high)).all()
-        (note,) = [text for text in figure.texts if text.get_text()]
-        box = note.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.x1
+                assert left <= across.min() <= across.max() <= right
+                assert low <= up.min() <= up.max() <= high
 
 
 def test_every_depth_that_is_drawn_has_a_tick(saved: list[Figure], tmp_path: Path) -> None:
@@ -328,12 +316,6 @@ def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
 def test_arms_that_are_not_selfspecs_are_grey() -> None:
     arms = [measured.arm for measured in cells(1, ["exit:2"])[0].arms]
     assert [mark_of_arm(arm).colour for arm in arms] == [GREY, "#000000", "#0072B2"]
-
-
-def test_acceptance_has_the_colours_of_its_drafts(saved: list[Figure], tmp_path: Path) -> None:
-    draw(cells(1, ["exit:2", "exit:3", "int8"]), tmp_path)
-    drawn = {line.get_color() for line in saved[1].axes[0].get_lines()}
-    assert {mark_of("exit:2").colour, mark_of("int8").colour} <= drawn
 
 
 @pytest.mark.tools

@@ -82,12 +82,6 @@ def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
     assert ASKED[1] in Runs(tmp_path)
 
 
-def test_foreign_lines_are_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"arm": 1}\n')
-    with pytest.raises(BenchError, match=r"line 1 of .* is no run"):
-        Runs(tmp_path)
-
-
 def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
@@ -160,8 +154,6 @@ def test_models_of_one_name_are_called_by_their_weights() -> None:
 
 
 class Mild(TokenLevel):
-    """A rule with a setting, which its name does not say."""
-
     def __init__(self, by: float) -> None:
         self.by = by
 
@@ -328,8 +320,6 @@ PLAIN, EXIT = ArmSpec("plain"), ArmSpec("draft", "exit:2", accept="block")
 
 @dataclass(frozen=True)
 class Loose(TopKTolerance):
-    """Accepts nearly anything."""
-
     top_k: int = 50
     tolerance: float = 20.0
 

@@ -22,7 +22,7 @@ from helpers.studies import declared, known, stories_loader
 from selfspec.control.costs import Costs
 from selfspec.draft import EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.errors import DraftConfigError, StorageError, StudyError
+from selfspec.errors import DraftConfigError, StudyError
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.teacher_forced import LayerViews, TeacherForcedText, parts_run
@@ -32,7 +32,7 @@ from selfspec.tools.lab import ablation, report
 from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.drafts import Space, draft_kind
 from selfspec.tools.lab.estimates import confirm
-from selfspec.tools.lab.report import BLACK, GREY, Mark, mark_of, marks_of, write_data
+from selfspec.tools.lab.report import BLACK, GREY, Mark, mark_of, marks_of
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.search import evaluate, search, sets_by_similarity, speed
 from selfspec.tools.lab.study import StudiedModel, texts_of
@@ -264,9 +264,6 @@ def test_intervals_of_what_was_timed_are_those_of_c() -> None:
     assert (found.low, found.high) == pytest.approx((0.5, 0.6))
 
 
-pytest.importorskip("pandas")
-
-
 @pytest.fixture(scope="module")
 def finding() -> Finding:
     """A study with one draft confirmed on each text, greedily and sampled."""
@@ -280,7 +277,6 @@ def shown(finding: Finding) -> list[TextFindings]:
 
 @pytest.fixture(autouse=True, scope="module")
 def coarse() -> Iterator[None]:
-    """Pictures of few dots, which are drawn sooner."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(report, "_DPI", 50)
         yield
@@ -464,12 +460,6 @@ def test_findings_show_what_the_table_holds(shown: list[TextFindings]) -> None:
 def test_letters_that_cannot_be_seen_are_made_visible() -> None:
     assert printable("a b\n") == "a b↵"
     assert printable("\t\x00é") == "    ·é"
-
-
-def test_a_report_that_cannot_be_written_is_said(finding: Finding, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        write_data(finding.table, {}, tmp_path / "file", "points")
 
 
 def test_a_kind_has_its_colour_in_every_picture_and_a_cascade_is_hollow() -> None:

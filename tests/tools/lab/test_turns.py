@@ -29,12 +29,10 @@ SPECS = [
 
 
 def prompts(batch: int = 1, calls: int = 2) -> list[Prompts]:
-    """Random ones."""
     return [*map(Prompts.of_one_length, torch.randint(tiny.VOCABULARY, (calls * batch, 6)).split(batch))]
 
 
 def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[Any]:
-    """All arms."""
     ticks: list[None] = []
     given = prompts(cell.batch)
     arms = [make_arm(spec, model) for spec in specs]
@@ -45,7 +43,6 @@ def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, r
 
 @pytest.fixture(scope="module")
 def greedy() -> list[Any]:
-    """All arms, greedily."""
     model = tiny.llama()
     depth = model.config.num_hidden_layers
     found = measured(model, GREEDY)
@@ -110,8 +107,6 @@ def test_sampled_texts_are_not_compared(llama: PreTrainedModel) -> None:
 
 
 class Slip(StockArm):
-    """Says something else in its last token."""
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         call = super().decode(prompts, cell, seed)
         call.rows[0][-1] = (call.rows[0][-1] + 1) % tiny.VOCABULARY
@@ -119,8 +114,6 @@ class Slip(StockArm):
 
 
 class Broken(StockArm):
-    """Cannot."""
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         raise IndexError("no such layer\nand more")
 

@@ -193,7 +193,6 @@ FOLDER = checkpoint_folder()
 
 @pytest.fixture
 def trained(tmp_path: Path) -> str:
-    """The checkpoint of the tests, a little moved."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(FOLDER)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

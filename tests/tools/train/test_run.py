@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 import selfspec
 from helpers.stories import PROMPTS, checkpoint_folder
@@ -43,8 +42,6 @@ def _ignore(step: int, steps: int, figures: Mapping[str, float]) -> None:
 
 
 def _dies_at(last: int) -> Observer:
-    """Ends a training as a step is made."""
-
     def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
         if step == last:
             raise MemoryError
@@ -78,8 +75,6 @@ def text(
 
 @pytest.fixture
 def training(text: Path) -> Training:
-    """Trains the embedded model on its stories."""
-
     def train(
         recipe: Recipe,
         to: Path,
@@ -313,18 +308,7 @@ def _newest(folder: Path) -> str | None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
-    """The weights of a training that nothing disturbed."""
     return _trained(tmp_path_factory.mktemp("whole"))
-
-
-def test_training_leaves_the_log_level_as_it_was(tmp_path: Path) -> None:
-    before = logging.get_verbosity()
-    try:
-        logging.set_verbosity_info()
-        _trained(tmp_path)
-        assert logging.get_verbosity() == logging.INFO
-    finally:
-        logging.set_verbosity(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

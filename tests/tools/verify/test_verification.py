@@ -32,7 +32,7 @@ from selfspec.decode.noise import Noise
 from selfspec.draft import Budget, Draft, Drafter, EarlyExit, LayerSkip, PromptLookup, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError
-from selfspec.measure.rounding import Bound, largest_difference, tie_gap
+from selfspec.measure.rounding import Bound, largest_difference
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.registry import find_adapter
@@ -56,7 +56,6 @@ DRAFTS = (selfspec.drafts.LayerSkip(attention=[1]), selfspec.drafts.EarlyExit(4)
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    """Beginnings of stories, of different lengths."""
     return [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS[1:]]
 
 
@@ -180,30 +179,25 @@ RECOVERY, CHOICE, JOINED = TokenLevel.recovery_probs, Noise.choose, ExactStates.
 
 
 def too_sure(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-    """The rule's bonus token, sharpened."""
     weights = RECOVERY(self, draft, p, place)
     return torch.where((place == draft.length)[:, None], weights**2, weights)
 
 
 def from_the_place_before(self: TokenLevel, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-    """The rule's bonus token, by the place before its own."""
     wrong = p[torch.arange(p.shape[0]), (place - 1).clamp(min=0)]
     whole = (place == draft.length) & (place > 0)
     return torch.where(whole[:, None], wrong, RECOVERY(self, draft, p, place))
 
 
 def shifted(parts: Sequence[ExactStates]) -> ExactStates:
-    """States of the token before."""
     return ExactStates(JOINED(parts).hidden.roll(1, 1), JOINED(parts).attention)
 
 
 def by_block(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
-    """Noise that depends on the draft."""
     return CHOICE(self, weights, positions - positions[:, :1])
 
 
 def favouring(self: Noise, weights: Tensor, positions: Tensor) -> Tensor:
-    """Noise that favours the likely."""
     return CHOICE(self, weights**2, positions)
 
 
@@ -459,11 +453,6 @@ def test_differences_of_what_is_not_finite() -> None:
     assert largest_difference(own, other).tolist() == [0.5, most, most]
 
 
-def test_a_gap_has_no_sign() -> None:
-    logits = torch.tensor([1.0, 3.5])
-    assert tie_gap(logits, 0, 1) == tie_gap(logits, 1, 0) == 2.5
-
-
 BLOCK = 5
 DRAFTS_COMPARISON = (EarlyExit(1), EarlyExit(3), LayerSkip(attention=[1]), LayerSkip(mlp=[2]), LayerSkip(layers=[0, 2]))
 MODELS = {"llama": tiny.llama, "mistral": tiny.mistral, "gpt2": tiny.gpt2, "qwen3": tiny.qwen3}
@@ -549,21 +538,9 @@ def test_no_likely_outcome_is_left_out() -> None:
     assert place.cells.keys() <= likely
 
 
-# States of the sizes that these types have by default would take gigabytes over all branches.
+# States of the size that this type has by default would take gigabytes over all branches.
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-RECURRENT: dict[str, dict[str, Any]] = {
-    "bamba": {},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 8},
-    "falcon_mamba": {},
-    "granitemoehybrid": {},
-    "jamba": {},
-    "lfm2": {},
-    "mamba": {},
-    "mamba2": {},
-    "olmo_hybrid": {},
-    "qwen3_5_text": DELTA,
-    "qwen3_next": DELTA,
-}
+RECURRENT: dict[str, dict[str, Any]] = {"jamba": {}, "lfm2": {}, "mamba": {}, "mamba2": {}, "qwen3_next": DELTA}
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)

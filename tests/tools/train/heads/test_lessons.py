@@ -44,13 +44,11 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def text(model: PreTrainedModel) -> Blocks:
-    """What the model itself says, greedily, so that there is something to learn."""
     ids = torch.cat([tiny.prompt(3, seed=seed) for seed in range(6)])
     return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
 
 
 def learn(lesson: HeadLesson, text: Blocks, steps: int) -> None:
-    """Let a head learn the same text again and again."""
     optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
     for step in range(steps):
         loss = lesson.loss(lesson.model, text, step, steps)
