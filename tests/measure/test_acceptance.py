@@ -109,9 +109,9 @@ def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> No
     ("exit_layer", "texts", "temperature", "error", "said"),
     [
         (1, [], 1.0, PromptError, "no text"),
-        (1, [tiny.prompt(1)], 1.0, PromptError, "position"),
-        (1, [Continuation(tiny.prompt(4), 4)], 1.0, PromptError, "position"),
-        (1, [tiny.prompt(4, batch=2)], 1.0, PromptError, "position"),
+        (1, [tiny.prompt(1)], 1.0, PromptError, "a token after"),
+        (1, [Continuation(tiny.prompt(4), 4)], 1.0, PromptError, "a token after"),
+        (1, [tiny.prompt(4, batch=2)], 1.0, PromptError, "a token after"),
         (1, [tiny.prompt(4)], 0.0, DraftConfigError, "above 0"),
         (9, [tiny.prompt(4)], 1.0, DraftConfigError, "out of range"),
     ],
