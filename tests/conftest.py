@@ -24,9 +24,9 @@ from transformers.utils import logging
 
 from helpers import tiny
 from helpers.own_kernels import kernels
-from helpers.process_state import changed, process_state
 from helpers.running import Ending, Invoke, Said
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
+from helpers.snapshot import changed, process_state
 from selfspec.cli.app import main
 
 # The models are too small to share among threads, which on busy cores wait for each other.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import ticking
+from helpers.captures import ticking
 from selfspec.draft import Drafter
 from selfspec.formats.format import formats
 from selfspec.runtime.graph_cache import GraphCache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from helpers.process_state import changed, process_state
+from helpers.snapshot import changed, process_state
 from selfspec.process import status_bytes
 
 _FREED = """

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 from helpers import published_heads, tiny, tiny_joint
 from helpers.accelerator.device import Accelerator
+from helpers.captures import ticking
 from helpers.http_server import running
 from helpers.joints import Warp, holm_rejects, p_value
-from helpers.proving import ticking
+from helpers.saved_folders import checkpoint_folder
 from helpers.serving import assert_joining_rows_are_stock, small
-from helpers.stories import checkpoint_folder
 from selfspec.draft.registry import parse_draft
 from selfspec.runtime.graph_cache import GraphCache
 

@@ -15,12 +15,11 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 import selfspec
-from helpers.captures import StandIn
+from helpers.captures import StandIn, wrapped
 from helpers.checkpoints import MULTIMODAL, TEXT, line
 from helpers.checkpoints import table as table_of_checkpoints
 from helpers.contract import CHECKS, Subject, bench_of, has_substitutes
 from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
-from helpers.proving import wrapped
 from helpers.shrunken import shrunken
 from helpers.survey import MODEL_TYPES, checks, declared, encoder_decoder_rows, rows, subject, table
 from selfspec.adapters import ADAPTERS, REFUSED

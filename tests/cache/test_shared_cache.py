@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, AnyShrunkenRounds, alone, any_rounds
-from helpers.process_state import tensor_bytes
 from helpers.shrunken import shrunken
+from helpers.snapshot import tensor_bytes
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.cli import terminal
 
 

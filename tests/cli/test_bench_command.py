@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import selfspec
 from helpers.running import Invoke, tight_budget
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.cli.demo import Standing, headline
 from selfspec.control.profile import VARIABLE, Setting, find_profile

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.http_server import running
 from helpers.running import Said
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import written
 
 pytest.importorskip("pandas")

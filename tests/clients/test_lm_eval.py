@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers.http_server import NAME, Running, running
-from helpers.saved_folders import installed, rounds
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder, installed, rounds
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("tenacity")

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import selfspec
-from helpers.saved_folders import installed, rounds  # noqa: F401 - a fixture
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder, installed, rounds  # noqa: F401 - a fixture
 from helpers.tokenizers import PLAIN
 
 pytest.importorskip("openai")

@@ -21,7 +21,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import Altered, Propose, poisoning
+from helpers.drafting import Altered, Propose, assert_alike, poisoning
 from helpers.joints import EOS, Text, drawn, enumerated, holm_rejects, small
 from selfspec.decode.group import BatchSampling, Group, Sampling, proper
 from selfspec.decode.noise import Noise
@@ -395,3 +395,45 @@ def test_a_draft_distribution_that_is_not_finite_becomes_uniform() -> None:
     mended = proper(q)
     assert torch.equal(mended[0], q[0])
     torch.testing.assert_close(mended[1:], torch.full((2, 3), 1 / 3))
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture
+def broken(llama: PreTrainedModel) -> PreTrainedModel:
+    """One token's logit is never a number, another's is infinite, of a sign that goes with the text."""
+    weight = llama.get_output_embeddings().weight.data
+    weight[7] = torch.nan
+    weight[9] = 0.0
+    weight[9, 0] = 1e39
+    return llama
+
+
+@pytest.mark.parametrize("draft", [*DRAFTS, IN_FEWER_BITS], ids=str)
+def test_text_is_that_of_transformers(broken: PreTrainedModel, draft: Drafter | None) -> None:
+    options = {"attention_mask": MASK, "remove_invalid_values": True, **GREEDY}
+    found = assert_alike(selfspec.wrap(broken, draft, draft_length=3), inputs=tiny.prompt(7, 3), **options)
+    new = found[:, 7:]
+    assert 0 < (new == 9).sum() < new.numel()
+
+
+@pytest.mark.parametrize("draft", [*DRAFTS, IN_FEWER_BITS], ids=str)
+def test_scores_and_logits_are_those_of_transformers(broken: PreTrainedModel, draft: Drafter | None) -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options = {"remove_invalid_values": True, "repetition_penalty": 1.3, **asked, **GREEDY}
+    stock = broken.generate(tiny.prompt(7), **options)
+    out = selfspec.wrap(broken, draft, draft_length=3).generate(tiny.prompt(7), **options)
+    assert out.scores is not None
+    assert out.logits is not None
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(stock.scores))
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(stock.logits), equal_nan=True)
+
+
+def test_finite_logits_are_left_alone(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        wanted = spec.generate(tiny.prompt(7), max_new_tokens=14, **options).sequences
+        found = spec.generate(tiny.prompt(7), max_new_tokens=14, remove_invalid_values=True, **options).sequences
+        assert torch.equal(found, wanted)

@@ -312,22 +312,6 @@ def test_coupled_samples_and_their_calls_are_those_of_plain_decoding(model: PreT
         assert same_calls(log, calls, out.lengths)
 
 
-@pytest.mark.parametrize(("name", "rule"), in_turns(tuple(OPTIONS), ("token", "block")))
-def test_a_sample_is_shown_as_it_grows(model: PreTrainedModel, name: str, rule: str) -> None:
-    log: list[Call] = []
-    spec = wrapped(model, "skip", 4, rule)
-    out = spec.generate(**ragged(), **{**GREEDY, "do_sample": True}, seed=2, **OPTIONS[name](log))
-    rows = out.sequences.tolist()
-    for call in log:
-        assert call.ids == [row[: len(call.ids[0])] for row in rows]
-    for who in {call.who for call in log}:
-        seen = [len(call.ids[0]) for call in log if call.who == who]
-        assert seen in (
-            list(range(WIDTH, WIDTH + max(out.lengths))),
-            list(range(WIDTH + 1, WIDTH + max(out.lengths) + 1)),
-        )
-
-
 LAST = 4
 PROMPTS = ((1, 2, 3, 1), (2, 1, 3, 2), (3, 3, 1, 2))
 
@@ -489,15 +473,6 @@ def test_the_remembering_processors_of_transformers(model: PreTrainedModel, name
     assert torch.equal(spec.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name]()).sequences, wanted)
     if draft == "exit":
         assert torch.equal(model.generate(**ragged(), **GREEDY, **STOCK_OPTIONS[name](), custom_generate=spec), wanted)
-
-
-@pytest.mark.parametrize("name", STOCK_OPTIONS)
-@pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*")
-def test_the_remembering_processors_of_transformers_sampled(model: PreTrainedModel, name: str) -> None:
-    options = {**GREEDY, "do_sample": True, "seed": 3}
-    plain = wrapped(model, "plain", 1, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
-    out = wrapped(model, "skip", 3, "coupled").generate(**ragged(), **options, **STOCK_OPTIONS[name]())
-    assert torch.equal(out.sequences, plain.sequences)
 
 
 # Which say what they are.

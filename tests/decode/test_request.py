@@ -34,12 +34,6 @@ def test_the_vocabularys_ends_are_inside_it(dtype: torch.dtype) -> None:
     assert out.sequences.tolist() == model.generate(prompts.long(), max_new_tokens=5, do_sample=False).tolist()
 
 
-def test_inputs_is_another_name_of_input_ids(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, DRAFT, draft_length=4)
-    wanted = spec.generate(tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences
-    assert torch.equal(spec.generate(inputs=tiny.prompt(5), max_new_tokens=5, do_sample=False).sequences, wanted)
-
-
 def test_the_callers_tensors_and_config_are_left_alone(llama: PreTrainedModel) -> None:
     prompts, config = tiny.prompt(5, 2), GenerationConfig(max_new_tokens=5, do_sample=True, temperature=0.5)
     mask = torch.ones_like(prompts)

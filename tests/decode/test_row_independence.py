@@ -137,15 +137,6 @@ def test_greedy_rows_are_what_they_are_alone(architecture: str, draft: str, opti
     assert {1, ROWS} <= run
 
 
-def test_a_cache_that_is_returned_keeps_all_its_rows(llama: PreTrainedModel) -> None:
-    seen = batches(llama)
-    options = {**prompts(), **GREEDY, "stopping_criteria": [own_length], "return_dict_in_generate": True}
-    out = selfspec.wrap(llama, "exit:2", draft_length=4).generate(**options)
-    assert set(seen) == {ROWS}
-    assert out.cache is not None
-    assert out.cache.layers[0].keys.shape[0] == ROWS
-
-
 def in_order() -> LogitsProcessorList:
     return LogitsProcessorList([Remembering()])
 

@@ -21,7 +21,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import selfspec
 from helpers import tiny
 from helpers.joints import padded
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.errors import UnsupportedOptionError
 
 # Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.

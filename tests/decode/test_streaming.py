@@ -1,14 +1,20 @@
-"""Streamers get what transformers gives them: the prompt, each committed token, and the end whatever happens."""
+"""Streams: streamers hear what transformers tells them, text comes piece by piece, modes of torch change meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -19,6 +25,10 @@ from transformers.generation import BaseStreamer
 
 import selfspec
 from helpers import tiny
+from helpers.shrunken import shrunken
+from helpers.tokenizers import KINDS
+from selfspec.decode.generation import Generation
+from selfspec.decode.text_stream import TextStream, continuation
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 17, "do_sample": False}
 
@@ -113,3 +123,136 @@ def test_several_rows_are_refused_before_anything_runs(llama: PreTrainedModel) -
         with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"streamer.*one row.*spec\.stream"):
             spec.generate(prompts, streamer=listener, **{**OPTIONS, **options})
     assert listener.heard == []
+
+
+def test_foreseeing_takes_nothing_in(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = TextStream(tokenizer, tokenizer("Once upon").input_ids)
+    tokens = tokenizer("Once upon a time").input_ids[len(tokenizer("Once upon").input_ids) :]
+    assert stream.foresee(tokens) == " a time"
+    assert stream.push(tokens) == " a time"
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), special=st.booleans())
+def test_what_each_token_wrote_makes_up_the_whole(data: st.DataObject, kind: str, special: bool) -> None:
+    """Of any tokens, in any portions: bytes that make no character, spaces and special tokens among them."""
+    tokenizer = KINDS[kind]()
+    any_tokens = st.lists(st.integers(0, len(tokenizer) - 1), max_size=14) | st.text(max_size=6).map(
+        lambda text: tokenizer(text).input_ids
+    )
+    prompt, tokens = data.draw(any_tokens), data.draw(any_tokens)
+    apart, joined = (TextStream(tokenizer, prompt, special) for _ in range(2))
+    texts, text, at = [], "", 0
+    while at < len(tokens):
+        size = data.draw(st.integers(1, 4))
+        texts += apart.push_apart(tokens[at : at + size])
+        text += joined.push(tokens[at : at + size])
+        at += size
+    texts += apart.finish_apart()
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == text + joined.finish() == continuation(tokenizer, prompt, tokens, special)
+    if not prompt:
+        assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=not special)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_parts_of_characters_in_any_order_come_as_the_whole_decodes(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    parts = sorted(set(tokenizer("\n\u00eb\N{PARTY POPPER} a").input_ids))
+    for tokens in product(parts, repeat=3):
+        stream = TextStream(tokenizer, ())
+        texts = [text for token in tokens for text in stream.push_apart([token])] + stream.finish_apart()
+        assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace", "byte_level"])
+def test_a_character_is_its_last_tokens(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokens = tokenizer("on ë\n\n\N{PARTY POPPER} on", add_special_tokens=False).input_ids
+    stream = TextStream(tokenizer, ())
+    texts = [text for token in tokens for text in stream.push_apart([token])] + stream.finish_apart()
+    assert [text for text in texts if text] in (
+        ["on", " ", "ë", "\n", "\n", "\N{PARTY POPPER}", " on"],
+        ["on", " ", "ë", "\n", "\n", "\N{PARTY POPPER}", " ", "on"],
+    )
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
+def test_a_character_that_the_prompt_leaves_unfinished_is_written_whole(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokens = tokenizer("a\N{PARTY POPPER}bcd", add_special_tokens=False).input_ids
+    stream = TextStream(tokenizer, tokens[:-5])
+    assert stream.push(tokens[-5:]) == "\N{PARTY POPPER}bcd"
+
+
+NEW = 9
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "none": nullcontext,
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "grad": torch.enable_grad,
+}
+CHANGES = [*(pair for pair in permutations(MODES, 2) if "inference" in pair), ("grad", "no grad"), ("no grad", "grad")]
+DRAFTS = (None, "exit:2", "int8", "recycle")
+
+
+def begun(spec: selfspec.SelfSpeculative) -> Generation:
+    prompt = tiny.prompt(9)
+    return spec.stream(prompt, torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+
+
+def taken(generation: Generation, rounds: int) -> list[int]:
+    return [token for _, committed in zip(range(rounds), generation, strict=False) for token in committed.tokens]
+
+
+def modes() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny.llama() if request.param == "llama" else shrunken(request.param)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_it_may_begin_in_one_mode_and_go_on_in_another(model: PreTrainedModel, draft: str | None) -> None:
+    prompt = tiny.prompt(9)
+    wanted = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    around = modes()
+    for first, then in CHANGES:
+        with MODES[first]():
+            inside = modes()
+            generation = begun(spec)
+            tokens = taken(generation, 1)
+            assert modes() == inside
+        with MODES[then]():
+            inside = modes()
+            tokens += taken(generation, 1)
+            assert modes() == inside
+        tokens += taken(generation, NEW)
+        assert modes() == around
+        assert tokens == wanted[0, 9:].tolist(), (first, then)
+        assert torch.equal(generation.output().sequences, wanted)
+
+
+@pytest.mark.parametrize("draft", [None, "int8"])
+@pytest.mark.parametrize("leave", [Generation.close, lambda _: None], ids=["closed", "dropped"])
+def test_it_may_be_left_in_another_mode_than_it_began_in(
+    model: PreTrainedModel, draft: str | None, leave: Callable[[Generation], None]
+) -> None:
+    spec = selfspec.wrap(model, draft, draft_length=3)
+    wanted = taken(begun(spec), NEW)
+    for first, then in CHANGES:
+        with MODES[first]():
+            generation = begun(spec)
+            taken(generation, 1)
+        with MODES[then]():
+            inside = modes()
+            leave(generation)
+            del generation
+            gc.collect()
+            assert modes() == inside
+            # What the wrapper keeps serves in either mode.
+            assert taken(begun(spec), NEW) == wanted

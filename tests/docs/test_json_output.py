@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from helpers.running import Invoke
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import written
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, Failed, schema_of

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import selfspec
-from helpers import stories, tiny
-from helpers.captures import Again, StandIn
-from helpers.proving import ticking
+from helpers import tiny
+from helpers.captures import Again, StandIn, ticking
+from helpers.saved_folders import checkpoint_folder
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.auto import uncalibrated_draft
@@ -474,14 +474,14 @@ def test_the_most_frequent_tokens_are_counted() -> None:
 def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "v.json"
     text.write_text("Once upon a time there was a little girl. She was happy and she was little.\n" * 9)
-    coverage = count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
+    coverage = count_vocabulary(str(checkpoint_folder()), [text], 8, file)
     tokens = ReducedVocabulary.from_file(EarlyExit(1), file).tokens
-    ids = AutoTokenizer.from_pretrained(stories.checkpoint_folder())(text.read_text()).input_ids
+    ids = AutoTokenizer.from_pretrained(checkpoint_folder())(text.read_text()).input_ids
     assert len(tokens) == 8
     assert coverage == pytest.approx(sum(map(ids.count, tokens)) / len(ids))
     assert coverage == json.loads(file.read_text())["coverage"]
     with pytest.raises(selfspec.errors.TrainingError, match="exists"):
-        count_vocabulary(str(stories.checkpoint_folder()), [text], 8, file)
+        count_vocabulary(str(checkpoint_folder()), [text], 8, file)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"tokens": 3}), json.dumps({"tokens": ["a"]})])

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.bench import Bench
 from helpers.drafting import GREEDY
+from helpers.reference import Bench
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.tree import Tree
 from selfspec.control import FixedLength

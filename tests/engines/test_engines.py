@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.engines import ROOT, ask_llama_cpp, ask_vllm, engine_python
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.draft import Drafter
 from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.measure.embedded import DEMO, model_place

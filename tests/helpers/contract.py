@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers.bench import Bench
+from helpers.reference import Bench
 from helpers.snapshot import Snapshot
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache

@@ -16,7 +16,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec.serve.app import create_app
 from selfspec.serve.client_limits import ServerLimits, bounded_headers

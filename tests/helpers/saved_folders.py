@@ -1,4 +1,4 @@
-"""What tests of saved folders share: selfspec as if installed, and a count of rounds."""
+"""What tests of saved folders share: selfspec as if installed, a count of rounds, and a small trained model."""
 
 from __future__ import annotations
 
@@ -52,3 +52,16 @@ def rewrite(file: str | Path, change: Change) -> None:
     about = json.loads(said)
     change(tensors, about)
     write_described(Path(file), key, about, tensors)
+
+
+PROMPTS = (
+    "Once upon a time, there was a little girl named Lily.",
+    "One day, a dog and a cat went to the park.",
+    "Tom had a big red ball. He liked to",
+)
+"""Beginnings of stories such as the model was trained on."""
+
+
+def checkpoint_folder() -> Path:
+    """The `transformers` folder of the model."""
+    return Path(__file__).parents[1] / "models" / "stories260K"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.decode.output import Stats

@@ -1,15 +1,125 @@
-"""Checks of slots, verdicts, norms and rotary positions in Triton. As a program: by its interpreter on the CPU."""
+"""Checks of kernels in Triton. As a program with a part's name and TRITON_INTERPRET=1: by its interpreter on a CPU."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+import selfspec
+from helpers import tiny
+from helpers.drafting import GREEDY, Oracle, stock
 from selfspec.accept import TokenLevel
+from selfspec.cache.tree import Tree
+from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
 from selfspec.draft import Draft
+from selfspec.formats.format import formats
+from selfspec.formats.packed import Packed
+
+PRODUCTS = [(64, 128), (70, 96), (5, 576), (33, 2080)]
+ROWS = [1, 3, 16, 17]
+PRODUCT_OFF_BY = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def values(rounded: Packed) -> Tensor:
+    """What a rounded weight says, `[out, in]`."""
+    if "zeros" not in rounded.parts:
+        return rounded["levels"].double() * rounded["scales"].double()[:, None]
+    levels = torch.stack([rounded["levels"] >> 4, rounded["levels"] & 15], -1).flatten(1).double()
+    group = rounded.shape[1] // rounded["scales"].shape[1]
+    scales, zeros = (part.double().repeat_interleave(group, 1) for part in (rounded["scales"], rounded["zeros"]))
+    return (levels - 8) * scales + zeros
+
+
+def check_product(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32) -> None:
+    """Products of all sizes, of states that are not contiguous, are those of what the rounded weights say."""
+    from selfspec.kernels.triton_products import low_bits_product
+
+    for outputs, inputs in PRODUCTS:
+        kind: Any = formats()[f"int{bits}"]
+        format = kind() if bits == 8 else kind(group)
+        rounded = format.pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
+        states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]
+        found = low_bits_product(states, *map(rounded.parts.get, ("factors", "levels", "scales", "zeros")))
+        expected = (states.double() * rounded["factors"].double()) @ values(rounded).T
+        assert found.dtype == dtype
+        off = (found.double() - expected).norm() / expected.norm()
+        assert off < PRODUCT_OFF_BY[dtype], f"{bits} bits, {rows} rows, {outputs} x {inputs}, {dtype}: off by {off:.2g}"
+
+
+ATTENTION_OFF_BY = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Of batch, heads, heads of keys, tokens, slots, width and value width: chains, trees of 17 rows and more, runs to join.
+ATTENTION = [(1, 4, 4, 1, 5, 16, 16), (2, 6, 2, 3, 70, 24, 40), (3, 8, 2, 17, 33, 64, 64), (2, 4, 1, 5, 600, 48, 48)]
+
+
+def block_mask(batch: int, tokens: int, slots: int, window: int | None = None) -> Tensor:
+    """What the nodes of a tree see at the end of rows of several lengths, `[batch, 1, tokens, slots]`.
+
+    What lies past a row's block is masked, and so is the left padding of every other row.
+    """
+    mask = torch.zeros(batch, 1, tokens, slots, dtype=torch.bool)
+    for row in range(batch):
+        start = max(0, slots - tokens - 3 * row)
+        for token in range(tokens):
+            seen = [start + token]
+            while token:
+                token = (token - 1) // 2
+                seen.append(start + token)
+            mask[row, 0, seen[0] - start, :start] = True
+            mask[row, 0, seen[0] - start, seen] = True
+        mask[row, 0, :, : 2 * (row % 2)] = False
+        if window is not None:
+            mask[row, 0, :, : max(0, start - window)] = False
+    return mask
+
+
+def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, window: int | None, added: bool) -> None:
+    """Attention of a tree, over tensors that are not contiguous, is torch's."""
+    from selfspec.kernels.triton_attention import block_attention
+
+    batch, heads, key_heads, tokens, slots, width, value_width = shape
+    made = partial(torch.randn, device=device, dtype=dtype)
+    queries = made(batch, tokens, heads, width).transpose(1, 2)
+    keys = made(batch, key_heads, slots + 9, 2 * width)[:, :, :slots, ::2]
+    values = made(batch, key_heads, slots + 9, value_width)[:, :, :slots]
+    mask = block_mask(batch, tokens, slots, window).to(device)
+    if added:
+        # For each head its own, as with slopes.
+        mask = torch.where(mask, made(heads, 1, slots), torch.finfo(dtype).min)
+    scale = 1.3 * width**-0.5
+    found = block_attention(queries, keys, values, mask, scale)
+    exact = mask.double() if added else mask
+    expected = functional.scaled_dot_product_attention(
+        queries.double(), keys.double(), values.double(), attn_mask=exact, scale=scale, enable_gqa=True
+    )
+    assert found.dtype == dtype
+    off = (found.double() - expected.transpose(1, 2)).abs().amax() / expected.abs().amax()
+    assert off < ATTENTION_OFF_BY[dtype], f"{shape}, {dtype}, window {window}, added {added}: off by {off:.2g}"
+
+
+def check_unseen(device: str) -> None:
+    """What nobody sees is not read, and a token that sees nothing gets zeros."""
+    from selfspec.kernels.triton_attention import block_attention
+
+    queries = torch.randn(1, 2, 2, 16, device=device)
+    keys, values = torch.randn(2, 1, 1, 300, 16, device=device)
+    mask = torch.ones(1, 1, 2, 300, dtype=torch.bool, device=device)
+    mask[..., 1, :] = mask[..., 280:] = False
+    whole = block_attention(queries, keys, values, mask, 0.25)
+    keys[:, :, 280:] = values[:, :, 280:] = torch.nan
+    assert torch.equal(block_attention(queries, keys, values, mask, 0.25), whole)
+    assert whole[:, 0].abs().min() > 0
+    assert not whole[:, 1].any()
+
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8)
 # Of three rows: one moves all, one some and then stays, one stays; and where they go.
@@ -36,7 +146,7 @@ def check_slots(dtype: torch.dtype, device: str) -> None:
 
 
 # Of a vocabulary that a program looks at in one go, and one that it does not.
-SIZES = [(3, 1, 7), (8, 4, 50), (2, 3, 5000)]
+VERDICTS = [(3, 1, 7), (8, 4, 50), (2, 3, 5000)]
 
 
 def check_verdicts(rows: int, nodes: int, vocabulary: int, device: str) -> None:
@@ -107,14 +217,85 @@ def _heads(rows: int, tokens: int, heads: int, width: int) -> Tensor:
     return torch.randn(rows, tokens, heads, width).transpose(1, 2)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
+SEAMS = (
+    "selfspec.cache.shared_cache",
+    "selfspec.decode.judge",
+    "selfspec.runtime.few_rows",
+    "selfspec.runtime.few_rows",
+    "selfspec.runtime.few_rows",
+)
+KERNELS = {
+    "triton_attention": "block_attention",
+    "triton_slots": "slots_moved",
+    "triton_judge": "judge_chain",
+    "triton_norms": "rms_norm",
+    "triton_rotary": "rotated",
+}
+
+
+def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
+    return drawn_by_race(weights, race_noise(weights, noise._seeds(purpose, first, weights.shape[1])))
+
+
+def check_decoding(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
+    """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels."""
+    model, ids = tiny.mistral(dtype=dtype), tiny.prompt(9, batch=3)
+    greedy = stock(model, ids, 12)
+    spec = selfspec.wrap(
+        model, Oracle(tree, greedy[:, 9:]), draft_length=len(tree), accept="token", runtime=selfspec.runtime.Eager()
+    )
+    expected = spec.generate(ids, max_new_tokens=12, **sampled).sequences
+    assert torch.equal(expected, greedy) == (sampled == GREEDY)
+    with ExitStack() as inside:
+        for seam in SEAMS:
+            inside.enter_context(mock.patch(f"{seam}.runs_triton", return_value=True))
+        watched = {
+            name: inside.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+            for module, name in ((import_module(f"selfspec.kernels.{file}"), name) for file, name in KERNELS.items())
+        }
+        assert torch.equal(spec.generate(ids, max_new_tokens=12, **sampled).sequences, expected)
+    calls = {name: each.call_count for name, each in watched.items()}
+    # A kernel that is not trusted is called no more: once for each kind of call.
+    assert sum(count > 2 for count in calls.values()) == used, calls
+
+
+def products() -> None:
+    for bits in (8, 4):
+        for rows in ROWS:
+            for dtype in PRODUCT_OFF_BY:
+                # The interpreter multiplies matrices in bfloat16 as if they were integers.
+                if rows == 1 or dtype != torch.bfloat16:
+                    check_product(bits, rows, dtype, "cpu")
+
+
+def attention() -> None:
+    for dtype in set(ATTENTION_OFF_BY) - {torch.bfloat16}:
+        for shape in ATTENTION:
+            for window, added in ((None, False), (20, False), (None, True)):
+                check_attention(shape, dtype, "cpu", window, added)
+    check_unseen("cpu")
+
+
+def others() -> None:
     for dtype in DTYPES:
         check_slots(dtype, "cpu")
-    for sizes in SIZES:
+    for sizes in VERDICTS:
         check_verdicts(*sizes, "cpu")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         check_norms(dtype, "cpu")
         check_rotary(dtype, "cpu")
     check_rotary(torch.float64, "cpu")
+
+
+def decoding() -> None:
+    with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
+        drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0}
+        check_decoding(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
+        check_decoding(Tree.chain(3), 3, drawn)
+        check_decoding(Tree.chain(3), 4, GREEDY, torch.float32)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    {"products": products, "attention": attention, "others": others, "decoding": decoding}[sys.argv[1]]()
     print("all equal")

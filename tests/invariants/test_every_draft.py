@@ -168,6 +168,10 @@ def of_five_tokens(name: str, folder: Path) -> tuple[PreTrainedModel, Draft]:
     return EXAMPLES[name].made(folder, vocabulary=VOCAB, num_hidden_layers=3, initializer_range=0.25)
 
 
+def warp_of(name: str, rule: str) -> Warp:
+    return WARPS[(list(EXAMPLES).index(name) + LOSSLESS.index(rule)) % len(WARPS)]
+
+
 # Prompts after which there are many texts of some chance.
 RAGGED = (EQUALLY_LONG[0], PROMPTS[1])
 DRAWING: dict[str, Control] = {
@@ -181,14 +185,13 @@ DRAWING: dict[str, Control] = {
 @pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), LOSSLESS))
 def test_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str) -> None:
     control = InTurns(2, nodes=5)
-    assert rejected(of_five_tokens(name, tmp_path), rule, control, WARPS[0], calls=2) == []
+    assert rejected(of_five_tokens(name, tmp_path), rule, control, warp_of(name, rule), calls=2) == []
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(("name", "rule", "control"), taking_turns(list(EXAMPLES), LOSSLESS, list(DRAWING)))
 def test_many_samples_follow_the_exact_joint(tmp_path: Path, name: str, rule: str, control: str) -> None:
-    warp = WARPS[(list(EXAMPLES).index(name) + LOSSLESS.index(rule)) % len(WARPS)]
-    example = of_five_tokens(name, tmp_path)
+    warp, example = warp_of(name, rule), of_five_tokens(name, tmp_path)
     if rejected(example, rule, DRAWING[control], warp, calls=20):
         # Of this many cases one is a misfit by chance in every eighth run: five times as many new draws decide.
         assert rejected(example, rule, DRAWING[control], warp, calls=100, seed=1_000) == []

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_attention, triton_checks, triton_products
+from helpers import tiny, triton_checks
 from selfspec import kernels
 from selfspec.formats import int4, int8, rounding
 from selfspec.formats.format import formats
@@ -47,27 +47,24 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "checks",
-    ["triton_products", "triton_attention", "triton_checks", "triton_decoding"],
-)
+@pytest.mark.parametrize("checks", ["products", "attention", "others", "decoding"])
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", f"helpers.{checks}"]
+    words = [sys.executable, "-m", "helpers.triton_checks", checks]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
-@pytest.mark.parametrize("shape", triton_attention.SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", triton_checks.ATTENTION_OFF_BY, ids=str)
+@pytest.mark.parametrize("shape", triton_checks.ATTENTION, ids=str)
 def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda: str) -> None:
-    triton_attention.check(shape, dtype, cuda, None, added=False)
-    triton_attention.check(shape, dtype, cuda, 20, added=False)
-    triton_attention.check(shape, dtype, cuda, None, added=True)
-    triton_attention.check_unseen(cuda)
+    triton_checks.check_attention(shape, dtype, cuda, None, added=False)
+    triton_checks.check_attention(shape, dtype, cuda, 20, added=False)
+    triton_checks.check_attention(shape, dtype, cuda, None, added=True)
+    triton_checks.check_unseen(cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
@@ -77,7 +74,7 @@ def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
+@pytest.mark.parametrize("dtype", triton_checks.ATTENTION_OFF_BY, ids=str)
 def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
     if dtype != torch.float64:
         triton_checks.check_norms(dtype, cuda)
@@ -85,19 +82,19 @@ def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("sizes", triton_checks.SIZES, ids=str)
+@pytest.mark.parametrize("sizes", triton_checks.VERDICTS, ids=str)
 def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
     triton_checks.check_verdicts(*sizes, cuda)
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_products.OFF_BY, ids=str)
-@pytest.mark.parametrize("rows", triton_products.ROWS)
+@pytest.mark.parametrize("dtype", triton_checks.PRODUCT_OFF_BY, ids=str)
+@pytest.mark.parametrize("rows", triton_checks.ROWS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_device_gives_the_products_of_the_rounded_weights(
     bits: int, rows: int, dtype: torch.dtype, cuda: str
 ) -> None:
-    triton_products.check(bits, rows, dtype, cuda)
+    triton_checks.check_product(bits, rows, dtype, cuda)
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -106,7 +103,7 @@ def test_groups_of_other_sizes(group: int, cuda: str) -> None:
     rounded = Int4(group).pack(torch.randn(24, 640).to(cuda))
     states = torch.randn(2, 640, device=cuda)
     found = low_bits_product(states, rounded["factors"], rounded["levels"], rounded["scales"], rounded["zeros"])
-    expected = (states.double() * rounded["factors"].double()) @ triton_products.values(rounded).T
+    expected = (states.double() * rounded["factors"].double()) @ triton_checks.values(rounded).T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
 
 
@@ -174,7 +171,7 @@ def _type(value: Any) -> Any:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", triton_attention.OFF_BY, ids=str)
+@pytest.mark.parametrize("dtype", triton_checks.ATTENTION_OFF_BY, ids=str)
 def test_every_kernel_compiles_for_devices_that_are_not_here(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

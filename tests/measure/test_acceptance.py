@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 import selfspec
 from helpers import tiny
 from helpers.reference import with_layers
-from helpers.stories import PROMPTS, checkpoint_folder
+from helpers.saved_folders import PROMPTS, checkpoint_folder
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers.stories import checkpoint_folder as stories_folder
+from helpers.saved_folders import checkpoint_folder as stories_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError
 from selfspec.measure.embedded import checkpoint_folder as demo_folder

@@ -7,7 +7,7 @@ import torch
 
 import selfspec
 from helpers import tiny
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.adapters import ADAPTERS
 from selfspec.draft.early_exit import ExitAdapter
 from selfspec.kernels import native

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file
 from transformers.utils import logging
 
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from selfspec.errors import CheckpointError, PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model import checkpoint
 from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config

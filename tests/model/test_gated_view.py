@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.bench import Bench
-from helpers.reference import Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
+from helpers.reference import Bench, Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
 from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
@@ -322,42 +321,9 @@ def test_the_head_of_an_exit_reads_its_states_alone(llama: PreTrainedModel) -> N
     equal(target, other.logits(other.full))
 
 
-def test_sublayers_stand_in_the_order_in_which_they_run() -> None:
-    assert [(s.layer, s.part) for s in ALL] == [(layer, part) for layer in range(tiny.DEPTH) for part in Part]
-    assert [*Part] == [Part.ATTENTION, Part.MLP]
-    shuffled = ALL[1::2] + ALL[::2]
-    assert sorted(shuffled) == ALL
-
-
-@given(st.sets(st.sampled_from(ALL)), st.none() | st.sampled_from(ALL))
-def test_a_pass_runs_what_is_neither_skipped_nor_before_its_start(
-    skipped: set[Sublayer], start: Sublayer | None
-) -> None:
-    whole = LayerPath.without(tiny.DEPTH, skipped)
-    path = whole if start is None else whole.resumed_at(start)
-    assert whole.start is None
-    assert (path == whole) == (start is None)
-    assert path.skipped == whole.skipped
-    for place, sublayer in enumerate(ALL):
-        wanted = sublayer not in skipped and (start is None or place >= ALL.index(start))
-        assert path.runs(sublayer) == wanted
-
-
 @given(st.sets(st.sampled_from(ALL), min_size=1))
 def test_a_skip_set_hands_over_at_the_first_it_skips_unless_nothing_comes_before(skipped: set[Sublayer]) -> None:
     path = LayerPath.without(tiny.DEPTH, skipped)
     first = next(s for s in ALL if s in skipped)
     assert path.resume_point == (None if first == ALL[0] else first)
     assert all(path.runs(s) for s in ALL[: ALL.index(first)])
-
-
-@given(st.lists(st.sampled_from(ALL), min_size=1))
-def test_the_same_skip_set_is_the_same_path_in_whatever_order_it_is_named(skipped: list[Sublayer]) -> None:
-    path, other = LayerPath.without(tiny.DEPTH, skipped), LayerPath.without(tiny.DEPTH, [*reversed(skipped), *skipped])
-    assert path == other
-    assert len({path, other}) == 1
-
-
-@pytest.mark.parametrize("end", ALL)
-def test_a_path_up_to_a_sublayer_skips_it_and_all_after_it(end: Sublayer) -> None:
-    assert LayerPath.up_to(tiny.DEPTH, end) == LayerPath.without(tiny.DEPTH, ALL[ALL.index(end) :])

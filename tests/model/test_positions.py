@@ -12,11 +12,10 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.captures import StandIn
-from helpers.proving import ticking
+from helpers.captures import StandIn, ticking
+from helpers.saved_folders import checkpoint_folder
 from helpers.serving import Stepped
 from helpers.shrunken import shrunken
-from helpers.stories import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec.compat import cache_argument
 from selfspec.decode.generation import Limits

@@ -32,7 +32,6 @@ _STOCK = "test_every_draft.py::test_greedy_text_is_stock_text"
 _SAMPLES = "test_every_draft.py::test_samples_follow_the_exact_joint"
 _MANY = "test_every_draft.py::test_many_samples_follow_the_exact_joint"
 _IN_BITS = ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")
-_JOINT = "test_generate.py::test_samples_follow_the_exact_joint"
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _ROWS = "test_rows_of_one_prompt_are_independent_samples"
 _COUPLED = "test_coupled_drafts_are_accepted_as_often_as_is_promised"
@@ -50,7 +49,7 @@ _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
 _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _IN_STEP = "test_lockstep.py"
 _RULES_PROOF = "test_lossless_rules.py"
-_TREE_DRAFTS = "test_tree_drafts.py"
+_TREE_DRAFTS = "test_generate.py"
 _GROWN = "test_tree_growth.py"
 _MIXES = "test_mixes.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
@@ -126,7 +125,7 @@ CATALOGUE = (
         ("test_relaxed.py",)),
     # What a draft token was drawn from.
     Mutation("stale q: the distribution of the draft step before", "grow", "probs.append(drawn.q)",
-        "probs.append(last if probs else drawn.q)\nlast = drawn.q", (_OWN_Q, _JOINT)),
+        "probs.append(last if probs else drawn.q)\nlast = drawn.q", (_OWN_Q, _SAMPLES)),
     Mutation("draft tokens drawn at a temperature 10 % off the one they are scored with", "Batch.draw_draft",
         "self.sampling.draw(decided, _1, _2, _3)", "self.sampling.draw(decided**1.1, _1, _2, _3)", (_OWN_Q,)),
     Mutation("a draft that overflowed is scored with NaN", "Batch.draw_draft",
@@ -141,9 +140,10 @@ CATALOGUE = (
     # What p is and what is drawn from it.
     Mutation("the bonus token drawn without temperature or filters", "_accepted",
         "batch.sampling.probabilities(scores)",
-        "torch.cat([batch.sampling.probabilities(scores)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)", (_JOINT,)),
+        "torch.cat([batch.sampling.probabilities(scores)[:, :-1], logits[:, -1:].float().softmax(-1)], 1)",
+        (_SAMPLES,)),
     Mutation("filters applied again to the residual", "accept", "recovery_probs[:, None]",
-        "batch.sampling.probabilities(batch.sampling.scores(recovery_probs.log()[:, None]))", (_JOINT,)),
+        "batch.sampling.probabilities(batch.sampling.scores(recovery_probs.log()[:, None]))", (_SAMPLES,)),
     Mutation("off by one row of logits: the token after the draft from the place before", "TokenLevel.recovery_probs",
         "(rows, place)", "(rows, (place - 1).clamp(min=0))", (_RULES_PROOF,)),
     Mutation("off by one row of logits: every draft token judged by the row after its own", "run_round",
@@ -400,27 +400,27 @@ CATALOGUE = (
         ("test_one_recording_serves_for_all_trees_of_a_size",)),
     # Kernels in Triton.
     Mutation("attention in Triton reads the key head of another group", "attend_run",
-        "key_head * group + row // tokens", "key_head + row // tokens * key_heads", (f"{_TRITON}[triton_attention]",)),
+        "key_head * group + row // tokens", "key_head + row // tokens * key_heads", (f"{_TRITON}[attention]",)),
     Mutation("attention in Triton reads what nobody sees", "attend_run", "tl.max(sees.to(tl.int32), 0) > 0",
-        "slot < slots", (f"{_TRITON}[triton_attention]",)),
+        "slot < slots", (f"{_TRITON}[attention]",)),
     Mutation("runs of slots are joined as if their scores were equal", "join_runs",
-        "most - tl.where(above == float('-inf'), 0.0, above)", "most - most", (f"{_TRITON}[triton_attention]",)),
+        "most - tl.where(above == float('-inf'), 0.0, above)", "most - most", (f"{_TRITON}[attention]",)),
     Mutation("a program in Triton takes more memory than a device has", "_rows", "min(_ROWS, most, _1)",
         "min(_ROWS, _1)", ("test_every_kernel_compiles_for_devices_that_are_not_here[torch.float64]",)),
     Mutation("attention in Triton forgets gradients", "_is_for_inference", "not query.requires_grad", "True",
         ("test_attention_over_few_tokens_without_gradients_is_for_triton",)),
     Mutation("rotary positions turn both halves one way", "_turned", "sign * across", "across",
-        (f"{_TRITON}[triton_checks]",)),
+        (f"{_TRITON}[others]",)),
     Mutation("sines are read as cosines lie", "_fit", "cos.stride() == sin.stride()", "True",
         ("test_few_rows.py::test_other_layouts_are_left_to_torch",)),
     Mutation("norms sum squares of what lies behind a token", "normalize_token", "inner < width", "inner < block",
-        (f"{_TRITON}[triton_checks]",)),
+        (f"{_TRITON}[others]",)),
     Mutation("slots of all rows are moved as those of the first", "move_slots", "sources + row * count + place",
-        "sources + place", (f"{_TRITON}[triton_checks]",)),
+        "sources + place", (f"{_TRITON}[others]",)),
     Mutation("slots of a cache in several dtypes are moved as those of its first layer", "_layout",
-        "(part.element_size(), *part.shape, *part.stride())", "(1,)", (f"{_TRITON}[triton_checks]",)),
+        "(part.element_size(), *part.shape, *part.stride())", "(1,)", (f"{_TRITON}[others]",)),
     Mutation("the judge in Triton accepts tokens after a rejected one", "judge_rows",
-        "stands & (_1 < chance.to(tl.float64))", "_1 < chance.to(tl.float64)", (f"{_TRITON}[triton_checks]",)),
+        "stands & (_1 < chance.to(tl.float64))", "_1 < chance.to(tl.float64)", (f"{_TRITON}[others]",)),
     Mutation("a kernel in Triton is trusted whatever it gives", "Trial.passes", "value <= most", "True",
         ("test_a_kernel_that_does_not_is_not_run_again",)),
     Mutation("what is not finite decides on a kernel in Triton", "Trial.passes", "value != value and _1", "False",

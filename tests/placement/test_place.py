@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.captures import Again
-from helpers.proving import ticking
+from helpers.captures import Again, ticking
 from helpers.shrunken import shrunken
 from helpers.tiny import in_turns
 from selfspec.decode.generation import Limits

@@ -15,8 +15,8 @@ import torch
 
 import selfspec
 from helpers import shrunken, split_worker, tiny
+from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import ROOT
-from helpers.stories import checkpoint_folder
 from selfspec.model.checkpoint import load_checkpoint
 from selfspec.serve.app import Replicas
 

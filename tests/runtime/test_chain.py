@@ -20,7 +20,7 @@ from transformers.generation import (
 
 import selfspec
 from helpers import tiny
-from helpers.proving import ticking, wrapped
+from helpers.captures import ticking, wrapped
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion
 from selfspec.decode.processors import Suppression, SuppressionAt, Warping, choice_of, read_processing
 from selfspec.model.layer_path import LayerPath

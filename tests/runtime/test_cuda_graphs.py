@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.captures import StandIn, StandInRecorder
-from helpers.proving import assert_stock, ragged_samples, wrapped
+from helpers.captures import StandIn, StandInRecorder, assert_stock, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.errors import UnsupportedOptionError
@@ -228,7 +227,7 @@ import torch
 torch.set_num_threads(1)
 import selfspec
 from helpers import tiny
-from helpers.proving import ticking
+from helpers.captures import ticking
 from helpers.captures import StandIn, StandInRecorder
 from selfspec.runtime.graph_cache import GraphCache
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import selfspec
 from helpers import tiny
-from helpers.bench import Bench
+from helpers.reference import Bench
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache

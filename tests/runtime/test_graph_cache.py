@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
-from helpers.captures import Again, StandIn
-from helpers.proving import assert_stock, ragged_samples, ticking, wrapped
+from helpers.captures import Again, StandIn, assert_stock, ragged_samples, ticking, wrapped
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS

@@ -23,8 +23,7 @@ from transformers.models.llama import modeling_llama
 
 import selfspec
 from helpers import tiny
-from helpers.captures import StandIn
-from helpers.proving import assert_stock, wrapped
+from helpers.captures import StandIn, assert_stock, wrapped
 from helpers.shrunken import shrunken
 from selfspec.runtime import Eager, Native, Runtime
 from selfspec.runtime.model_state import ModelState

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 import selfspec
 from helpers import tiny
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from helpers.tiny import in_turns
 from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.saved_folders import checkpoint_folder
 from helpers.serving import Alternating, Asked, Stepped, alone, small
 from helpers.shrunken import shrunken
-from helpers.stories import checkpoint_folder
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.decode.generation import Limits
 from selfspec.errors import CannotFitError, ClosedError, EngineStoppedError, QueueFullError, UnsupportedOptionError

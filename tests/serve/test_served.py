@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from helpers import tiny
+from helpers.saved_folders import checkpoint_folder
 from helpers.shrunken import shrunken
-from helpers.stories import checkpoint_folder
 from helpers.tokenizers import KINDS
 from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import continuation

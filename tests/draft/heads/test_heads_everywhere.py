@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import selfspec
 import selfspec.runtime
 from helpers import published_heads, tiny
-from helpers.captures import StandIn
+from helpers.captures import StandIn, ticking
 from helpers.joints import assert_rows_are_stock, padded
-from helpers.process_state import tensor_bytes
-from helpers.proving import ticking
 from helpers.reference_heads import PROMPTS
 from helpers.running import Invoke
 from helpers.serving import Stepped
+from helpers.snapshot import tensor_bytes
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, HeadError, UnsupportedOptionError
 from selfspec.kernels import native

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
+from helpers.captures import wrapped
 from helpers.encoder_decoders import FRAMES, MELS, encoder_decoder
-from helpers.proving import wrapped
 from selfspec.runtime import Eager, Native
 from selfspec.runtime.pass_function import PassTensors
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.proving import assert_stock, ragged_samples, ticking, wrapped
+from helpers.captures import assert_stock, ragged_samples, ticking, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import selfspec
 from helpers import shrunken, tiny
+from helpers.saved_folders import checkpoint_folder
 from helpers.snapshot import Snapshot
-from helpers.stories import checkpoint_folder
 from helpers.survey import MODEL_TYPES
 from selfspec import drafts
 from selfspec.adapters import ADAPTERS

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers import tiny
-from helpers.stories import checkpoint_folder
+from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import CorpusError, TrainingError
 from selfspec.measure.stock import until_end

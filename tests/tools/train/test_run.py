@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
-from helpers.stories import PROMPTS, checkpoint_folder
+from helpers.saved_folders import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, HeadError, StorageError, TrainingError
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, latest_checkpoint, train

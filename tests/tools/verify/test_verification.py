@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.reference import zeroed
+from helpers.saved_folders import PROMPTS, checkpoint_folder
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
-from helpers.stories import PROMPTS, checkpoint_folder
 from helpers.studies import TIMES, counted
 from selfspec.accept import Block, TokenLevel
 from selfspec.adapters import ADAPTERS
