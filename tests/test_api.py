@@ -55,16 +55,6 @@ def greedy(model: Any, new: int = 12, rows: int = 1) -> Tensor:
     return sequences
 
 
-# The moments of a wrapped model's life at which it must be what it was.
-
-
-@contextmanager
-def _wrapped(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
-    spec = selfspec.wrap(model, draft, draft_length=4)
-    yield
-    del spec
-
-
 @contextmanager
 def _in_a_stream(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
     """Half-way through, with the stream's own result checked once everyone else had their turn."""
@@ -77,50 +67,27 @@ def _in_a_stream(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iter
     assert found == wanted
 
 
-@contextmanager
-def _abandoned(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
-    next(selfspec.wrap(model, draft, draft_length=4).stream(tiny.prompt(PROMPT), max_new_tokens=20))
-    yield
-
-
-@contextmanager
-def _generated(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
-    selfspec.wrap(model, draft, draft_length=4).generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
-    yield
-
-
-@contextmanager
-def _generated_through_transformers(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
-    model.generate(
-        tiny.prompt(PROMPT, 2), custom_generate=selfspec.wrap(model, draft, draft_length=4), max_new_tokens=12
-    )
-    yield
-
-
-@contextmanager
-def _unwrapped(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[None]:
+def moments(model: PreTrainedModel, draft: selfspec.drafts.Drafter) -> Iterator[str]:
+    """The moments of a wrapped model's life at which it must be what it was, one after the other."""
     spec = selfspec.wrap(model, draft, draft_length=4)
-    spec.generate(tiny.prompt(PROMPT), max_new_tokens=12)
+    yield "wrapped"
+    with _in_a_stream(model, draft):
+        yield "in a stream"
+    next(spec.stream(tiny.prompt(PROMPT), max_new_tokens=20))
+    yield "with an abandoned stream"
+    spec.generate(tiny.prompt(PROMPT, 2), max_new_tokens=12)
+    yield "after it generated"
+    model.generate(tiny.prompt(PROMPT, 2), custom_generate=spec, max_new_tokens=12)
+    yield "after it generated through transformers"
     assert spec.unwrap() is model
-    yield
+    yield "unwrapped"
 
 
-Moment = Callable[[PreTrainedModel, selfspec.drafts.Drafter], Any]
-MOMENTS = [_wrapped, _in_a_stream, _abandoned, _generated, _generated_through_transformers, _unwrapped]
-
-
-@pytest.fixture(params=MOMENTS, ids=lambda moment: moment.__name__.strip("_"))
-def moment(request: pytest.FixtureRequest) -> Moment:
-    function: Moment = request.param
-    return function
-
-
-def test_nothing_of_the_model_changes(case: tuple[PreTrainedModel, selfspec.drafts.Drafter], moment: Moment) -> None:
+def test_nothing_of_the_model_changes(case: tuple[PreTrainedModel, selfspec.drafts.Drafter]) -> None:
     model, draft = case
     before = Snapshot(model)
-    with moment(model, draft):
+    for _ in moments(model, draft):
         before.assert_same(model)
-    before.assert_same(model)
 
 
 def _outputs(model: PreTrainedModel) -> list[Tensor]:

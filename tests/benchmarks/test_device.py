@@ -25,7 +25,7 @@ from device.stage import Bench, Case, Stage
 from device.stages import STAGES
 from device.waits import waits_of_rounds
 from transformers import LlamaConfig, LlamaForCausalLM
-from widen import Size, padding_chance, places, stretch, widened, widened_config
+from widen import Size, padding_chance, stretch, widened, widened_config
 
 from helpers.captures import StandIn
 from selfspec.errors import UnsupportedOptionError
@@ -347,11 +347,6 @@ def test_a_padded_vocabulary_adds_no_likely_token() -> None:
     with torch.no_grad():
         torch.testing.assert_close(wide(prompt).logits[..., :60], model(prompt).logits, **_CLOSE)
     assert 0 < padding_chance(wide, model, prompt) < 1e-6
-
-
-def test_layers_lie_evenly_and_the_last_one_is_last() -> None:
-    assert places(3, 7) == [1, 3, 6]
-    assert places(3, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.registry import declarations
 from selfspec.errors import DraftConfigError, SelfSpecError
-from selfspec.measure.embedded import DEMO, checkpoint_folder, model_place
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.study_report import TextFindings
 from selfspec.tools.train.run import CheckedExit, doubts, verdict
@@ -85,13 +83,6 @@ def test_every_kind_of_draft_is_listed(invoke: Invoke) -> None:
     assert all(each.form in shown for each in declarations())
     listed = json.loads(invoke("drafts", "--output", "json").stdout)["drafts"]
     assert [each["written"] for each in listed] == [each.form for each in declarations()]
-
-
-def test_a_shell_can_complete_commands() -> None:
-    environment = {**os.environ, "_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec ge", "COMP_CWORD": "1"}
-    command = [sys.executable, "-m", "selfspec"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert ended.stdout.split() == ["generate"]
 
 
 def test_without_words_it_helps(invoke: Invoke) -> None:
@@ -174,11 +165,6 @@ def test_the_drafts_that_are_listed_are_of_the_grammar(draft: str) -> None:
     assert not message.startswith("--")
 
 
-def test_the_embedded_model_has_a_name() -> None:
-    assert model_place(DEMO) == str(checkpoint_folder())
-    assert model_place("./demo") == "./demo"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
     """Numbers to add."""
@@ -230,12 +216,6 @@ def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
     ruined = verdict(checked, Path("FASTER"), {"held_out_loss": 4.2}, {"held_out_loss": 5.7})
     assert ruined.startswith("The training ruined the full model: its loss on held-out text is 5.70, 1.50 nats a token")
     assert "exit:4" not in ruined
-
-
-def test_of_heads_none_of_which_pays() -> None:
-    checked = [CheckedExit("head:HEADS@4", 0.95, estimate(0.8), estimate(0.9))]
-    found = verdict(checked, Path("HEADS"), {"alpha_4": 0.1}, {"alpha_4": 0.2})
-    assert found.startswith("No exit surely beat plain decoding here; the best is head:HEADS@4")
 
 
 def test_what_looks_wrong_in_a_training_is_said() -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from helpers.running import Invoke, tight_budget
+from helpers.running import Invoke, Said, tight_budget
 from helpers.saved_folders import checkpoint_folder
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.cli.demo import Standing, headline
@@ -99,14 +99,12 @@ def test_the_grid_has_every_combination_once() -> None:
 
 
 @pytest.mark.tools
-def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path: Path) -> None:
+def test_bench_and_its_report(said: Said, folder: str, texts: str, tmp_path: Path) -> None:
     to = tmp_path / "results"
     # Of itself the control would not draft with an exit that is worth nothing on these prompts.
     fixed = (*QUICK, "--measure", "costs", *ARMS, "--draft-length", "3")
     words = ("bench", folder, "--workload", texts, *fixed, "--to", str(to), "--dtype", "float64")
-    ending = invoke(*words, "--output", "json")
-    assert ending.status == 0, ending.stderr
-    found = json.loads(ending.stdout)
+    found = said(*words)
     assert [each["cell"]["temperature"] for each in found["cells"]] == [0.0, 0.8]
     greedy = {arm["name"]: arm for arm in found["cells"][0]["arms"]}
     stock = ["model.generate", "model.generate, prompt look-up"]
@@ -122,13 +120,8 @@ def test_bench_and_its_report(invoke: Invoke, folder: str, texts: str, tmp_path:
     pictures = {"speed.png", "speed.svg", "acceptance.png", "acceptance.svg"}
     written = {"runs.jsonl", "report.md", "report.html", "texts.csv", "texts.parquet"}
     assert {file.name for file in to.iterdir()} == written | pictures
-    # What is there already is not measured again.
-    before = (to / "runs.jsonl").read_bytes()
     (to / "report.md").unlink()
-    assert invoke(*words).status == 0
-    assert (to / "runs.jsonl").read_bytes() == before
-    again = invoke("bench", "--report", str(to), "--output", "json")
-    assert json.loads(again.stdout) == found
+    assert said("bench", "--report", str(to)) == found
     assert (to / "report.md").read_text() == text
 
 
@@ -168,13 +161,11 @@ def test_without_matplotlib_it_says_so_before_it_begins(
 
 @pytest.mark.tools
 def test_arms_are_measured_within_a_budget(
-    invoke: Invoke, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: Said, folder: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight_budget(monkeypatch)
     asked = ["--workload", texts, "--temperature", "0", "--arm", "draft", "--draft", "lookup+int4", "--memory", "1TiB"]
-    ending = invoke("bench", folder, *QUICK, *asked, "--to", str(tmp_path / "out"), "--output", "json")
-    assert ending.status == 0
-    (cell,) = json.loads(ending.stdout)["cells"]
+    (cell,) = said("bench", folder, *QUICK, *asked, "--to", str(tmp_path / "out"))["cells"]
     assert cell["settings"]["model"].endswith("within 1TiB")
     assert len(cell["arms"]) == 3
     for arm in cell["arms"]:
@@ -183,13 +174,11 @@ def test_arms_are_measured_within_a_budget(
 
 @pytest.mark.tools
 def test_acceptance_alone_of_whole_prompts_times_nothing(
-    invoke: Invoke, folder: str, texts: str, tmp_path: Path
+    invoke: Invoke, said: Said, folder: str, texts: str, tmp_path: Path
 ) -> None:
     words = f"bench {folder} --workload {texts} --measure acceptance --max-new-tokens 16 --temperature 0".split()
     words += ["--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path)]
-    ending = invoke(*words, "--output", "json")
-    assert ending.status == 0, ending.stderr
-    (cell,) = json.loads(ending.stdout)["cells"]
+    (cell,) = said(*words)["cells"]
     assert [arm["name"] for arm in cell["arms"]] == ["selfspec int8, length 2", "selfspec lookup, length 2"]
     assert cell["settings"]["repeats"] == 0
     for arm in cell["arms"]:
@@ -204,7 +193,7 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
 
 
 @pytest.mark.tools
-def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_a_study_by_options(invoke: Invoke, said: Said, folder: str, tmp_path: Path) -> None:
     words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *STUDY)
     to = tmp_path / "study"
     ending = invoke(*words, "--to", str(to))
@@ -213,20 +202,19 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     assert "0 failed" in ending.stdout
     names = {"runs.jsonl", "points.csv", "points.parquet", "report.html", "report.md", "pareto.png", "exits.svg"}
     assert names <= {file.name for file in to.iterdir()}
-    again = invoke(*words, "--to", str(to), "--output", "json")
-    found = json.loads(again.stdout)
+    found = said(*words, "--to", str(to))
     assert found["failed"] == []
     assert {row["temperature"] for row in found["best"]} == {0.0}
 
 
 @pytest.mark.tools
-def test_what_a_search_finds_drafts_for_its_model_alone(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_what_a_search_finds_drafts_for_its_model_alone(
+    invoke: Invoke, said: Said, folder: str, tmp_path: Path
+) -> None:
     file = tmp_path / "found.json"
     words = ("search", folder, "--to", str(file), "--evaluations", "8", "--keep", str(tmp_path / "kept"), *STUDY)
-    ending = invoke(*words)
-    assert ending.status == 0, ending.stderr
-    assert "8 sets evaluated" in ending.stdout
-    found = json.loads(invoke(*words, "--output", "json").stdout)
+    assert "8 sets evaluated" in invoke(*words).stdout
+    found = said(*words)
     assert found["evaluations"] == 8
     assert found["best"] == json.loads(file.read_text())["promises"]
     plain = ("generate", folder, "--prompt", "Once upon a time", "--max-new-tokens", "12")
@@ -314,7 +302,7 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
 # Leaves out what the two differ in.
 _DRAFT = "skip:mlp=3"
 _PROMPTS = torch.arange(3, 15).view(2, 6)
-Way = Callable[[Invoke, str, Path], Any]
+Way = Callable[[Said, str, Path], Any]
 
 
 @pytest.fixture(scope="module")
@@ -332,44 +320,41 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(place) for place in places]
 
 
-def _said(invoke: Invoke, *words: str) -> Any:
-    ending = invoke(*words, "--threads", "1", "--device", "cpu", "--output", "json")
-    assert ending.status == 0, ending.stderr
-    return json.loads(ending.stdout)
+ON_CPU = ("--threads", "1", "--device", "cpu")
 
 
-def _bench(invoke: Invoke, model: str, folder: Path) -> Any:
+def _bench(said: Said, model: str, folder: Path) -> Any:
     words = ("--measure", "acceptance", "--arm", "draft", "--draft", _DRAFT, "--draft-length", "2", "--prompts", "2")
     sizes = ("--temperature", "0", "--max-new-tokens", "16", "--context", "12")
-    found = _said(invoke, "bench", model, *words, *sizes, "--to", str(folder))
+    found = said("bench", model, *words, *sizes, "--to", str(folder), *ON_CPU)
     return [arm["mean_accepted_length"] for cell in found["cells"] for arm in cell["arms"]]
 
 
 _STUDY = ("--texts", "2", "--max-new-tokens", "12", "--prompt-tokens", "12", "--pricing", "weights")
 
 
-def _search(invoke: Invoke, model: str, folder: Path) -> Any:
+def _search(said: Said, model: str, folder: Path) -> Any:
     words = ("--temperature", "0", "--evaluations", "3", "--sublayers", "2", "--to", str(folder / "found.json"))
-    found = _said(invoke, "search", model, *words, "--keep", str(folder), *_STUDY)
+    found = said("search", model, *words, "--keep", str(folder), *_STUDY, *ON_CPU)
     # All that the report is made of.
     table = pandas.read_parquet(folder / "points.parquet")
     return [(row["draft"], row["alpha"]) for row in found["scores"]], sorted(table["alpha"].tolist())
 
 
-def _calibrate(invoke: Invoke, model: str, folder: Path) -> Any:
+def _calibrate(said: Said, model: str, folder: Path) -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(model)
     if find_profile(Setting.of(loaded)) is None:
         prompts = folder / "prompts.txt"
         folder.mkdir(exist_ok=True)
         prompts.write_text("Once upon a time")
         sizes = ("--max-new-tokens", "12", "--repeats", "1", "--longest-draft", "1", "--nodes", "0")
-        _said(invoke, "calibrate", model, "--draft", "exit:4", *sizes, "--prompt-file", str(prompts))
+        said("calibrate", model, "--draft", "exit:4", *sizes, "--prompt-file", str(prompts), *ON_CPU)
     profile = find_profile(Setting.of(loaded))
     assert profile is not None
     return profile.report["greedy"]["acceptance"]["exit:4"]
 
 
-def _ablate_in_memory(_: Invoke, model: str, folder: Path) -> Any:
+def _ablate_in_memory(_: Said, model: str, folder: Path) -> Any:
     quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "confirm": 0, "pricing": "weights"}
     found = selfspec.ablate(AutoModelForCausalLM.from_pretrained(model), _PROMPTS, drafts=_DRAFT, to=folder, **quick)
     return found["alpha"].tolist()
@@ -379,11 +364,11 @@ def _ablate_in_memory(_: Invoke, model: str, folder: Path) -> Any:
     "way", [*(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _search, _calibrate)), _ablate_in_memory]
 )
 def test_each_gets_its_own_figures(
-    way: Way, two: list[str], invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: Way, two: list[str], said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def figures(model: str, folder: str) -> Any:
         monkeypatch.setenv(VARIABLE, str(tmp_path / folder))
-        return way(invoke, model, tmp_path / folder)
+        return way(said, model, tmp_path / folder)
 
     first, others_own = figures(two[0], "both"), figures(two[1], "alone")
     assert first != others_own
@@ -396,15 +381,15 @@ def test_each_gets_its_own_figures(
 
 
 @pytest.mark.tools
-def test_a_report_says_them_apart(two: list[str], invoke: Invoke, tmp_path: Path) -> None:
+def test_a_report_says_them_apart(two: list[str], said: Said, tmp_path: Path) -> None:
     for model in two:
-        _bench(invoke, model, tmp_path)
+        _bench(said, model, tmp_path)
     bases = [Origin.of(AutoModelForCausalLM.from_pretrained(model)).short for model in two]
     page, texts = (tmp_path / MARKDOWN).read_text(), pandas.read_parquet(tmp_path / "texts.parquet")
     assert all(f"| model {base} |" in page for base in bases)
     assert set(texts["weights"]) == set(bases)
-    study = _said(
-        invoke, "ablate", "--model", two[0], "--model", two[1], "--draft", _DRAFT, "--to", str(tmp_path), *_STUDY
+    study = said(
+        "ablate", "--model", two[0], "--model", two[1], "--draft", _DRAFT, "--to", str(tmp_path), *_STUDY, *ON_CPU
     )
     assert {(row["model"], row["weights"]) for row in study["best"]} == {("model", base) for base in bases}
     assert len(study["best"]) == 2 * 2

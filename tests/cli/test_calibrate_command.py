@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from helpers import published_heads
 from helpers.encoder_decoders import encoder_decoder
-from helpers.running import Invoke
+from helpers.running import Invoke, Said
 from helpers.studies import calibrated, profile_of
 from selfspec import Profile
 from selfspec.control.profile import VARIABLE, default_file
@@ -40,12 +40,11 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.tools
-def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, profiles: Path, prompts: Path) -> None:
+def test_a_profile_is_written_and_drafted_with(
+    invoke: Invoke, said: Said, folder: str, profiles: Path, prompts: Path
+) -> None:
     kept = profiles.parent / "kept"
-    words: tuple[str, ...] = ("--prompt-file", str(prompts), "--keep", str(kept), "--output", "json")
-    ending = invoke("calibrate", folder, *QUICK, *words)
-    assert ending.status == 0, ending.stderr
-    result = json.loads(ending.stdout)
+    result = said("calibrate", folder, *QUICK, "--prompt-file", str(prompts), "--keep", str(kept))
     calls = pandas.read_parquet(kept / "calls.parquet")
     assert set(calls[calls["batch"] == 1]["prompt"]) == {0, 1}
     assert {each["name"] for each in result["report"]["greedy"]["confirmed"]} <= set(calls["draft"])
@@ -58,11 +57,9 @@ def test_a_profile_is_written_and_drafted_with(invoke: Invoke, folder: str, prof
     assert result["report"]["settings"]["prompts"] == 2
 
     words = ("generate", folder, "--prompt", "Once", "--max-new-tokens", "12", "--threads", "1")
-    auto = invoke(*words, "--draft", "auto", "--output", "json")
-    plain = invoke(*words, "--output", "json")
-    assert auto.status == plain.status == 0, auto.stderr
-    assert json.loads(auto.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
-    assert json.loads(auto.stdout)["settings"]["draft"] == "auto"
+    auto = said(*words, "--draft", "auto")
+    assert auto["token_ids"] == said(*words)["token_ids"]
+    assert auto["settings"]["draft"] == "auto"
     assert invoke(*words, "--draft", f"auto:{file}").status == 0
     verified = invoke("verify", folder, "--draft", "auto", "--threads", "1", "--samples", "100", "--output", "json")
     chosen = {profile.greedy.draft, profile.sampled.draft} - {"none"}
@@ -129,11 +126,11 @@ def test_tables(invoke: Invoke, folder: str) -> None:
         assert said in ending.stdout
 
 
-def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, stories: PreTrainedModel) -> None:
+def test_json_is_the_anatomy_of_the_loaded_model(said: Said, copied: Path, stories: PreTrainedModel) -> None:
     for file in copied.iterdir():
         if file.name != "config.json":
             file.unlink()
-    found = json.loads(invoke("inspect", str(copied), "--output", "json").stdout)
+    found = said("inspect", str(copied))
     assert found.pop("schema_version") == 1
     assert found.pop("checkpoint") == str(copied)
     assert found.pop("versions").keys() == {"selfspec", "torch", "transformers", "python"}
@@ -141,7 +138,7 @@ def test_json_is_the_anatomy_of_the_loaded_model(invoke: Invoke, copied: Path, s
     assert found == json.loads(json.dumps(asdict(describe(stories))))
 
 
-def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, tmp_path: Path) -> None:
+def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, said: Said, tmp_path: Path) -> None:
     published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     weights = load_file(tmp_path / "model.safetensors")
     module = [each for name, each in weights.items() if ".layers.4." in name]
@@ -152,19 +149,19 @@ def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, tmp_path: P
     )
     shown = " ".join(invoke("inspect", str(tmp_path)).stdout.split())
     assert "the config promises 1, and the files have none: download the checkpoint whole" in shown
-    found = json.loads(invoke("inspect", str(tmp_path), "--output", "json").stdout)["mtp"]
+    found = said("inspect", str(tmp_path))["mtp"]
     assert found == {"promised": 1, "held": 0, "parameters": 0}
     (tmp_path / "model.safetensors").unlink()
-    found = json.loads(invoke("inspect", str(tmp_path), "--output", "json").stdout)["mtp"]
+    found = said("inspect", str(tmp_path))["mtp"]
     assert found == {"promised": 1, "held": None, "parameters": 0}
 
 
-def test_the_plan_of_a_budget(invoke: Invoke, folder: str) -> None:
+def test_the_plan_of_a_budget(invoke: Invoke, said: Said, folder: str) -> None:
     ending = invoke("inspect", folder, "--memory", "8GiB", "--context", "100")
     assert (ending.status, ending.stderr) == (0, "")
-    for said in ("Within 8GiB on cpu, for 100 tokens", "5 of 5", "nothing", "tokens/s"):
-        assert said in ending.stdout
-    plan = json.loads(invoke("inspect", folder, "--memory", "8GiB", "--output", "json").stdout)["plan"]
+    for words in ("Within 8GiB on cpu, for 100 tokens", "5 of 5", "nothing", "tokens/s"):
+        assert words in ending.stdout
+    plan = said("inspect", folder, "--memory", "8GiB")["plan"]
     assert (plan["context"], plan["streamed"], plan["bits"]) == (4096, 0, None)
     assert plan["total"] == sum(plan["memory"][part] for part in ("process", "kept", "cache", "working")) + sum(
         plan["memory"]["layers"]
@@ -182,10 +179,10 @@ def test_a_checkpoint_alone_is_looked_at(invoke: Invoke, folder: str) -> None:
     assert said.endswith(f"selfspec generate {folder} --prompt TEXT")
 
 
-def test_what_was_measured_is_said(invoke: Invoke, folder: str, stories: PreTrainedModel) -> None:
+def test_what_was_measured_is_said(invoke: Invoke, said: Said, folder: str, stories: PreTrainedModel) -> None:
     profile = profile_of(stories)
     profile.save(default_file(profile.setting))
-    here = json.loads(invoke(folder, "--output", "json").stdout)["here"]
+    here = said(folder)["here"]
     assert here["greedy"] == {"draft": profile.greedy.draft, "speedup": profile.greedy.speedup[0]}
     assert here["profile"] == str(default_file(profile.setting))
     assert here["commands"][-1].startswith("selfspec generate")
@@ -196,17 +193,15 @@ def test_what_was_measured_is_said(invoke: Invoke, folder: str, stories: PreTrai
     assert "none of these weights that fits" in " ".join(invoke(folder).stdout.split())
 
 
-def test_a_checkpoint_larger_than_memory_is_streamed(
-    invoke: Invoke, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_larger_than_memory_is_streamed(said: Said, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 2**20)
-    here = json.loads(invoke(folder, "--output", "json").stdout)["here"]
+    here = said(folder)["here"]
     assert not here["fits"]
     assert here["commands"][-1] == f"selfspec generate {folder} --memory 0MiB --prompt TEXT"
 
 
-def test_an_encoder_decoder_is_run_from_python(invoke: Invoke, tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_run_from_python(said: Said, tmp_path: Path) -> None:
     encoder_decoder("bart", torch.float32).save_pretrained(tmp_path)
-    commands = json.loads(invoke(str(tmp_path), "--output", "json").stdout)["here"]["commands"]
+    commands = said(str(tmp_path))["here"]["commands"]
     assert commands[-1].startswith("selfspec.wrap(model")
     assert not any("generate " in each for each in commands)

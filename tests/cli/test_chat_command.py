@@ -18,7 +18,7 @@ import pexpect
 import pytest
 
 from helpers.http_server import asked
-from helpers.running import Invoke
+from helpers.running import Invoke, Said
 from helpers.tokenizers import PLAIN, written
 from selfspec.cli.json_schema import OUTPUTS
 
@@ -40,6 +40,10 @@ def test_answers_lines(invoke: Invoke, folder: str, template: str) -> None:
     assert len(ending.stdout) > 20
     assert ending.stderr.count("16 tokens") == 2
     assert "of 16 prompt tokens kept" not in ending.stdout
+    # A speed is said of what is long enough.
+    assert "a second" not in ending.stderr
+    longer = invoke("chat", folder, "--template", template, "--max-new-tokens", "40", stdin=ASKED)
+    assert "a second" in longer.stderr
 
 
 def test_json_says_all(invoke: Invoke, folder: str, template: str) -> None:
@@ -51,11 +55,10 @@ def test_json_says_all(invoke: Invoke, folder: str, template: str) -> None:
     assert first["kept_tokens"] == 0 < second["kept_tokens"] < second["prompt_tokens"]
 
 
-def test_what_was_read_and_said_is_kept(invoke: Invoke, tmp_path: Path) -> None:
+def test_what_was_read_and_said_is_kept(said: Said, tmp_path: Path) -> None:
     """Where a text is cut into the tokens that the model wrote, as behind a line break."""
     template = written(tmp_path, PLAIN.replace("assistant:", "assistant:\n").replace("}}: {{", "}}:\n{{"))
-    ending = invoke(*words("demo", template, "--output", "json"), stdin=b"def walk(path):\nnow in reverse\n")
-    first, second = json.loads(ending.stdout)["turns"]
+    first, second = said(*words("demo", template), stdin=b"def walk(path):\nnow in reverse\n")["turns"]
     assert second["kept_tokens"] == first["prompt_tokens"] + first["new_tokens"] - 1
 
 
@@ -94,13 +97,6 @@ def test_a_line_that_is_no_text_costs_no_answer(invoke: Invoke, folder: str, tem
     # So does one that ends it.
     ending = invoke(*words(folder, template, "--output", "json"), stdin=b"Tell me of Lily.\n/nothing\nAnd then?\n")
     assert len(json.loads(ending.stdout)["turns"]) == 1
-
-
-def test_a_speed_is_said_of_what_is_long_enough(invoke: Invoke, folder: str, template: str) -> None:
-    few = invoke(*words(folder, template), stdin=ASKED).stderr
-    assert "a second" not in few
-    more = invoke("chat", folder, "--template", template, "--max-new-tokens", "40", stdin=ASKED).stderr
-    assert "a second" in more
 
 
 def test_a_file_that_is_there_is_not_written_over(invoke: Invoke, folder: str, template: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
-from helpers.running import Invoke, tight_budget
+from helpers.running import Invoke, Said, tight_budget
 from selfspec.cli.generate import DraftDisplay, PlainDisplay
 from selfspec.decode.output import RowRound
 from selfspec.decode.text_stream import TextStream
@@ -46,11 +46,6 @@ def words(folder: str, *more: str) -> list[str]:
     return ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", str(NEW), *more]
 
 
-def result(stdout: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(stdout)
-    return found
-
-
 RULED = [f"exit:3 --accept {rule}" for rule in ("token", "block", "coupled")]
 
 
@@ -62,7 +57,7 @@ def test_prints_the_continuation_and_a_line_break(invoke: Invoke, folder: str, e
 
 def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expected_text: str) -> None:
     ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--output", "json"))
-    found = result(ending.stdout)
+    found = json.loads(ending.stdout)
     assert (ending.status, ending.stderr) == (0, "")
     assert found["sequence"] == expected == found["prompt_token_ids"] + found["token_ids"]
     assert (found["prompt"], found["text"]) == (PROMPT, expected_text)
@@ -77,11 +72,10 @@ def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expecte
     assert "rounds" not in found
 
 
-def test_trees_give_the_same_text(invoke: Invoke, folder: str, expected: list[int]) -> None:
+def test_trees_give_the_same_text(said: Said, folder: str, expected: list[int]) -> None:
     for length, levels in ((("--draft-length", "2"), 2), ((), 5)):
-        ending = invoke(*words(folder, "--draft", "exit:4", "--nodes", "5", *length, "--output", "json"))
-        found = result(ending.stdout)
-        assert (ending.status, found["sequence"], found["settings"]["nodes"]) == (0, expected, 5)
+        found = said(*words(folder, "--draft", "exit:4", "--nodes", "5", *length))
+        assert (found["sequence"], found["settings"]["nodes"]) == (expected, 5)
         assert len(found["stats"]["accepted_per_depth"]) <= levels
         assert found["stats"]["drafted"] <= 5 * found["stats"]["rounds"]
 
@@ -91,7 +85,7 @@ def test_json_from_a_process_of_its_own_is_all_that_stdout_holds(folder: str, ex
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-m", "selfspec", *words(folder, "--draft", "exit:4", "--output", "json")]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert result(ended.stdout)["sequence"] == expected
+    assert json.loads(ended.stdout)["sequence"] == expected
     assert ended.stderr == ""
 
 
@@ -107,41 +101,39 @@ def test_reads_a_file_and_stdin_less_the_last_line_break(
     assert invoke(*common, stdin=content).stdout == expected_text + "\n"
 
 
-def test_an_empty_prompt_starts_from_the_bos_token(invoke: Invoke, folder: str) -> None:
-    ending = invoke("generate", folder, "--prompt", "", "--max-new-tokens", "3", "--output", "json")
-    assert result(ending.stdout)["prompt_token_ids"] == [1]
+def test_an_empty_prompt_starts_from_the_bos_token(said: Said, folder: str) -> None:
+    assert said("generate", folder, "--prompt", "", "--max-new-tokens", "3")["prompt_token_ids"] == [1]
 
 
 def test_sampling_is_what_the_library_draws_with_the_same_seed(
-    invoke: Invoke, folder: str, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    said: Said, folder: str, stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    ending = invoke(*words(folder, "--draft", "exit:4", "--temperature", "1.3", "--seed", "7", "--output", "json"))
+    found = said(*words(folder, "--draft", "exit:4", "--temperature", "1.3", "--seed", "7"))
     spec = selfspec.wrap(stories, draft=selfspec.drafts.EarlyExit(layer=4))
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     # The default top-k of transformers is 50; the command line's is none.
     output = spec.generate(prompt, max_new_tokens=NEW, do_sample=True, temperature=1.3, top_k=0, seed=7)
-    assert result(ending.stdout)["sequence"] == output.sequences[0].tolist()
+    assert found["sequence"] == output.sequences[0].tolist()
 
 
-def test_filters_reach_the_sampler(invoke: Invoke, folder: str, expected: list[int]) -> None:
+def test_filters_reach_the_sampler(said: Said, folder: str, expected: list[int]) -> None:
     for only_the_likeliest in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1.0"]):
-        ending = invoke(*words(folder, "--temperature", "2", *only_the_likeliest, "--output", "json"))
-        assert result(ending.stdout)["sequence"] == expected
+        assert said(*words(folder, "--temperature", "2", *only_the_likeliest))["sequence"] == expected
 
 
-def test_a_sampled_text_can_be_repeated_from_its_json(invoke: Invoke, folder: str) -> None:
-    sampled = words(folder, "--temperature", "1", "--output", "json")
-    first, other = result(invoke(*sampled).stdout), result(invoke(*sampled).stdout)
-    assert first["settings"]["sampling"]["seed"] != other["settings"]["sampling"]["seed"]
-    again = result(invoke(*sampled, "--seed", str(first["settings"]["sampling"]["seed"])).stdout)
-    assert again["token_ids"] == first["token_ids"]
+def test_a_sampled_text_can_be_repeated_from_its_json(said: Said, folder: str) -> None:
+    sampled = words(folder, "--temperature", "1")
+    first, other = (said(*sampled) for _ in range(2))
+    seed = first["settings"]["sampling"]["seed"]
+    assert seed != other["settings"]["sampling"]["seed"]
+    assert said(*sampled, "--seed", str(seed))["token_ids"] == first["token_ids"]
 
 
-def test_the_checkpoints_sampling_defaults_are_not_used(invoke: Invoke, copied: Path, expected: list[int]) -> None:
+def test_the_checkpoints_sampling_defaults_are_not_used(said: Said, copied: Path, expected: list[int]) -> None:
     file = copied / "generation_config.json"
     defaults = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 1.5}
     file.write_text(json.dumps({**json.loads(file.read_text()), **defaults}))
-    assert result(invoke(*words(str(copied), "--output", "json")).stdout)["sequence"] == expected
+    assert said(*words(str(copied)))["sequence"] == expected
 
 
 def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text: str) -> None:
@@ -158,9 +150,8 @@ def test_stats_say_so_where_a_draft_was_not_worth_a_try(invoke: Invoke, folder: 
     assert "drafted               nothing" in ending.stderr
 
 
-def test_show_drafts_as_json_lists_the_rounds(invoke: Invoke, folder: str) -> None:
-    asked = ("--draft", "exit:4", "--draft-length", "3", "--show-drafts", "--output", "json")
-    found = result(invoke(*words(folder, *asked)).stdout)
+def test_show_drafts_as_json_lists_the_rounds(said: Said, folder: str) -> None:
+    found = said(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--show-drafts"))
     rounds = found["rounds"]
     assert [token for each in rounds for token in each["tokens"]] == found["token_ids"]
     assert all(each["tokens"][: each["accepted"]] == each["draft"][: each["accepted"]] for each in rounds)
@@ -241,7 +232,7 @@ def test_logits_that_are_not_finite_fail_the_run_and_keep_the_text(
     assert len(ending.stdout) > 1
     assert ending.stderr.startswith("error: the full model's logits became NaN")
     as_json = invoke(*words(str(copied), "--draft", draft, "--output", "json"))
-    found = result(as_json.stdout)
+    found = json.loads(as_json.stdout)
     assert as_json.status == 1
     assert found["error"]["type"] == "NonFiniteLogitsError"
     assert found["token_ids"] == tokens
@@ -257,7 +248,7 @@ def test_logits_that_are_not_finite_fail_the_run_and_keep_the_text(
     ids=str,
 )
 def test_penalties_and_stop_strings_mean_what_they_mean_in_transformers(
-    invoke: Invoke,
+    said: Said,
     folder: str,
     stories: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -268,30 +259,28 @@ def test_penalties_and_stop_strings_mean_what_they_mean_in_transformers(
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     wanted = stories.generate(prompt, max_new_tokens=NEW, do_sample=False, tokenizer=tokenizer, **options)[0].tolist()
     assert wanted != expected
-    found = result(invoke(*words(folder, "--draft", "skip:attn=1", *flags, "--output", "json")).stdout)
+    found = said(*words(folder, "--draft", "skip:attn=1", *flags))
     assert found["sequence"] == wanted
     assert found["lossless"] is True
 
 
-def test_a_relaxed_rule_says_that_the_text_is_not_the_models_own(invoke: Invoke, folder: str) -> None:
+def test_a_relaxed_rule_says_that_the_text_is_not_the_models_own(invoke: Invoke, said: Said, folder: str) -> None:
     relaxed = words(folder, "--draft", "exit:3", "--accept", "relaxed-top-k")
     ending = invoke(*relaxed)
     assert ending.status == 0
     assert "not lossless" in ending.stderr
-    found = result(invoke(*relaxed, "--output", "json").stdout)
+    found = said(*relaxed)
     assert found["lossless"] is False
     assert found["settings"]["accept"] == "relaxed-top-k"
 
 
 @pytest.mark.parametrize("draft", ["", "none", "lookup", "int8", "lookup+int4", "exit:2"])
 def test_within_a_budget_the_text_is_the_same(
-    invoke: Invoke, folder: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, draft: str
+    said: Said, folder: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
     tight_budget(monkeypatch)
-    asked = ("--draft", draft) if draft else ()
-    ending = invoke(*words(folder, "--memory", "1TiB", "--context", "200", "--output", "json", *asked))
-    found = result(ending.stdout)
-    assert (ending.status, found["sequence"]) == (0, expected)
+    found = said(*words(folder, "--memory", "1TiB", "--context", "200", *(("--draft", draft) if draft else ())))
+    assert found["sequence"] == expected
     settings = found["settings"]
     assert settings["draft"] in ((draft,) if draft else ("lookup+int8", "lookup+int4"))
     assert (settings["memory"], settings["context"]) == ("1TiB", 200)

@@ -83,18 +83,12 @@ def test_serve(padded: str) -> None:
             assert answer.split() == server.tokenizer.decode(stock(padded, ids), skip_special_tokens=True).split()
 
 
-STUDY = "--texts 2 --prompt-tokens 12 --max-new-tokens 8 --pricing weights --device cpu --temperature 0 --confirm 1"
 BENCH = "--prompts 2 --context 12 --max-new-tokens 16 --repeats 1 --warm-up 1 --measure quality --temperature 0"
 TRAINING = "--exits 3 --steps 2 --batch 2 --length 16 --held-out-blocks 2 --device cpu"
 
 
 def typed(words: str, padded: str, place: Path) -> list[str]:
     return words.format(padded=padded, place=place, to=place / "made").split()
-
-
-def test_verify(said: Said, padded: str, place: Path) -> None:
-    words = "verify {padded} --draft exit:3 --prompt-file {place}/prompts.jsonl --max-new-tokens 8 --samples 100"
-    assert said(*typed(words, padded, place))["verdict"] == "EXACT"
 
 
 def test_bench(said: Said, padded: str, place: Path) -> None:
@@ -106,16 +100,6 @@ def test_bench(said: Said, padded: str, place: Path) -> None:
     # Greedy lossless texts are the same, and so is what they are worth.
     assert len({round(arm["quality"]["perplexity"]["value"], 4) for arm in cell["arms"]}) == 1
     assert not any(arm["quality"]["differs"] for arm in cell["arms"])
-
-
-@pytest.mark.tools
-def test_ablate(said: Said, padded: str, place: Path) -> None:
-    words = "ablate --model {padded} --draft exit:3 --to {to} --workload x={place}/prompts.jsonl "
-    found = said(*typed(words + STUDY, padded, place))
-    assert found["failed"] == []
-    confirmed = [row["exact"] for row in found["best"] if row.get("measured_speedup")]
-    assert confirmed
-    assert all(exact is True for exact in confirmed)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from helpers.running import Invoke
+from helpers.running import Invoke, Said
 
 _QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
 # The measured check of a new checkpoint takes one turn.
@@ -122,9 +122,9 @@ def test_prompts_and_seeds_change_what_errors_are_compensated_on(invoke: Invoke,
     assert len(set(written)) == 4
 
 
-def test_json_of_weights_in_fewer_bits(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_json_of_weights_in_fewer_bits(said: Said, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "made.safetensors"
-    found = json.loads(invoke("quantize", folder, "--to", str(file), "--output", "json").stdout)
+    found = said("quantize", folder, "--to", str(file))
     assert found.pop("seconds") > 0
     assert "selfspec" in found.pop("versions")
     assert 0.2 < found.pop("share") < 0.3
@@ -166,10 +166,10 @@ def test_an_exported_checkpoint(invoke: Invoke, folder: str, tmp_path: Path) -> 
     assert json.loads(over.stdout)["layers"] == [0, 2, 3, 4]
 
 
-def test_an_exported_gguf_file(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_an_exported_gguf_file(said: Said, folder: str, tmp_path: Path) -> None:
     to = tmp_path / "draft.gguf"
     words = ("export", folder, "--format", "gguf", "--to", str(to), "--precision", "q8_0", "--draft")
-    found = json.loads(invoke(*words, "exit:2", "--output", "json").stdout)
+    found = said(*words, "exit:2")
     assert to.stat().st_size == found["size"]
     assert to.read_bytes()[:4] == b"GGUF"
-    assert json.loads(invoke(*words, "none", "--overwrite", "--output", "json").stdout)["share"] == 1
+    assert said(*words, "none", "--overwrite")["share"] == 1

@@ -51,7 +51,7 @@ _IN_STEP = "test_lockstep.py"
 _RULES_PROOF = "test_lossless_rules.py"
 _TREE_DRAFTS = "test_generate.py"
 _GROWN = "test_tree_growth.py"
-_MIXES = "test_mixes.py"
+_MIXES = "test_rows.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _TABLES = "test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
@@ -625,9 +625,9 @@ CATALOGUE = (
         "entry.row.noise = self._batch.noise.narrowed([index])", "pass",
         ("test_a_row_that_is_read_again_has_fresh_noise",)),
     Mutation("rows that join: a processor that fails at a draft token ends its row", "judge", "group.error = None",
-        "pass", ("test_row_errors.py",)),
+        "pass", (_MIXES,)),
     Mutation("rows that join: greedy rows whose processor failed take some token", "BatchSampling.probabilities",
-        "p[broken] = torch.nan", "pass", ("test_row_errors.py",)),
+        "p[broken] = torch.nan", "pass", (_MIXES,)),
     Mutation("rows that join: rows of one kind are processed by the first kind", "BatchSampling._scores",
         "_processed(self._groups[indices[0]], _1, _2, _3)", "_processed(self._groups[0], _1, _2, _3)",
         (_MIXES, "-k", "are_alone")),

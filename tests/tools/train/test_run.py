@@ -326,13 +326,6 @@ def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on_from_there(
     assert torch.equal(_trained(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize("last", [1, 3, 5, 7])
-@pytest.mark.tools
-def test_a_killed_training_goes_on_from_its_last_checkpoint(tmp_path: Path, uninterrupted: Tensor, last: int) -> None:
-    _broken_off(tmp_path, last)
-    assert torch.equal(_trained(tmp_path), uninterrupted)
-
-
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path, uninterrupted: Tensor) -> None:
     _broken_off(tmp_path, 7)
     state = tmp_path / CHECKPOINTS / "checkpoint-6" / "trainer_state.json"
