@@ -48,8 +48,6 @@ def test_a_checkpoint_is_averaged_with_its_base(invoke: Invoke, folder: str, tex
     assert "full model" in ending.stdout
     drafted = invoke("generate", to, "--draft", "exit:2", "--prompt", "Once", "--max-new-tokens", "8")
     assert drafted.status == 0
-    again = invoke("train", "average", folder, folder, "--to", to)
-    assert (again.status, "finished training" in again.stderr) == (2, True)
 
 
 def test_a_draft_head_drafts_for_its_base(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
@@ -77,10 +75,6 @@ def test_exit_heads_draft_for_their_base_alone(invoke: Invoke, folder: str, text
     plain = invoke(*words).stdout
     assert invoke(*words, "--draft", f"head:{to}").stdout == plain
     assert invoke(*words, "--draft", f"head:{to}@2").stdout == plain
-
-    again = invoke("train", "exit", folder, "--text", text, "--to", to, *_QUICK)
-    assert again.status == 2
-    assert "finished training" in again.stderr
 
 
 def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from html import unescape
 from itertools import combinations, pairwise
@@ -344,54 +344,49 @@ def test_a_study_is_written_whole(finding: Finding, shown: list[TextFindings], t
     assert "![pareto](pareto.png)" in (tmp_path / "report.md").read_text()
 
 
-def test_notes_are_inside_the_pictures(
-    shown: list[TextFindings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[tuple[float, float]] = []
+Drawn = Callable[[list[TextFindings]], list[Figure]]
 
-    def keep(figure: Figure, file: Path, **_: object) -> None:
-        file.touch()
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Draws, and returns the figures instead of writing them."""
+
+    def figures(shown: list[TextFindings]) -> list[Figure]:
+        found: list[Figure] = []
+
+        def keep(figure: Figure, file: Path, **_: object) -> None:
+            file.touch()
+            found.append(figure)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Figure, "savefig", keep)
+            draw(shown, tmp_path)
+        return found
+
+    return figures
+
+
+def test_notes_are_inside_the_pictures(shown: list[TextFindings], drawn: Drawn) -> None:
+    figures = drawn(shown[:1])
+    assert len(figures) >= 4
+    for figure in figures:
         figure.draw_without_rendering()
         box = figure.texts[0].get_window_extent()
-        notes.append((box.x0, figure.bbox.x1 - box.x1))
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    draw(shown[:1], tmp_path)
-    assert len(notes) >= 4
-    assert min(min(each) for each in notes) >= 0
-
-
-def frames(shown: list[TextFindings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many frames and circles mark a best draft."""
-    marked: list[int] = []
-
-    def keep(figure: Figure, file: Path, **_: object) -> None:
-        file.touch()
-        rings = [
-            each
-            for axes in figure.axes
-            for each in axes.collections
-            if isinstance(each, PathCollection) and each.get_sizes().tolist() == [60]
-        ]
-        marked.append(len(rings) + sum(len(axes.patches) for axes in figure.axes))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Figure, "savefig", keep)
-        draw(shown, tmp_path)
-    return sum(marked)
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1
 
 
 @pytest.mark.tools
-def test_no_draft_is_marked_best_where_none_gains(
-    shown: list[TextFindings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def promising(most: float) -> list[TextFindings]:
+def test_no_draft_is_marked_best_where_none_gains(shown: list[TextFindings], drawn: Drawn) -> None:
+    def marks(most: float) -> int:
+        """Frames and circles where the best draft promises so much."""
         top = shown[0].best[0]["predicted_speedup"]
         rows = [{**row, "predicted_speedup": row["predicted_speedup"] / top * most} for row in shown[0].rows]
-        return [replace(shown[0], rows=rows)]
+        every = [axes for figure in drawn([replace(shown[0], rows=rows)]) for axes in figure.axes]
+        rings = [each for axes in every for each in axes.collections if isinstance(each, PathCollection)]
+        return sum(each.get_sizes().tolist() == [60] for each in rings) + sum(len(axes.patches) for axes in every)
 
-    assert frames(promising(1.25), tmp_path, monkeypatch) > 0
-    assert frames(promising(0.9), tmp_path, monkeypatch) == 0
+    assert marks(1.25) > 0
+    assert marks(0.9) == 0
 
 
 def test_a_heat_map_of_many_layers_has_ticks_and_no_numbers(tmp_path: Path) -> None:

@@ -166,7 +166,6 @@ def test_beginnings_are_those_of_documents(chatty: PreTrainedTokenizerBase) -> N
     assert chatty.decode(found[1]).endswith("user: And then?</s> \nassistant:")
     # A question that nobody has answered is one as well.
     asked = beginnings([Conversation(MESSAGES[:-1])], chatty, 2, 4, 128)
-    assert MESSAGES[-1]["role"] == "assistant"
     assert asked == found
     assert chatty.decode(beginnings([Conversation(MESSAGES[:1])], chatty, 1, 4, 128)[0]).endswith("assistant:")
     with pytest.raises(CorpusError, match="no text has 400 tokens"):
