@@ -187,17 +187,13 @@ def test_no_two_modules_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("selfspec.draft.early_exit", "from selfspec.tools.lab import anything"),
         ("selfspec.draft.early_exit", "from .. import cli"),
         ("selfspec.draft.early_exit", "def late():\n    from selfspec.measure.costs import anything"),
         ("selfspec.draft.early_exit", "if TYPE_CHECKING:\n    from selfspec.decode.batch import Batch"),
-        ("selfspec.cache.masks", "from selfspec.draft import Drafter"),
         ("selfspec.measure.costs", "from selfspec.tools.lab import anything"),
-        ("selfspec.measure.costs", "from selfspec.serve.app import anything"),
         ("selfspec.saved.custom_generate", "from selfspec import wrap"),
         ("selfspec.tools.verify.verification", "from selfspec.tools.train.run import train"),
         ("selfspec.tools.lab.arms", "from selfspec.tools.verify.verification import verify"),
-        ("selfspec.tools.lab.arms", "import selfspec.cli.app"),
     ],
 )
 def test_an_import_from_above_is_seen(module: str, source: str) -> None:

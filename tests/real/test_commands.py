@@ -41,13 +41,6 @@ def workload(smollm2: Real, tmp_path: Path) -> str:
     return str(file)
 
 
-def drafts_exactly(smollm2: Real, draft: str) -> None:
-    ids = smollm2.ids("Name the planets.")
-    out = smollm2.drafting(draft).generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-    assert out.stats.drafted > 0
-    assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
-
-
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: str) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -130,40 +123,29 @@ def test_ablate(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> Non
     assert all(row["exact"] is True for row in found["best"])
 
 
-def test_search(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
-    file = str(tmp_path / "found.json")
-    words = ("search", smollm2.folder, "--to", file, "--evaluations", "3", "--sublayers", "2", "--draft-length", "2")
-    said(*words, "--workload", f"x={workload}", *STUDY)
-    drafts_exactly(smollm2, f"skip-file:{file}")
-
-
-def test_train(said: Said, smollm2: Real, tmp_path: Path) -> None:
-    text, to = tmp_path / "text.txt", str(tmp_path / "heads")
+@pytest.mark.parametrize(
+    ("words", "draft"),
+    [
+        ("search {model} --evaluations 3 --sublayers 2 --draft-length 2 --workload x={workload}", "skip-file:{to}"),
+        (
+            "train exit {model} --text {text} --exits 10 --steps 2 --batch 1 --length 32 --held-out-blocks 1",
+            "head:{to}@10",
+        ),
+        ("quantize {model} --bits 8 --dtype float32", "int8:{to}"),
+        ("export {model} --draft exit:10 --dtype float32", "assistant:{to}"),
+        ("index {model} --text {text}", "suffix:{to}"),
+    ],
+)
+def test_what_is_made_drafts(said: Said, smollm2: Real, workload: str, tmp_path: Path, words: str, draft: str) -> None:
+    text, to = tmp_path / "text.txt", tmp_path / "made"
     text.write_text("\n".join(line["prompt"] for line in read_prompts()))
-    brief = ("--steps", "2", "--batch", "1", "--length", "32", "--held-out-blocks", "1", "--device", "cpu")
-    said("train", "exit", smollm2.folder, "--text", str(text), "--to", to, "--exits", "10", *brief)
-    drafts_exactly(smollm2, f"head:{to}@10")
-
-
-def test_quantize(said: Said, smollm2: Real, tmp_path: Path) -> None:
-    file = str(tmp_path / "int8.safetensors")
-    said("quantize", smollm2.folder, "--bits", "8", "--to", file, "--dtype", "float32", *ON_CPU)
-    drafts_exactly(smollm2, f"int8:{file}")
-
-
-def test_export(said: Said, smollm2: Real, tmp_path: Path) -> None:
-    to = str(tmp_path / "draft")
-    said("export", smollm2.folder, "--draft", "exit:10", "--to", to, "--dtype", "float32")
-    drafts_exactly(smollm2, f"assistant:{to}")
-
-
-def test_index(said: Said, smollm2: Real, tmp_path: Path) -> None:
-    corpus = str(tmp_path / "corpus")
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(line["prompt"] for line in read_prompts()))
-    said("index", smollm2.folder, "--text", str(text), "--to", corpus)
+    typed = words.format(model=smollm2.folder, text=text, workload=workload).split()
+    more = {"search": STUDY, "train": ("--device", "cpu"), "quantize": ON_CPU}
+    said(*typed, *more.get(typed[0], ()), "--to", str(to))
     ids = smollm2.ids("Name the planets.")
-    out = smollm2.drafting(f"suffix:{corpus}").generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    spec = smollm2.drafting(draft.format(to=to))
+    out = spec.generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    assert out.stats.drafted > 0 or typed[0] == "index"
     assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
 
 
