@@ -24,14 +24,20 @@ from selfspec.accept import Rule, default_rule, find_rule
 from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_methods, check_weights, checked_path, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
-from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs, CostsByRows, CostsOfReading
 from selfspec.control.profile import DraftChoice, Profile, Setting
-from selfspec.decode.generation import Generation, Limits, Target, generate_in_pieces, has_own_generate
+from selfspec.decode.generation import (
+    Generation,
+    JoiningDraft,
+    JoiningRows,
+    Limits,
+    Target,
+    generate_in_pieces,
+    has_own_generate,
+)
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Prepared, Request, prepared_request, read_request
-from selfspec.decode.row_decoder import Drafting, RowDecoder
 from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory
@@ -428,8 +434,8 @@ class SelfSpeculative:
         other.programs = self.programs
         return other
 
-    def row_decoder(self) -> RowDecoder:
-        """Return a decoder of rows that join and leave a batch; `selfspec.serve.engine.Engine` schedules them.
+    def joining_rows(self) -> JoiningRows:
+        """Return what decodes rows that join and leave a batch; `selfspec.serve.engine.Engine` runs them.
 
         Raises:
             UnsupportedModelError: rows of different lengths cannot run side by side.
@@ -452,17 +458,16 @@ class SelfSpeculative:
                 f"the rule {self.rule!r} is not lossless, and rows are served with the model's own distribution; wrap "
                 "the model without accept=..., or with a rule that is lossless"
             )
-        drafting = {greedy: self._drafting_by_load(choice) for greedy, choice in self._choices.items()}
-        return RowDecoder(self._target(), drafting, self.rule, self._follow_vocabulary)
+        drafting = {greedy: self._joining_draft(choice) for greedy, choice in self._choices.items()}
+        return JoiningRows(self._target(), drafting, self.rule, self._follow_vocabulary)
 
-    def _drafting_by_load(self, choice: DraftChoice) -> Drafting:
+    def _joining_draft(self, choice: DraftChoice) -> JoiningDraft:
         control = choice.control if self._draft_length is None else _control(self._draft_length)
         controller = self._controller(choice, control.begin_by_load)
         if choice.draft is None:
-            return Drafting(None, ControllerByLoad(controller))
+            return JoiningDraft(None, controller)
         choice.draft.check_joining()
-        gate = LoadGate() if control.yields_to_load else None
-        return Drafting(choice.draft, ControllerByLoad(controller, gate, choice.most_rows))
+        return JoiningDraft(choice.draft, controller, control.yields_to_load, choice.most_rows)
 
     def _check_rows_differ(self) -> None:
         if self.adapter.ragged == "none":

@@ -117,7 +117,7 @@ class Control(ABC):
     """Chooses draft lengths; it is configuration.
 
     Attributes:
-        yields_to_load: True if measured times may stop drafts where rows come and go: see `selfspec.control.by_load`.
+        yields_to_load: True if measured times may stop drafts where rows come and go: see `selfspec.serve.by_load`.
     """
 
     yields_to_load = False

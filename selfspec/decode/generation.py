@@ -278,6 +278,29 @@ class Target:
         return runner_for(self.model, self.adapter, cache, self.programs, self.substitutes, self.known)
 
 
+@dataclass(frozen=True)
+class JoiningDraft:
+    """Says how rows that come and go draft: `yields_to_load` if measured times may stop it, at most `most_rows` rows."""
+
+    drafter: Drafter | None
+    controller: Controller
+    yields_to_load: bool = False
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class JoiningRows:
+    """Holds what decodes rows that come and go. `drafting` goes by whether the majority of rows is greedy.
+
+    `rule` judges rows that are sampled and not coupled. `check` refuses a drafter that no longer fits the model.
+    """
+
+    target: Target
+    drafting: Mapping[bool, JoiningDraft]
+    rule: Rule | None
+    check: Callable[[], None]
+
+
 # Seeds of pieces differ by multiples of this, so that neighbouring seeds do not give two pieces the same noise.
 _APART = 0x9E3779B97F4A7C15
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.decode.row_decoder import CacheSizes
+from selfspec.serve.row_decoder import CacheSizes
 
 # What has fewer tokens is read again sooner than it is copied.
 FEWEST = 16

@@ -15,6 +15,7 @@ from selfspec.arguments import check_callables, check_kind, is_finite, shown
 from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import EngineStats, Event, Ticket
+from selfspec.serve.row_decoder import RowDecoder
 from selfspec.serve.row_request import RowRequest, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 
@@ -77,7 +78,7 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
         self.spec = spec
-        self._decoder = spec.row_decoder()
+        self._decoder = RowDecoder(spec.joining_rows())
         sizes = in_own_thread(self._decoder.measured)
         limits = self._decoder.limits
         if cache_bytes is None:

@@ -15,8 +15,8 @@ from transformers import LogitsProcessor
 from selfspec.arguments import check_callables, is_finite, shown
 from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias
-from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.serve.row_decoder import RowDecoder
 
 _LEAST = 1e-6
 

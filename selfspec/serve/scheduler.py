@@ -12,10 +12,10 @@ from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
 from selfspec.decode.loop import Prefill
 from selfspec.decode.output import Round, RowRound
-from selfspec.decode.row_decoder import RowDecoder
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
+from selfspec.serve.row_decoder import RowDecoder
 
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.

@@ -15,6 +15,7 @@ from helpers.pictures import PICTURED, Pictured, pictured
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import OUTPUT_CACHE, over_cache
+from selfspec.serve.row_decoder import RowDecoder
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 QUICK = ("gemma3", "qwen2_vl", "qwen3_5")
@@ -116,7 +117,7 @@ def test_an_image_beside_a_cache_is_refused_by_name() -> None:
 def test_requests_that_come_and_go_are_text() -> None:
     example = pictured("gemma3")
     beside = {name: value for name, value in example.inputs.items() if name != "input_ids"}
-    decoder = selfspec.wrap(example.model, "exit:2").row_decoder()
+    decoder = RowDecoder(selfspec.wrap(example.model, "exit:2").joining_rows())
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="text alone"):
         decoder.row(tuple(example.ids[0].tolist()), {**beside, **OPTIONS}, None, None, None)
 

@@ -226,7 +226,7 @@ def test_no_input_is_refused(model: PreTrainedModel) -> None:
 
 def test_rows_that_come_and_go_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
-        selfspec.wrap(model, selfspec.drafts.EarlyExit(1)).row_decoder()
+        selfspec.wrap(model, selfspec.drafts.EarlyExit(1)).joining_rows()
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_a_draft_of_other_tokens_is_refused_before_any_pass_until_they_are_there
         with pytest.raises(DraftConfigError):
             spec.generate(**prompt(), **GREEDY)
         with pytest.raises(DraftConfigError):
-            spec.row_decoder()
+            spec.joining_rows()
     resized(llama, 50)
     check(spec, 1)
 

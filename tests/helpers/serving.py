@@ -17,6 +17,7 @@ from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished, Ticket
+from selfspec.serve.row_decoder import RowDecoder
 from selfspec.serve.row_request import OccurrencePenalty, RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import Entry, Scheduler
 
@@ -33,7 +34,7 @@ class Stepped:
         margin: int = 0,
         kept: bool = False,
     ) -> None:
-        decoder = spec.row_decoder()
+        decoder = RowDecoder(spec.joining_rows())
         sizes = decoder.measured()
         bound = sizes.of(1, tokens) if tokens else sizes.of(max_rows + 1, 256)
         self.budget = CacheBudget(sizes, bound, max_rows, margin)

@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "api": "accept architecture arguments control decode device draft "
         "errors files model placement recipe runtime arguments",
         "saved": "api decode recipe",
-        "serve": "api arguments cache decode errors model version",
+        "serve": "accept api arguments cache control decode draft errors model runtime version",
     }.items()
 }
 ENGINE = set(MAY_IMPORT)

@@ -25,6 +25,7 @@ from selfspec.decode.generation import Limits
 from selfspec.errors import CannotFitError, ClosedError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.events import Committed, Event, Finished, Ticket
+from selfspec.serve.row_decoder import RowDecoder
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.serve.served import Served
 
@@ -178,7 +179,7 @@ def test_keys_and_values_kept_in_other_ways_are_refused_by_name(kept: CacheKind)
 
 def test_what_can_never_fit_is_refused_with_the_remedy() -> None:
     spec = selfspec.wrap(small())
-    sizes = spec.row_decoder().measured()
+    sizes = RowDecoder(spec.joining_rows()).measured()
     with Engine(spec, cache_bytes=sizes.of(1, 20)) as engine:
         with pytest.raises(CannotFitError, match=r"20 tokens; ask for fewer, or raise cache_bytes"):
             engine.submit(RowRequest((1, 2, 3), 18))

@@ -19,9 +19,9 @@ from helpers.published_heads import with_head
 from helpers.serving import Asked, Seen, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.decode.row_decoder import CacheSizes
 from selfspec.serve.cache_budget import CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed
+from selfspec.serve.row_decoder import CacheSizes
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 from selfspec.serve.scheduler import kept_rows
 

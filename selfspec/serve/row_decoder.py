@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from selfspec.accept import Rule, default_rule
+from selfspec.accept import default_rule
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.control.by_load import ControllerByLoad
 from selfspec.decode.batch import Batch
-from selfspec.decode.generation import Target
+from selfspec.decode.generation import JoiningRows
 from selfspec.decode.group import Group
 from selfspec.decode.loop import PhaseClock, Prefill, run_round
 from selfspec.decode.noise import Noise
@@ -27,14 +26,13 @@ from selfspec.model.identity import vocabulary_size
 from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.runner import ModelRunner, runner_for
+from selfspec.serve.by_load import ControllerByLoad, LoadGate
 
 _NO_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """The drafter of a batch, if it drafts, and its controller."""
-
+class _Drafting:
     drafter: Drafter | None
     controller: ControllerByLoad
 
@@ -55,18 +53,11 @@ class CacheSizes:
 class RowDecoder:
     """Runs rows of one wrapped model; only `row` may be called by several threads at once.
 
-    `drafting` goes by whether the majority of rows is greedy. `rule` judges rows that are sampled and not coupled.
-    `check` refuses, before each row, a drafter that no longer fits the model. `context` is the most tokens of a row.
+    `context` is the most tokens of a row.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafting: Mapping[bool, Drafting],
-        rule: Rule | None,
-        check: Callable[[], None],
-    ) -> None:
-        limits = target.limits
+    def __init__(self, rows: JoiningRows) -> None:
+        target, limits = rows.target, rows.target.limits
         check_on_one_process(target.model, "an engine of requests that come and go")
         if limits is not None and limits.cache != "exact":
             raise UnsupportedOptionError(
@@ -74,13 +65,19 @@ class RowDecoder:
                 f"model without cache={limits.cache!r}"
             )
         self._target = target
-        self._drafting = drafting
-        self._rule = rule
-        self._check = check
+        self._drafting = {
+            greedy: _Drafting(
+                each.drafter,
+                ControllerByLoad(each.controller, LoadGate() if each.yields_to_load else None, each.most_rows),
+            )
+            for greedy, each in rows.drafting.items()
+        }
+        self._rule, self._check = rows.rule, rows.check
         self._config = target.model.config.get_text_config(decoder=True)
         self.context: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
         self._slack = max(
-            each.controller.most.nodes + (each.drafter.own_nodes if each.drafter else 0) for each in drafting.values()
+            each.controller.most.nodes + (each.drafter.own_nodes if each.drafter else 0)
+            for each in self._drafting.values()
         )
         self._runner: ModelRunner | None = None
         self.limits = limits

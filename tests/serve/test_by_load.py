@@ -11,9 +11,9 @@ import torch
 import selfspec
 from helpers.drafting import outcome
 from selfspec.control import Controller
-from selfspec.control.by_load import ControllerByLoad, LoadGate
 from selfspec.control.costs import Costs
 from selfspec.draft.draft import Budget, Draft
+from selfspec.serve.by_load import ControllerByLoad, LoadGate
 
 
 def run(gate: LoadGate, rows: int, rounds: int, seconds: Callable[[bool], float]) -> list[bool]:
