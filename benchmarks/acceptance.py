@@ -24,11 +24,11 @@ from transformers.utils import logging
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 
 

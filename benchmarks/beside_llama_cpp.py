@@ -20,9 +20,9 @@ import torch
 from harness import Arm, Decode, LlamaCpp, Own, Stock, equal_tokens, in_turns, keep, prompts_of
 
 import selfspec
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.gguf_file import write_gguf
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"

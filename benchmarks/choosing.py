@@ -33,11 +33,11 @@ from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.path_choice import Trial
 from selfspec.draft.registry import draft_name
 from selfspec.measure.acceptance import teacher_forced
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.own_text import Continuation, own_text
 from selfspec.measure.prompts import parse_workloads
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import share_read
 

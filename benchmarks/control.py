@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 import selfspec
 from selfspec.api import SelfSpeculative, wrap
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.registry import find_adapter
 
 _LENGTHS = (1, 2, 3, 4, 5, 6)

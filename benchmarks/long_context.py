@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 import selfspec
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.timing import peak_memory
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.process import resident_bytes
 
 _PLAIN = "plain"

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from selfspec.draft.registry import parse_draft
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.export.exported import export_checkpoint
 
 

@@ -30,10 +30,10 @@ from transformers.utils import logging
 import selfspec
 from selfspec.decode.text_stream import continuation
 from selfspec.files.writing import write_json
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.measure.prompts import read_prompts
 from selfspec.measure.stock import bare
-from selfspec.model.checkpoint import load_checkpoint
 
 _PATH = "/v1/completions"
 # Letters of a prompt.

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from widen import SIZES, Size, places, widened
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from selfspec.model.checkpoint import read_config
 
 DTYPE = torch.bfloat16
 _Made = TypeVar("_Made")

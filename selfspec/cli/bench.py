@@ -28,7 +28,7 @@ from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
-    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.measure.checkpoint import Checkpoint
     from selfspec.tools.lab.arms import ArmSpec, Cell
     from selfspec.tools.lab.measured import MeasuredCell
     from selfspec.tools.lab.runs import Runs
@@ -375,7 +375,8 @@ def _measure(
 def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
     """The model within a budget, with room for the longest texts of the largest batch."""
     from selfspec.draft import Drafter
-    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+    from selfspec.measure.checkpoint import Checkpoint
+    from selfspec.model.checkpoint import load_tokenizer
 
     drafts = [read_draft(spec.draft or "none") for spec in specs if spec.own]
     named = [draft for draft in drafts if isinstance(draft, Drafter)]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from selfspec.decode.output import Round
     from selfspec.decode.text_stream import TextStream
+    from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.estimate import Estimate
-    from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.lab.arms import OwnArm
     from selfspec.tools.lab.turns import Score
 
@@ -122,8 +122,8 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         import torch
 
         from selfspec.kernels import native
+        from selfspec.measure.checkpoint import load_checkpoint
         from selfspec.measure.embedded import PROMPTS
-        from selfspec.model.checkpoint import load_checkpoint
         from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, make_arm
         from selfspec.tools.lab.turns import agreements, race, scores
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from selfspec.draft import LowPrecision
+    from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.prompts import Workload
-    from selfspec.model.checkpoint import Checkpoint
 
 _RUNS = {"nothing": "nothing", "layers": "layers of the model", "model": "another model", "drafts": ""}
 # Documents given to the tokenizer at once.

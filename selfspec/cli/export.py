@@ -49,8 +49,9 @@ def export(
     it computes is compared with the draft before it is written. docs/other_engines.md has each engine's command.
     """
     from selfspec.draft import Drafter
+    from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import check_reads_text
-    from selfspec.model.checkpoint import load_checkpoint, read_config
+    from selfspec.model.checkpoint import read_config
     from selfspec.tools.export.exported import export_checkpoint, export_gguf
 
     if precision is not None and format != "gguf":

@@ -203,7 +203,7 @@ def generate(
     from selfspec.decode.generation import has_own_generate
     from selfspec.decode.options import Scope, check_values
     from selfspec.draft.registry import draft_name
-    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.measure.checkpoint import Checkpoint
 
     sampling = sampling.seeded()
     options = {**sampling.generation_options(), **asdict(shaping), "max_new_tokens": max_new_tokens}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selfspec.control import Control
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
-    from selfspec.model.checkpoint import Checkpoint
+    from selfspec.measure.checkpoint import Checkpoint
 
 _BEST = "auto"
 # What help calls the value of an option.
@@ -142,7 +142,7 @@ class ModelOptions(MachineOptions):
 
     def load(self) -> Checkpoint:
         """Load the model and its tokenizer."""
-        from selfspec.model.checkpoint import load_checkpoint
+        from selfspec.measure.checkpoint import load_checkpoint
 
         return load_checkpoint(self.place, self.dtype, self.device)
 

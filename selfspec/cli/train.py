@@ -334,8 +334,8 @@ def _shown(result: _Result, output: OutputFormat) -> _Result:
 
 def _checked(trained: Trained, base: str, device: str, seconds: float) -> Trained:
     """Decode with each exit that has figures, in turns with plain decoding, for some seconds; add the verdict."""
+    from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import BEGINNINGS
-    from selfspec.model.checkpoint import load_checkpoint
     from selfspec.tools.lab.arms import ArmSpec, Cell, make_arm
     from selfspec.tools.lab.turns import race, scores
     from selfspec.tools.train.run import CheckedExit, verdict

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
+    from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.rounding import Bound
-    from selfspec.model.checkpoint import Checkpoint
     from selfspec.tools.verify.comparison import Comparison, Divergence
     from selfspec.tools.verify.report import VerifyReport
 
@@ -103,9 +103,10 @@ def verify(
     import torch
 
     from selfspec.draft import Drafter
+    from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import beginnings, check_reads_text, read_prompts
-    from selfspec.model.checkpoint import Checkpoint, load_tokenizer
+    from selfspec.model.checkpoint import load_tokenizer
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.lab.arms import prompt_writer
     from selfspec.tools.verify.verification import SIZES, default_drafts, work

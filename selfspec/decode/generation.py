@@ -280,7 +280,7 @@ class Target:
 
 @dataclass(frozen=True)
 class JoiningDraft:
-    """Says how rows that come and go draft: `yields_to_load` if measured times may stop it, at most `most_rows` rows."""
+    """Says how up to `most_rows` rows that come and go draft; `yields_to_load`: measured times may stop drafts."""
 
     drafter: Drafter | None
     controller: Controller

@@ -248,36 +248,6 @@ def _add(counts: list[int], positions: int, first: int) -> None:
         counts[position] += 1
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities, by raw logits, of a committed token and of the `top` likeliest at its place, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-class LogprobRecord:
-    """Keeps the log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
-
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self._places: list[Tensor] = []
-
-    def keep(self, logits: Tensor) -> None:
-        """Keep the logits of the next places, `[places, vocab]`."""
-        self._places += logits.float().log_softmax(-1).unbind()
-
-    def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities at the places of the committed tokens, and drop what was kept."""
-        places, self._places = self._places[: len(tokens)], []
-        found = []
-        for place, token in zip(places, tokens, strict=True):
-            best = place.topk(min(self._top, len(place)))
-            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            found.append(TokenLogprobs(float(place[token]), top))
-        return tuple(found)
-
-
 class ScoreRecord:
     """Holds a tensor `[batch, vocab]` for each new token, as `transformers` returns them.
 
@@ -327,14 +297,11 @@ class ScoreRecords:
 
     scores: ScoreRecord | None = None
     logits: ScoreRecord | None = None
-    logprobs: LogprobRecord | None = None
 
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:
         """Record tokens, as `ScoreRecord.keep` does; return the scores of all new tokens so far, if kept."""
-        if self.logprobs is not None:
-            self.logprobs.keep(logits[0, : counts[0]])
         if self.logits is not None:
             self.logits.keep(logits, rows, starts, counts)
         if self.scores is None:

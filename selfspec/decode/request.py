@@ -55,7 +55,7 @@ from selfspec.decode.processors import read_processing, widened
 from selfspec.decode.stopping import Stopping, read_stopping
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.positions import is_outgrown
+from selfspec.model.positions import tables_change
 from selfspec.model.registry import has_encoder
 from selfspec.model.sizes import context_of
 
@@ -407,7 +407,8 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
         )
     scope = _scope(model, read)
     held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
-    anew = past is not None and reading is None and is_outgrown(config, held, lengths)
+    # Later passes may rotate by other tables than those that the cache was made with.
+    anew = past is not None and reading is None and tables_change(config, min(held), max(lengths) - 1)
     if anew and read.shape[1] < mask.shape[1]:
         raise UnsupportedOptionError(
             f"the cache holds {max(held)} tokens that were rotated by other tables than this text of "

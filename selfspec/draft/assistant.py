@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes
@@ -23,8 +22,9 @@ from selfspec.draft.heads.growing_head import made_once
 from selfspec.draft.rows_view import RowsView, check_text
 from selfspec.draft.tree_growth import ModelProposer, grow, own_runner
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.checkpoint import load_without_tokenizer
+from selfspec.model.checkpoint import load_to_device
 from selfspec.model.decodable import check_decodable, stock_model
+from selfspec.model.early_head import spread
 from selfspec.model.identity import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import check_causal, find_adapter, has_encoder
@@ -69,7 +69,7 @@ class Assistant(Drafter):
         if not isinstance(model, nn.Module | str | Path):
             raise DraftConfigError(f"an assistant is a model, or the folder of a checkpoint; got {shown(model)}")
         source = None if isinstance(model, nn.Module) else str(model)
-        own = stock_model(model if isinstance(model, nn.Module) else load_without_tokenizer(str(model), device="cpu"))
+        own = stock_model(model if isinstance(model, nn.Module) else load_to_device(str(model), device="cpu"))
         check_causal(own)
         check_weights(own)
         check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
@@ -244,8 +244,7 @@ class AssistantProposer(ModelProposer):
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:
         logits = self._runner.run(PassRequest(self._path, tokens, first=first)).logits
-        missing = self._vocabulary - logits.shape[-1]
-        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return spread(logits, None, self._vocabulary)
 
 
 def _check_same_tokens(assistant: PreTrainedModel, model: PreTrainedModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ def check_output_folder(folder: Path) -> None:
     """Refuse a folder, or its nearest existing parent, that cannot be written to. Nothing is left there."""
     with writing(folder):
         there = folder.absolute()
-        while not _exists(there):
+        while not exists(there):
             there = there.parent
         # Raises at once if `there` is a file or cannot be written to.
         with tempfile.TemporaryFile(dir=there) as probe:
@@ -39,7 +38,7 @@ def check_output_folder(folder: Path) -> None:
 def check_output_file(file: Path) -> None:
     """Refuse a file that cannot be written to, before there are results. Its content does not change."""
     with writing(file):
-        if _exists(file):
+        if exists(file):
             if not file.is_file():
                 raise StorageError(f"{file} cannot be written (it is {'a folder' if file.is_dir() else 'no file'})")
             file.open("r+b").close()
@@ -54,46 +53,13 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield draft
-            draft.chmod(_mode_of_new_files(file.parent))
+            draft.chmod(mode_of_new_files(file.parent))
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
 
 
-def check_new(place: Path, remedy: str) -> None:
-    """Refuse a place that holds a file or a folder that is not empty."""
-    with writing(place):
-        if _exists(place) and not (place.is_dir() and not any(place.iterdir())):
-            raise StorageError(f"{place} is there already; {remedy}")
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder`, old content too, on success, and is deleted on failure."""
-    place = folder.absolute()
-    draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
-    with writing(folder):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        draft.mkdir()
-        try:
-            yield draft
-            mode = _mode_of_new_files(draft)
-            for each in filter(Path.is_file, draft.rglob("*")):
-                each.chmod(mode)
-            if _exists(place):
-                os.replace(place, old)
-            try:
-                os.replace(draft, place)
-            except OSError:
-                if _exists(old):
-                    os.replace(old, place)
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _mode_of_new_files(folder: Path) -> int:
+def mode_of_new_files(folder: Path) -> int:
     """Return the mode of a new file in a folder; some writers give access to their user alone."""
     probe = folder / f".{uuid.uuid4().hex}"
     probe.touch()
@@ -131,7 +97,7 @@ def write_sealed(file: Path, content: Mapping[str, Any], kept: str = "") -> None
     write_json(file, whole_content, kept)
 
 
-def _exists(place: Path) -> bool:
+def exists(place: Path) -> bool:
     """Return whether a path exists; unlike `Path.exists`, raise if the system does not tell."""
     try:
         place.stat()

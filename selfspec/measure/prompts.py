@@ -15,10 +15,10 @@ from selfspec.arguments import shown
 from selfspec.decode.inputs import checked_ids
 from selfspec.errors import PromptError, UnsupportedModelError
 from selfspec.files.json_text import parse_json
+from selfspec.measure.checkpoint import Checkpoint
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.own_text import own_text
 from selfspec.measure.stock import end_tokens, until_end
-from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.registry import has_encoder
 
 BUILT_IN = "demo"

@@ -1,11 +1,10 @@
-"""Load checkpoints from a folder or the hub: model and tokenizer, checked before weights are read; no pickles."""
+"""Load models and tokenizers from a folder or the hub, checked before weights are read; no pickles."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 from selfspec.arguments import shown
-from selfspec.errors import CheckpointError, PromptError, SelfSpecError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
 from selfspec.model.registry import adapter_for, auto_class, check_type
@@ -43,49 +42,14 @@ _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json")
 # Smaller weights load too fast for a progress bar.
 _BAR_FROM_BYTES = 2**30
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Holds a loaded checkpoint: the model, in evaluation mode and on its device, and its tokenizer."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-    def encode(self, text: str) -> Tensor:
-        """Return the token ids of a prompt, `[1, tokens]`, on the model's device; of an empty one the bos token."""
-        ids: list[int] = self.tokenizer(text).input_ids
-        # Not all tokenizers put the bos token before a text.
-        begun = ids or [self.tokenizer.bos_token_id]
-        if begun == [None]:
-            raise PromptError("the prompt is empty, and this tokenizer has no bos token to start from; give some text")
-        return torch.tensor([begun], device=self.model.device)
-
-
-def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
-    """Load model and tokenizer."""
+def load_to_device(name: str, dtype: DtypeName = "auto", device: str = "auto") -> PreTrainedModel:
+    """Load the model of a checkpoint, in evaluation mode, to a device."""
     place, config, folder = find_device(device), read_config(name), local_folder(name)
-    if folder is not None and not any((folder / file).is_file() for file in _TOKENIZERS):
-        raise CheckpointError(
-            f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
-            "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
-        )
-    tokenizer = load_tokenizer(name)
-    return Checkpoint(_loaded(name, config, dtype, place), tokenizer)
-
-
-def load_without_tokenizer(name: str, dtype: DtypeName = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load the model of a checkpoint, which may have no tokenizer; arguments and errors as in `load_checkpoint`."""
-    place = find_device(device)
-    return _loaded(name, read_config(name), dtype, place)
-
-
-def _loaded(name: str, config: PreTrainedConfig, dtype: DtypeName, place: torch.device) -> PreTrainedModel:
-    folder = local_folder(name)
     if folder is not None:
         _check_weights(weight_files(folder, config))
     model = load_model(name, config, dtype).to(place)

@@ -54,16 +54,22 @@ class DraftHead:
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Spread logits, `[batch, tokens, kept]` to `[batch, tokens, vocabulary]`: -inf, so q = 0, elsewhere."""
-        if self.tokens is None:
-            return logits
-        spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-        return spread.index_copy_(-1, self.tokens.to(logits.device), logits)
+        return logits if self.tokens is None else spread(logits, self.tokens, vocabulary)
 
     def alone(self, logits: Tensor) -> Tensor:
         """Set logits, `[..., vocabulary]`, to -inf at tokens that cannot be drafted."""
         if self.tokens is None:
             return logits
         return self.spread(logits[..., self.tokens.to(logits.device)], logits.shape[-1])
+
+
+def spread(logits: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
+    """Spread logits of `tokens`, None: of the first ids, over a vocabulary, `[..., vocabulary]`; others get -inf."""
+    if tokens is None:
+        missing = vocabulary - logits.shape[-1]
+        return nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    return whole.index_copy_(-1, tokens.to(logits.device), logits)
 
 
 def _like(adapter: nn.Module, weight: Tensor) -> nn.Module:

@@ -111,11 +111,6 @@ def tables_of(config: PreTrainedConfig, length: int) -> int:
     return sum(boundary < length for boundary in boundaries(config))
 
 
-def is_outgrown(config: PreTrainedConfig, known: Sequence[int], prompts: Sequence[int]) -> bool:
-    """Return whether the `known` tokens of prompts in a cache were rotated by other tables than later passes use."""
-    return tables_change(config, min(known), max(prompts) - 1)
-
-
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
     """Return whether a pass over the `first` tokens of a text of `total` tokens uses other tables than a full pass."""
     return tables_of(config, first) != tables_of(config, total)

@@ -9,10 +9,10 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.chat.call_reader import CallDelta, CallReader, Said, ToolCall
 from selfspec.serve.events import Committed, Finished
+from selfspec.serve.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from selfspec.decode.output import TokenLogprobs
 from selfspec.errors import SelfSpecError
+from selfspec.serve.logprobs import TokenLogprobs
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a row ended: at an end-of-sequence token or a stopping criterion, at its longest, by its caller, by an error."""

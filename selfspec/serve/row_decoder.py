@@ -16,7 +16,7 @@ from selfspec.decode.generation import JoiningRows
 from selfspec.decode.group import Group
 from selfspec.decode.loop import PhaseClock, Prefill, run_round
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import LogprobRecord, Round, ScoreRecords, Stats
+from selfspec.decode.output import Round, Stats
 from selfspec.decode.request import read_request
 from selfspec.decode.sequences import Sequences
 from selfspec.draft import Drafter
@@ -27,6 +27,7 @@ from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.serve.by_load import ControllerByLoad, LoadGate
+from selfspec.serve.logprobs import LogprobRecord, RowRecords
 
 _NO_CONTEXT = 1 << 20
 
@@ -112,7 +113,7 @@ class RowDecoder:
             sampling=request.sampling.coupled() if couples else request.sampling,
             stopping=request.stopping,
             noise=noise,
-            records=ScoreRecords(logprobs=None if top is None else LogprobRecord(top)),
+            records=RowRecords(logprobs=None if top is None else LogprobRecord(top)),
             kind=kind,
             isolated=True,
             whole=request.stopping,

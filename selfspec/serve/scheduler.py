@@ -15,6 +15,7 @@ from selfspec.decode.output import Round, RowRound
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
+from selfspec.serve.logprobs import RowRecords
 from selfspec.serve.row_decoder import RowDecoder
 
 _LOG = logging.getLogger(__name__)
@@ -362,7 +363,8 @@ class Scheduler:
         """Tell the caller of a row what a round committed to it, and return why it ended; None: it goes on."""
         entry.drafted += len(row.draft)
         entry.accepted += row.accepted
-        record = entry.row.records.logprobs
+        records = entry.row.records
+        record = records.logprobs if isinstance(records, RowRecords) else None
         try:
             logprobs = None if record is None else record.take(row.tokens)
         except Exception as error:

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.errors import SelfSpecError
 from selfspec.model.identity import vocabulary_size, weight_of
@@ -29,6 +28,7 @@ from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
+from selfspec.serve.logprobs import TokenLogprobs
 from selfspec.serve.monitoring import Metrics
 
 _Found = TypeVar("_Found")

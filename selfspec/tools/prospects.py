@@ -17,8 +17,9 @@ from selfspec.draft.heads.folder import SCALE, HeadFolder
 from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import HeadError, ProfileError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import ModelSummary
-from selfspec.model.checkpoint import find_device, load_checkpoint
+from selfspec.model.checkpoint import find_device
 from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
 from selfspec.model.sizes import widening
 from selfspec.placement.weight_source import source_for

@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.exact import Case, cases, committed, conditionals, tree_cases
 from selfspec.accept import Rule, TokenLevel, TopKTolerance, Typical, find_rule
-from selfspec.accept.lenient import Lenience
+from selfspec.accept.relaxed import Lenience
 from selfspec.cache.tree import Tree
 from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError

@@ -19,8 +19,8 @@ from helpers.engines import ROOT, ask_llama_cpp, ask_vllm, engine_python
 from helpers.saved_folders import checkpoint_folder
 from selfspec.draft import Drafter
 from selfspec.draft.early_exit import ExitAdapter, ExitHead
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
 from selfspec.tools.export.exported import export_checkpoint, export_gguf

@@ -46,7 +46,7 @@ def prompt(number: int) -> list[int]:
 def build(folder: str) -> Starlette:
     """A model that drafts for itself, behind one endpoint."""
     import selfspec
-    from selfspec.model.checkpoint import load_checkpoint
+    from selfspec.measure.checkpoint import load_checkpoint
 
     torch.set_num_threads(1)
     spec, lock = selfspec.wrap(load_checkpoint(folder, "float32", "cpu").model, "exit:2"), threading.Lock()

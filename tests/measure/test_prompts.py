@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from helpers.saved_folders import checkpoint_folder as stories_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError
+from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.prompts import Text, Workload, built_in, check_context, parse_workloads, read_prompts
-from selfspec.model.checkpoint import Checkpoint, load_checkpoint
 from selfspec.tools.lab.arms import prompt_writer
 
 

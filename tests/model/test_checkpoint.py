@@ -23,8 +23,9 @@ from transformers.utils import logging
 
 from helpers.saved_folders import checkpoint_folder
 from selfspec.errors import CheckpointError, PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.model import checkpoint
-from selfspec.model.checkpoint import DtypeName, find_device, load_checkpoint, read_config
+from selfspec.model.checkpoint import DtypeName, find_device, read_config
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from selfspec.adapters import ADAPTERS
 from selfspec.architecture import Adapter
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.errors import UnsupportedModelError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import describe, describe_config
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.decodable import check_decodable
 from selfspec.model.registry import find_adapter
 

@@ -17,7 +17,7 @@ import selfspec
 from helpers import shrunken, split_worker, tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import ROOT
-from selfspec.model.checkpoint import load_checkpoint
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.serve.app import Replicas
 
 # A program's own folder is not on its path: helpers/tokenizers.py would be taken for the library of that name.

@@ -21,12 +21,12 @@ from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.decode.group import Group
-from selfspec.decode.output import LogprobRecord
 from selfspec.draft import Budget, Draft, Stateless, Verdict
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
 from selfspec.runtime.request import PassResult
 from selfspec.serve.events import Committed
+from selfspec.serve.logprobs import LogprobRecord, RowRecords
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 
 
@@ -187,7 +187,7 @@ class Untold(LogprobRecord):
 
 
 def with_record(row: Group, record: type[LogprobRecord]) -> None:
-    row.records = replace(row.records, logprobs=record(1))
+    row.records = RowRecords(logprobs=record(1))
 
 
 def with_criterion(row: Group) -> None:

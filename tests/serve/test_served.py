@@ -12,10 +12,10 @@ from helpers import tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.shrunken import shrunken
 from helpers.tokenizers import KINDS
-from selfspec.decode.output import TokenLogprobs
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.choice import Choice, Counts, StopStrings
 from selfspec.serve.events import Committed, Finished
+from selfspec.serve.logprobs import TokenLogprobs
 from selfspec.serve.served import TokenTexts, prompt_logprobs, prompt_text
 
 TEXTS = st.text("on ce,\n\u00eb\N{PARTY POPPER}END", max_size=8)

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError, HeadError
 from selfspec.formats.format import Format
+from selfspec.model.early_head import spread
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.registry import find_adapter
@@ -71,11 +72,7 @@ class Head:
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Spread logits of the ids it can draft over the target's, `[rows, tokens, vocabulary]`; others get -inf."""
-        if self.tokens is None and logits.shape[-1] == vocabulary:
-            return logits
-        known = torch.arange(logits.shape[-1], device=logits.device) if self.tokens is None else self.tokens
-        spread = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-        return spread.index_copy_(-1, known, logits)
+        return spread(logits, self.tokens, vocabulary)
 
 
 def check_for_head(model: PreTrainedModel, what: str, format: Format | None) -> None:

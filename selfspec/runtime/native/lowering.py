@@ -487,23 +487,26 @@ class _Lowering:
 
     def _rows_of_planes(self, node: Any) -> Value:
         ids, table, *planes = map(self._value, node.args[:-1])
-        if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64:
-            raise RecordingError("programs look ids up in tables")
-        size = node.args[-1]
-        result = self._new([*ids.layout.shape, size])
-        words: list[Word] = [PLANES, table.layout.shape[0], size, ids.layout.numel(), table.place]
-        return self._emit(Kind.EMBED, [*words, *(each.place for each in planes), ids.place, result.place], result)
+        return self._read_rows(
+            [PLANES, table.layout.shape[0]], node.args[-1], ids, table.place, [each.place for each in planes]
+        )
 
     def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
         of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))
         table, ids = self._value(of_table), self._value(of_ids)
-        if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64 or not table.layout.is_contiguous():
+        if not table.layout.is_contiguous():
             raise RecordingError("programs look ids up in tables")
         rows, size = table.layout.shape
-        result = self._new([*ids.layout.shape, size])
         first = Place(table.storage, table.place.offset + shift * size * table.layout.element_size())
-        words: list[Word] = [NUMBERS[table.layout.dtype], rows - shift, size, ids.layout.numel(), first]
-        return self._emit(Kind.EMBED, [*words, *[NOWHERE] * 3, ids.place, result.place], result)
+        return self._read_rows([NUMBERS[table.layout.dtype], rows - shift], size, ids, first, [NOWHERE] * 3)
+
+    def _read_rows(self, table: list[Word], size: int, ids: Value, first: Place, planes: Sequence[Place]) -> Value:
+        """Read rows of `size` numbers, by ids, of a table that begins with its dtype and its rows."""
+        if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64:
+            raise RecordingError("programs look ids up in tables")
+        result = self._new([*ids.layout.shape, size])
+        words = [*table, size, ids.layout.numel(), first, *planes, ids.place, result.place]
+        return self._emit(Kind.EMBED, words, result)
 
 
 # Indices among the words of a product.

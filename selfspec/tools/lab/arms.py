@@ -23,11 +23,11 @@ from selfspec.device import has_graphs, on_host
 from selfspec.draft import Assistant, Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import PromptError
+from selfspec.measure.checkpoint import Checkpoint
 from selfspec.measure.own_text import random_state_kept
 from selfspec.measure.prompts import PromptWriter, Workload, check_context
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
-from selfspec.model.checkpoint import Checkpoint
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
 from selfspec.serve.chat.template import ChatTemplate

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.architecture import Adapter
 from selfspec.errors import StudyError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
 from selfspec.measure.prompts import check_context, read_workloads
 from selfspec.measure.teacher_forced import LayerViews
-from selfspec.model.checkpoint import DtypeName, load_checkpoint, read_config
+from selfspec.model.checkpoint import DtypeName, read_config
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import prompt_writer
 from selfspec.tools.lab.drafts import Given

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.errors import TrainingError
 from selfspec.measure.acceptance import Readout
-from selfspec.model.checkpoint import Checkpoint, load_checkpoint
+from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.train.corpus import Blocks, identified, packed, read_documents, spread

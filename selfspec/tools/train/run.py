@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.errors import TrainingError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import check_reads_text
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.report import SEQUENCE, Panel, Picture

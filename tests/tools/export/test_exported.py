@@ -28,7 +28,7 @@ from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.draft.prompt_lookup import following, last_match
 from selfspec.errors import SelfSpecError
 from selfspec.measure.acceptance import teacher_forced
-from selfspec.model.checkpoint import load_checkpoint
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter

@@ -16,8 +16,8 @@ from helpers import tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import CorpusError, TrainingError
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.stock import until_end
-from selfspec.model.checkpoint import load_checkpoint
 from selfspec.tools.train.corpus import (
     Blocks,
     Conversation,
