@@ -14,7 +14,10 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule("block", help="block verification (Sun et al., 2024): the draft is judged as a whole; accepts at least as much")
+@rule(
+    "block",
+    help="block verification (Sun et al., 2024): judges the draft as a whole; accepts at least as much as `token`",
+)
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.

@@ -97,7 +97,7 @@ def ablate(
     """
     declared = given({**asdict(lists), **asdict(estimates)})
     if study is None and not declared:
-        raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and what to draft with")
+        raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and --draft")
 
     from selfspec.tools.lab.ablation import fit_study, resize, sizes_of, work_on
     from selfspec.tools.lab.drafts import Given, is_judged_by_teacher_forcing, named_drafts

@@ -381,7 +381,7 @@ def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: C
     drafts = [read_draft(spec.draft or "none") for spec in specs if spec.own]
     named = [draft for draft in drafts if isinstance(draft, Drafter)]
     if any(draft is not None and not isinstance(draft, Drafter) for draft in drafts):
-        raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
+        raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
     # Of whole prompts nothing is known: then there is room for as many tokens as `load` makes by itself.
     room = None if cells.context is None else max(cells.batch) * (max(cells.context) + cells.max_new_tokens)
     tokenizer = load_tokenizer(model.place)

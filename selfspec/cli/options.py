@@ -162,7 +162,7 @@ def load_within(
 
     assert budget.memory is not None
     if not isinstance(draft, Drafter | bool | None):
-        raise DraftConfigError("profiles are for models that are in memory whole; with --memory name another --draft")
+        raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
     device = None if model.device == "auto" else model.device
     return load(
         model.place,

@@ -20,21 +20,21 @@ _LOCAL = "127.0.0.1"
 class Address:
     """Address."""
 
-    host: Annotated[str, typer.Option(help="Listen on this address; by default only this machine can ask.")] = _LOCAL
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: any that is free.")] = 8000
+    host: Annotated[str, typer.Option(help="Listen on this address; by default, only this machine can send requests.")] = _LOCAL
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: on any free port.")] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(envvar="SELFSPEC_API_KEY", help="Take only requests with this key.", show_envvar=True),
     ] = None
     name: Annotated[
-        str | None, typer.Option(help="Clients ask for the model by this name; by default as it is given here.")
+        str | None, typer.Option(help="Name of the model in requests; by default, MODEL as given.")
     ] = None
     alias: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A further name of it; may be given several times.")
+        list[str] | None, typer.Option(metavar="NAME", help="Another name of the model in requests; may be given several times.")
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let scripts of pages from there ask, e.g. https://example.com; *: any."),
+        typer.Option(metavar="ORIGIN", help="Take requests of web pages from this origin, e.g. https://example.com; *: from any."),
     ] = None
 
 

@@ -55,10 +55,10 @@ _CONTEXT, _NEW, _TEMPERATURE = 24, 32, 0.8
 CheckSeconds = Annotated[
     float,
     typer.Option(
-        min=0, help="After the training, measure the exits for about X seconds; each decodes one text at least."
+        min=0, help="After training, measure the exits for about X seconds; each decodes at least one text."
     ),
 ]
-To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes. Repeat the command to resume there.")]
+To = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the result to. Repeat the command to resume.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def head(
     machine: MachineOptions,
     output: Output = "text",
 ) -> Trained:
-    """Train a draft head for a base that stays as it is, in the layout that other engines read.
+    """Train a draft head for a base model, which is not changed, in the layout that other engines read.
 
     `--draft eagle:FOLDER`, or `medusa:`, `mtp:` or `uno:`, drafts with it. Agreement and alpha of each drafted token
     are the acceptance rates to expect.
@@ -195,14 +195,14 @@ def head(
 @train.command()
 @grouped
 def average(
-    trained: Annotated[str, typer.Argument(metavar="TRAINED", help="What `train layerskip` made.")],
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint it was made from.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the new checkpoint goes.")],
+    trained: Annotated[str, typer.Argument(metavar="TRAINED", help="Checkpoint that `train layerskip` wrote.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint that it was trained from.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the average to.")],
     averaging: Averaging,
     threads: Threads = None,
     output: Output = "text",
 ) -> Averaged:
-    """Average a trained checkpoint with its base: a little less of what was taught, for a better full model."""
+    """Average a trained checkpoint with its base: exits lose a little of what they learnt, and the full model gains."""
     from selfspec.tools.train.layerskip import average as run
 
     _prepare(threads)

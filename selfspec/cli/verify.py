@@ -124,7 +124,7 @@ def verify(
     else:
         named_drafts = [each for each in drafts if isinstance(each, Drafter)]
         if len(named_drafts) < len(drafts):
-            raise DraftConfigError("profiles are for models that are in memory whole; with --memory name other drafts")
+            raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name the drafts themselves")
         tokenizer = load_tokenizer(model.place)
         spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(named_drafts))
         checkpoint = Checkpoint(spec.model, tokenizer)

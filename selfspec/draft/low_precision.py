@@ -84,7 +84,7 @@ class LowPrecision(LayerPathDrafter):
         if not isinstance(fewer, EarlyExit | LayerSkip | None):
             raise DraftConfigError(f"fewer={shown(fewer)}: give an EarlyExit or a LayerSkip, e.g. EarlyExit(4)")
         if self.layers == ():
-            raise DraftConfigError("layers lists none; name at least one, or leave it out for all")
+            raise DraftConfigError("layers is empty; name at least one layer, or leave the argument out for all layers")
 
     @classmethod
     def from_file(cls, file: str | Path, fewer: EarlyExit | LayerSkip | None = None) -> LowPrecision:

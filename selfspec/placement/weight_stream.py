@@ -86,9 +86,9 @@ def _no_memory(what: str, reason: object) -> UnsupportedOptionError:
 
 
 class HostMemory:
-    """Holds memory of the host that a device copies from, `[size]` in bytes; it is given back with this object.
+    """Holds memory of the host that a device copies from, `[size]` in bytes; it is freed with this object.
 
-    No part of `bytes` may be kept longer than this object.
+    No view of `bytes` may outlive this object.
     """
 
     def __init__(self, size: int, copies: DeviceCopies) -> None:

@@ -134,8 +134,8 @@ class _InOneOrder(TorchFunctionMode):
             return _in_whole_vectors(function, *args)
         if function in _OTHER_PRODUCTS:
             raise UnsupportedModelError(
-                "BatchInvariant cannot run this mixture of experts: it multiplies by "
-                f"{getattr(function, '__name__', function)}; leave the runtime out"
+                f"BatchInvariant cannot run this mixture of experts, which calls {getattr(function, '__name__', function)} "
+                "itself; leave the runtime out"
             )
         return function(*args, **(kwargs or {}))
 

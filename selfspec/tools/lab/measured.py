@@ -182,9 +182,9 @@ _Speeds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RoundCost:
-    """The mean round of an arm in the run, in rounds of plain decoding in the same run.
+    """Holds the mean times of an arm's rounds, in plain rounds of the same run, and their draft steps and draft tokens.
 
-    `rest` is acceptance, commit and all between draft and target pass; then come its draft steps and draft tokens.
+    `rest` is the time of acceptance, of commit, and of all that is neither draft nor target pass.
     """
 
     draft: float
@@ -196,12 +196,12 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class PredictedSpeedup:
-    """The speed-up that the cost model predicts of an arm, beside the measured one; the overhead o shows as efficiency.
+    """Holds an arm's speed-up over plain decoding: predicted by the cost model, measured, and their ratio, efficiency.
 
-        tokens / sum over rounds of (steps c + V(drafted + 1)),   against plain decoding, 1 token a round
+        predicted = tokens / sum over rounds of (steps c + V(drafted + 1))
 
-    That is the formula of Leviathan et al. (2023) for the rounds as they were: its (1 - alpha^(gamma+1)) / (1 - alpha)
-    is the mean accepted length where alpha and gamma never change, and here it is what was measured.
+    This is the formula of Leviathan et al. (2023), with the measured tokens of each round in place of the mean accepted
+    length at constant alpha and gamma, (1 - alpha^(gamma+1)) / (1 - alpha). It leaves out the overhead o.
     """
 
     predicted: Estimate
