@@ -20,21 +20,19 @@ _LOCAL = "127.0.0.1"
 class Address:
     """Address."""
 
-    host: Annotated[str, typer.Option(help="Listen on this address; by default, only this machine can send requests.")] = _LOCAL
+    host: Annotated[str, typer.Option(help="Listen on this address; by default, only for this machine.")] = _LOCAL
     port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: on any free port.")] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(envvar="SELFSPEC_API_KEY", help="Take only requests with this key.", show_envvar=True),
     ] = None
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests; by default, MODEL as given.")
-    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default, MODEL as given.")] = None
     alias: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name of the model in requests; may be given several times.")
+        list[str] | None, typer.Option(metavar="NAME", help="Another name for it in requests; may be repeated.")
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Take requests of web pages from this origin, e.g. https://example.com; *: from any."),
+        typer.Option(metavar="ORIGIN", help="Take requests of pages from ORIGIN, e.g. https://example.com; *: any."),
     ] = None
 
 

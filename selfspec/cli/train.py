@@ -54,11 +54,9 @@ _CONTEXT, _NEW, _TEMPERATURE = 24, 32, 0.8
 
 CheckSeconds = Annotated[
     float,
-    typer.Option(
-        min=0, help="After training, measure the exits for about X seconds; each decodes at least one text."
-    ),
+    typer.Option(min=0, help="After training, measure the exits for about X seconds; each decodes at least one text."),
 ]
-To = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the result to. Repeat the command to resume.")]
+To = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the result. Repeat the command to resume.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,11 @@ _MOST_LISTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """`selfspec verify`.
+    """Result of `selfspec verify`.
 
     Attributes:
-        bound: what rounding explains.
-        verdict: `EXACT`, `EXACT WITHIN ROUNDING`, `NOT EXACT`, or of relaxed rules `NOT LOSSLESS`.
+        bound: largest differences that rounding explains.
+        verdict: `EXACT`, `EXACT WITHIN ROUNDING`, `NOT EXACT`, or `NOT LOSSLESS` for relaxed rules.
     """
 
     checkpoint: str
@@ -79,8 +79,8 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="DRAFT",
-            help="What drafts; may be repeated. Default: a spread of exits and skip sets; with --memory also what "
-            "`generate` would draft with.",
+            help="A draft to verify; may be repeated. Default: exits and skip sets at several depths; with --memory "
+            "also the draft that `generate` would choose.",
         ),
     ] = None,
     prompt_file: PromptFile = None,
@@ -124,7 +124,7 @@ def verify(
     else:
         named_drafts = [each for each in drafts if isinstance(each, Drafter)]
         if len(named_drafts) < len(drafts):
-            raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name the drafts themselves")
+            raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name the drafts")
         tokenizer = load_tokenizer(model.place)
         spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(named_drafts))
         checkpoint = Checkpoint(spec.model, tokenizer)

@@ -137,9 +137,9 @@ class Level:
     """Describes one draft step, which reads nodes from number `first` on.
 
     Attributes:
-        draws: draws that gave these nodes' tokens, `[nodes]`; None: one node, and all draws lead to it.
-        paths: draws on the path to each of these nodes.
-        families: number of these nodes with a first child, a second child, and so on; most children come first.
+        draws: draw that gave each node's token, `[nodes]`; None: a single node, whose path holds all draws so far.
+        paths: numbers of the draws on the path to each node.
+        families: number of nodes with a first child, a second child, and so on; nodes with most children come first.
     """
 
     first: int

@@ -133,9 +133,9 @@ class _InOneOrder(TorchFunctionMode):
         if function in _OF_NUMBERS and not kwargs:
             return _in_whole_vectors(function, *args)
         if function in _OTHER_PRODUCTS:
+            name = getattr(function, "__name__", function)
             raise UnsupportedModelError(
-                f"BatchInvariant cannot run this mixture of experts, which calls {getattr(function, '__name__', function)} "
-                "itself; leave the runtime out"
+                f"BatchInvariant cannot run this mixture of experts, which calls {name} itself; leave the runtime out"
             )
         return function(*args, **(kwargs or {}))
 

@@ -337,7 +337,7 @@ class _NoTaking(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._TAKING:
-            raise UnsupportedModelError(f"a pass of this model depends on values through {func.__name__}")
+            raise UnsupportedModelError(f"a pass of this model depends on values of tensors: {func.__name__} reads one")
         return func(*args, **(kwargs or {}))
 
 
@@ -346,7 +346,7 @@ class _NoReading(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor | Any:
         if reads_values(func, args):
-            raise UnsupportedModelError(f"a pass of this model depends on values through {func}")
+            raise UnsupportedModelError(f"a pass of this model depends on values of tensors: {func} reads one")
         return func(*args, **(kwargs or {}))
 
 

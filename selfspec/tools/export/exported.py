@@ -51,18 +51,18 @@ _RECORD = "selfspec_export.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        place: the folder or file.
+        place: folder or file that was written.
         draft: name of the draft.
-        layers: numbers of the model's layers in it.
-        folded: whether an exit head is one more layer behind them.
-        whole_vocabulary: whether the draft read few rows of the head, and the export reads all.
-        parameters: of the export, tied ones once.
-        share: of the model's parameters.
+        layers: numbers of the model's layers that it holds.
+        folded: True if an exit head is one more layer behind them.
+        whole_vocabulary: True if the draft reads some rows of the head, and the export reads all.
+        parameters: number of its parameters; tied ones count once.
+        share: its parameters divided by the model's.
         size: bytes on the disk.
-        off: largest difference of its logits from the draft's on random tokens, in their standard deviations.
+        off: largest difference of its logits from the draft's on random tokens, in standard deviations of the logits.
     """
 
     place: str
@@ -87,19 +87,19 @@ def export_checkpoint(
 ) -> Exported:
     """Write a draft as a folder that `transformers`, vLLM and SGLang load as a model.
 
-    It holds a copy of the draft's layers and of the model's embeddings, norm and head. Before it takes its place, it
-    is loaded as `transformers` loads it, and its logits are compared with the draft's.
+    It holds a copy of the draft's layers and of the model's embeddings, norm and head. Before the folder is put in its
+    place, it is loaded by `transformers`, and its logits are compared with the draft's.
 
     Args:
-        model: stock, in memory.
-        tokenizer: of the model, saved beside the weights; None: engines then need it from elsewhere.
-        drafter: leaves early, or skips whole layers.
-        to: a folder that is not there yet, or is empty.
-        overwrite: whether a folder that is there is replaced.
-        adapter: of the model; None: the declared one.
+        model: a stock model in memory.
+        tokenizer: the model's tokenizer, saved beside the weights; None: engines need it from elsewhere.
+        drafter: a draft that leaves early or skips whole layers.
+        to: a folder that does not exist, or is empty.
+        overwrite: True to replace an existing folder.
+        adapter: the model's adapter; None: the declared one.
 
     Raises:
-        DraftConfigError: the draft is no whole layers of the model, or does not fit it; says what to export instead.
+        DraftConfigError: the draft does not run whole layers, or does not fit the model; names what to export instead.
         UnsupportedModelError: the model cannot be cut there, or its weights are not in memory.
         StorageError: the folder is there already, or cannot be written.
     """
@@ -133,13 +133,13 @@ def export_gguf(
     """Write a draft as a GGUF file, which llama.cpp loads; of plain decoding (None), the whole model.
 
     Args:
-        model: stock, in memory, of an architecture in `selfspec.tools.export.gguf_file.ARCHITECTURES`.
-        tokenizer: of the model.
+        model: a stock model in memory, of an architecture in `selfspec.tools.export.gguf_file.ARCHITECTURES`.
+        tokenizer: the model's tokenizer.
         drafter: as in `export_checkpoint`; None: every layer.
-        to: a file that is not there yet.
-        precision: of matrices; vectors stay in float32.
-        overwrite: whether a file that is there is replaced.
-        progress: called with the tensors written so far and all.
+        to: a file that does not exist.
+        precision: precision of matrices; vectors stay in float32.
+        overwrite: True to replace an existing file.
+        progress: called with the number of tensors written so far, and of all tensors.
 
     Raises:
         DraftConfigError, UnsupportedModelError, StorageError: as `export_checkpoint`.

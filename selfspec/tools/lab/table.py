@@ -33,14 +33,14 @@ _BY_SUBLAYERS = (EarlyExit, LayerSkip)
 
 @dataclass(frozen=True)
 class SublayerPrices:
-    """Prices of a draft step, in steps of plain decoding: fixed, and what the sublayers of each layer add."""
+    """Prices of a draft step, in steps of plain decoding: a fixed part, and what each layer's sublayers add."""
 
     fixed: float
     attention: Sequence[float]
     mlp: Sequence[float]
 
     def of(self, ran: Sequence[Sublayer]) -> float:
-        """Add up what some sublayers take."""
+        """Return the summed prices of some sublayers, without the fixed part."""
         return float(sum((self.attention if each.part == Part.ATTENTION else self.mlp)[each.layer] for each in ran))
 
 
@@ -159,9 +159,9 @@ def _fitted(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], d
 
 
 def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
-    """Return the paths that are timed of every model, so that the costs of studies and searches agree.
+    """Return the paths to time for every model, the same in studies and searches, so that their costs agree.
 
-    Skip sets tell attention and MLP apart, at two sizes each, and exits say what a layer costs.
+    Skip sets of two sizes each give the costs of attention and of MLPs, and exits give the cost of a layer.
     """
     half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
     skips = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
