@@ -28,9 +28,10 @@ from selfspec.draft.registry import parse_draft
 from selfspec.formats.packed import PackedWeight
 from selfspec.formats.planes import PlanesLinear, bits_of
 from selfspec.measure.acceptance import teacher_forced
+from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.model.checkpoint import load_checkpoint, load_tokenizer, load_without_tokenizer
+from selfspec.model.checkpoint import load_to_device, load_tokenizer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.export.gguf_file import write_gguf
 
@@ -147,7 +148,7 @@ def _report(record: dict[str, Any]) -> str:
 
 def _bits(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a checkpoint's weights take in planes, what differs, and how often drafts are accepted."""
-    dense = load_without_tokenizer(str(folder), "bfloat16", "cpu")
+    dense = load_to_device(str(folder), "bfloat16", "cpu")
     packed = selfspec.load(folder, weights="planes", dtype="bfloat16", draft=False).model
     numbers = escapes = nbytes = differ = 0
     others = sum(each.nbytes for each in packed.parameters() if not isinstance(each, PackedWeight))

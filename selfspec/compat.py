@@ -14,7 +14,6 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from selfspec.errors import UnsupportedModelError
@@ -80,8 +79,3 @@ def cache_argument(model: nn.Module) -> str:
             "transformers whose forward does"
         )
     return name
-
-
-def over_cache(model: nn.Module, cache: Cache) -> dict[str, Any]:
-    """Return the arguments by which a stock model reads and extends a cache of `transformers`."""
-    return {cache_argument(model): cache, "use_cache": True}

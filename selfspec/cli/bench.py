@@ -126,10 +126,9 @@ class Arms:
         `model.generate` and selfspec's plain decoding are always among them.
         """
         from selfspec.accept import find_rule
-        from selfspec.control.fixed import control_of
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, usual_runtime
+        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, control_of, usual_runtime
 
         depth = model.prepare()
         device = find_device(model.device)

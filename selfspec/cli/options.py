@@ -340,7 +340,7 @@ class DraftingOptions:
 
     def control(self) -> Control | None:
         """Return how long drafts are; None: the default."""
-        from selfspec.control.fixed import control_of
+        from selfspec.tools.lab.arms import control_of
 
         return None if self.draft_length is None and self.nodes is None else control_of(self.draft_length, self.nodes)
 

@@ -1,4 +1,4 @@
-"""Define controls with a fixed draft length or a confidence threshold, and the control for given length and nodes."""
+"""Define controls with a fixed draft length, or with a confidence threshold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from selfspec.arguments import is_finite
 from selfspec.control.controller import Control, Controller, check_length, check_nodes
-from selfspec.control.cost_aware import CostAware
 from selfspec.control.costs import CostsByRows
 from selfspec.draft.draft import Budget
 from selfspec.errors import DraftConfigError
@@ -37,13 +36,6 @@ class FixedLength(Control):
     def begin(self, costs: CostsByRows) -> Controller:
         most = Budget(self.length, self.nodes or self.length)
         return Controller(most, rows_apart=most.nodes == most.depth, costs=costs.in_batch(1))
-
-
-def control_of(draft_length: int | None, nodes: int | None) -> Control:
-    """Return the control for a draft length, nodes, both, or neither, which is the default control."""
-    if draft_length is not None:
-        return FixedLength(draft_length, nodes)
-    return CostAware(nodes=nodes)
 
 
 @dataclass(frozen=True)

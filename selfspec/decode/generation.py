@@ -270,7 +270,7 @@ class Target:
     def cache(self, rows: int, limit: int, slack: int, device: torch.device) -> SharedCache:
         """Make a cache for rows of up to `limit` committed tokens, and `slack` more for drafts."""
         kept = "exact" if self.limits is None else self.limits.cache
-        bucket = self.programs.bucket
+        bucket = self.programs.runtime.bucket
         return self.adapter.shared_cache(self.model, rows, limit, slack, device=device, bucket=bucket, kept=kept)
 
     def runner(self, cache: SharedCache) -> ModelRunner:

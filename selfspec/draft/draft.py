@@ -88,13 +88,12 @@ class Draft:
         cls,
         tokens: Tensor,
         probs: Tensor | None = None,
-        resume: Resume | None = None,
         steps: int = 0,
         match_length: int = 0,
         row_lengths: tuple[int, ...] | None = None,
     ) -> Draft:
         """Make a draft without branches from `tokens`, `[rows, drafted]`."""
-        return cls(tokens, Tree.chain(tokens.shape[1]), probs, resume, steps, match_length, row_lengths)
+        return cls(tokens, Tree.chain(tokens.shape[1]), probs, None, steps, match_length, row_lengths)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
         """Return the draft of some rows, without `resume` and `behind`, which the verdict does not need."""

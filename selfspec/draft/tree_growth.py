@@ -87,7 +87,7 @@ def own_runner(
         limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running) + block,
         slack=max(rows.controller.most.nodes, block),
         device=rows.last_tokens.device,
-        bucket=1 if programs is None else programs.bucket,
+        bucket=1 if programs is None else programs.runtime.bucket,
     )
     return runner_for(model, adapter, cache, programs)
 

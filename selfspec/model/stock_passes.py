@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from selfspec.architecture import takes
-from selfspec.compat import over_cache
+from selfspec.compat import cache_argument
 from selfspec.model.identity import weight_of
 from selfspec.model.positions import tables_change
 from selfspec.model.view import copied, view_of
@@ -45,6 +45,11 @@ def logits_after(model: PreTrainedModel, cache: Cache, tokens: Tensor, start: in
     # As `generate` does: without positions, some models count from 0 in every pass.
     logits: Tensor = model(tokens, **over_cache(model, cache), **_positions(model, tokens, start)).logits
     return logits
+
+
+def over_cache(model: nn.Module, cache: Cache) -> dict[str, Any]:
+    """Return the arguments by which a stock model reads and extends a cache of `transformers`."""
+    return {cache_argument(model): cache, "use_cache": True}
 
 
 def _by_whole_passes(model: PreTrainedModel, blocks: Sequence[Tensor]) -> Iterator[Tensor]:

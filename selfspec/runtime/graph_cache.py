@@ -88,11 +88,6 @@ class GraphCache:
         return GraphCache(self.runtime, self._clock)
 
     @property
-    def bucket(self) -> int:
-        """Passes of a round read a multiple of this number of slots."""
-        return self.runtime.bucket
-
-    @property
     def refusals(self) -> dict[PassKind, str]:
         """Kinds that the stock modules always run, with the reasons."""
         return {kind: each.refused for kind, each in self._candidates.items() if each.refused is not None}

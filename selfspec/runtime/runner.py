@@ -365,7 +365,7 @@ def runner_for(
     """
     recordable = (takes_positions(model) or adapter.positions is not None) and not adapter.publishes
     # A cache with another bucket than the programs were recorded for gives passes of too many shapes.
-    if programs is not None and programs.bucket == cache.cursors.bucket and recordable:
+    if programs is not None and programs.runtime.bucket == cache.cursors.bucket and recordable:
         bound = programs.bound_to(model) if known is None else known
         if bound is not None:
             return RecordedRunner(model, adapter, cache, bound, substitutes)

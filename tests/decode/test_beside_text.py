@@ -14,7 +14,8 @@ from helpers.drafting import assert_alike
 from helpers.pictures import PICTURED, Pictured, pictured
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.compat import OUTPUT_CACHE, over_cache
+from selfspec.compat import OUTPUT_CACHE
+from selfspec.model.stock_passes import over_cache
 from selfspec.serve.row_decoder import RowDecoder
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

@@ -11,10 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.compat import over_cache
 from selfspec.formats.packed import Packed
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.stock_passes import over_cache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 

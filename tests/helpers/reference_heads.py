@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.joints import assert_rows_are_stock
-from selfspec.compat import over_cache
 from selfspec.draft import Draft, RowsView
+from selfspec.model.stock_passes import over_cache
 
 Weights = dict[str, Tensor]
 Logits = Callable[[list[int], list[int]], Tensor]

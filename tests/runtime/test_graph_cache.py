@@ -368,7 +368,7 @@ class Generation:
 def test_one_recording_serves_for_all_trees_of_a_size(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     graphs = GraphCache(StandIn(0, BUCKET), ticking())
-    recorded, stock = (Generation(model, each, graphs.bucket) for each in (graphs, None))
+    recorded, stock = (Generation(model, each, graphs.runtime.bucket) for each in (graphs, None))
     for seed in range(16):
         tree = TREES[seed % len(TREES)]
         assert torch.equal(recorded.round(tree, seed), stock.round(tree, seed)), f"{tree} in round {seed}"

@@ -17,7 +17,7 @@ from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, Stopp
 
 from selfspec.accept import find_rule
 from selfspec.api import wrap
-from selfspec.control.fixed import control_of
+from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
 from selfspec.device import has_graphs, on_host
 from selfspec.draft import Assistant, Drafter, EarlyExit
@@ -242,6 +242,13 @@ def short_names(arms: Iterable[ArmSpec]) -> dict[ArmSpec, str]:
     drafts = {arm: arm.draft or "" for arm in names if arm.kind == "draft"}
     shared = len({names[arm].removeprefix(draft) for arm, draft in drafts.items()}) == 1
     return names | drafts if shared else names
+
+
+def control_of(draft_length: int | None, nodes: int | None) -> Control:
+    """Return the control for a draft length, nodes, both, or neither, which is the default control."""
+    if draft_length is not None:
+        return FixedLength(draft_length, nodes)
+    return CostAware(nodes=nodes)
 
 
 class OwnArm:

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.compat import over_cache
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import PromptError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
+from selfspec.model.stock_passes import over_cache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 

@@ -323,4 +323,4 @@ def test_graphs_run_the_steps_of_a_head_in_buckets(tmp_path: Path, kind: str) ->
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.stats.drafted > 0
         own = [each for each in spec._memories.values() if isinstance(each, GraphCache)]
-        assert all(each.bucket == 8 for each in own)
+        assert all(each.runtime.bucket == 8 for each in own)

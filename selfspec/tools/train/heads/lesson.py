@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.compat import over_cache
 from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
 from selfspec.measure.acceptance import ExitFigures, Readout
 from selfspec.model.features import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
+from selfspec.model.stock_passes import over_cache
 from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import HeadRecipe

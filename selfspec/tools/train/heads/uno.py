@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.compat import over_cache
 from selfspec.draft.heads.uno import BOUND, DEPTH, PREFIX, check_whole_passes, mask_ids
 from selfspec.model.gated_view import GatedModel
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.layer_path import LayerPath, Lora, LoraRows
 from selfspec.model.registry import find_adapter
+from selfspec.model.stock_passes import over_cache
 from selfspec.tools.train.corpus import Split
 from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe
