@@ -33,7 +33,6 @@ struct Planes {
   const int32_t* ends;      // [out]: how many escapes the rows up to this one have
   const uint32_t* escapes;
   int64_t in;
-  int64_t out;
 
   static int64_t blocks_of(int64_t in) { return (in + kBlockOfPlanes - 1) / kBlockOfPlanes; }
 
@@ -84,7 +83,8 @@ struct Planes {
   }
 
   static inline Shorts based(const Shorts& words, int32_t base) {
-    const Shorts added = Shorts{} + static_cast<uint16_t>(base << 7);
+    const uint16_t step = base << 7;
+    const Shorts added = Shorts{} + step;
 #if defined(__AVX512BW__)
     const auto numbers = _mm512_test_epi16_mask((__m512i)words, _mm512_set1_epi16(0x7fff));
     return (Shorts)_mm512_mask_add_epi16((__m512i)words, numbers, (__m512i)words, (__m512i)added);

@@ -102,7 +102,7 @@ struct Worker : Member {
 Planes planes_of(Words& words, const void* upper, int64_t in, int64_t out) {
   const auto* lower = words.operand<const uint8_t>();
   const auto* rows = words.operand<const int32_t>();
-  return {static_cast<const uint8_t*>(upper), lower, rows, rows + out, words.operand<const uint32_t>(), in, out};
+  return {static_cast<const uint8_t*>(upper), lower, rows, rows + out, words.operand<const uint32_t>(), in};
 }
 
 // kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, planes, y: in
