@@ -104,7 +104,6 @@ def _outputs(model: PreTrainedModel) -> list[Tensor]:
 
 
 def test_hidden_states_first_asked_for_during_a_stream_are_all_there(architecture: str) -> None:
-    """`transformers` hangs its recording hooks on the model when it is first asked to record."""
     wanted = _outputs(tiny.BUILDERS[architecture](attention="eager", dtype=torch.float32))
     model = tiny.BUILDERS[architecture](attention="eager", dtype=torch.float32)
     with _in_a_stream(model, DRAFTS["sublayers"]):

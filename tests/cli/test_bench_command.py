@@ -307,7 +307,6 @@ Way = Callable[[Said, str, Path], Any]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Folders of one name. The second model is the first one fine-tuned a little, in one layer."""
     places = [tmp_path_factory.mktemp("of") / "model" for _ in range(2)]
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     for place in places:

@@ -152,7 +152,6 @@ def assert_ends_well(terminal: pexpect.spawn) -> None:
 
 @pytest.mark.tools
 def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: pexpect.spawn) -> None:
-    """In a real terminal: the next message is answered, and the end of the input leaves with status 0."""
     for message, ending in ((b"Tell me of Lily.", b"ended here"), (b"And?", b"; ")):
         terminal.expect_exact(b"> ")
         terminal.send(message + b"\n")
@@ -191,7 +190,6 @@ def test_what_is_pasted_is_one_message(terminal: pexpect.spawn, tmp_path: Path) 
 
 @pytest.mark.tools
 def test_many_interrupts_end_one_answer_and_nothing_else(terminal: pexpect.spawn) -> None:
-    """Also those that come while the answer is being ended."""
     terminal.expect_exact(b"> ")
     for _ in range(4):
         terminal.send(b"Tell me of Lily.\n")

@@ -29,7 +29,6 @@ NEW = 24
 
 @pytest.fixture(scope="session")
 def expected(stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Prompt and greedy continuation, by `model.generate`."""
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     sequence: list[int] = stories.generate(prompt, max_new_tokens=NEW, do_sample=False)[0].tolist()
     return sequence

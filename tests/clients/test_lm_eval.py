@@ -66,7 +66,6 @@ def generated(lm: LM, texts: Sequence[str], **generation: Any) -> list[str]:
 
 
 def likelihoods(lm: LM) -> list[tuple[float, bool]]:
-    """Of both ends of each, and whether they are the greedy ones."""
     samples = found(lm, TEXTS, "acc", output_type="multiple_choice", target_delimiter="", **CHOICES)
     return [each for sample in samples for each in sample["filtered_resps"]]
 

@@ -185,7 +185,6 @@ def exiting(model: PreTrainedModel) -> selfspec.SelfSpeculative:
 
 
 def check_padded(wrapped: Any, model: PreTrainedModel) -> None:
-    """Each row is what it is without its padding."""
     ids = tiny.prompt(5, 2)
     out = wrapped.generate(input_ids=ids, attention_mask=MASK, custom_generate=exiting(model), **GREEDY)
     for row, text, padding in zip(out, ids, (MASK == 0).sum(1), strict=True):

@@ -20,7 +20,6 @@ from selfspec.tools.lab.arms import prompt_writer
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """One that begins texts with nothing."""
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(demo_folder())
     return found
 

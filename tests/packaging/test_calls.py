@@ -40,7 +40,6 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:
-    """Names that the code itself defines: functions, classes, variables, parameters, and attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

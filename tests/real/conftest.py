@@ -23,8 +23,6 @@ def _checkpoints() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Callable[[str], Path]:
-    """Returns the folder of a checkpoint by name; skips where it is not there."""
-
     def found(name: str) -> Path:
         folder = _checkpoints() / name
         if not folder.is_dir():
@@ -36,5 +34,4 @@ def checkpoint() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def real(checkpoint: Callable[[str], Path]) -> Callable[[str], Real]:
-    """Returns a checkpoint by name, loaded once; skips where it is not there."""
     return cache(lambda name: Real(checkpoint(name)))

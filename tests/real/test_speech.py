@@ -42,7 +42,6 @@ class Speech:
         return {**features(self.processor, sounds), "language": lines[0]["language"], "task": "transcribe"}
 
     def check(self, draft: str, inputs: dict[str, Any], **options: Any) -> None:
-        """Compare all that two calls return."""
         options = {"do_sample": False, **options}
         wanted = self.model.generate(**inputs, **options, return_segments=True)
         found = self.spec(draft).generate(**inputs, **options, return_segments=True)

@@ -56,7 +56,6 @@ def request(body: bytes) -> bytes:
 
 
 def meanwhile(ask: Callable[[], Reply]) -> tuple[list[Reply], threading.Thread]:
-    """Ask in a thread: where the reply comes, and the thread."""
     replies: list[Reply] = []
     thread = threading.Thread(target=lambda: replies.append(ask()))
     thread.start()

@@ -109,7 +109,6 @@ def test_stop_strings_end_an_answer_and_are_not_sent(server: Running, stream: bo
 
 
 def test_end_tokens(server: Running) -> None:
-    """One more of them ends an answer; `ignore_eos` leaves these alone."""
     tokens = generated(server, PROMPTS[0])
     body = {"prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0, "stop_token_ids": [tokens[4]]}
     for further in ({}, {"ignore_eos": True}):

@@ -208,7 +208,6 @@ def _broken() -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
 def test_models_of_states_alone_are_served(name: str) -> None:
-    """Their cache takes the same whatever they have read, and every row that may run finds room in it."""
     model, asked = shrunken(name, vocab_size=24), [request(number) for number in range(5)]
     spec = selfspec.wrap(model, "lookup")
     engine, both = Engine(spec, max_rows=2), threading.Event()

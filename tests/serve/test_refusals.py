@@ -27,7 +27,6 @@ NOT_A_FLAG = st.one_of(st.text(), st.integers(), st.lists(st.booleans()))
 
 
 def outside(low: float, high: float) -> st.SearchStrategy[Any]:
-    """Numbers beyond bounds, and what is no number."""
     far = st.one_of(
         st.floats(max_value=low, exclude_max=True, allow_infinity=False),
         st.floats(min_value=high, exclude_min=True, allow_infinity=False),

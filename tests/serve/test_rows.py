@@ -45,8 +45,6 @@ class Misshapen(LogitsProcessor):
 
 
 class BreaksAtDrafts(LogitsProcessor):
-    """Raises at texts that end with a token which the model itself never chooses there."""
-
     stateless = True
 
     def __init__(self, text: list[int]) -> None:

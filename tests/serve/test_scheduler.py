@@ -301,7 +301,6 @@ def test_who_leaves_is_kept_too(model: PreTrainedModel) -> None:
 def test_rows_of_mixes_that_begin_alike_are_what_they_are_alone(
     model: PreTrainedModel, draft: str, tokens: int | None
 ) -> None:
-    """In little room, too: what is kept gives way."""
     rng = random.Random(sum(map(ord, draft)))
     engine = Stepped(selfspec.wrap(model, DRAFTS[draft], draft_length=3), rng.randint(1, 4), 16, tokens, kept=True)
     starts = [text_of(rng.randint(16, 22), seed) for seed in range(3)]

@@ -192,8 +192,6 @@ SPEED: frozenset[Part] = frozenset({"speed"})
 
 
 class Notes:
-    """Notes which steps there were, and may interrupt one."""
-
     def __init__(self, interrupted_at: int = 99) -> None:
         self.steps: list[str] = []
         self.expected = 0
@@ -215,7 +213,6 @@ def run(
     specs: list[ArmSpec] = SPECS,
     parts: frozenset[Part] = SPEED,
 ) -> list[MeasuredCell]:
-    """One repeat; a model that no other process can load is not weighed."""
     session = Session(name="tiny", place=None, model=model, specs=specs, repeats=1, warm_up=1, parts=parts)
     return session.measure(CELLS, Runs(folder), watch or Notes())
 

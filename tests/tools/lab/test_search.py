@@ -383,7 +383,8 @@ def test_no_draft_is_marked_best_where_none_gains(shown: list[TextFindings], dra
         rows = [{**row, "predicted_speedup": row["predicted_speedup"] / top * most} for row in shown[0].rows]
         every = [axes for figure in drawn([replace(shown[0], rows=rows)]) for axes in figure.axes]
         rings = [each for axes in every for each in axes.collections if isinstance(each, PathCollection)]
-        return sum(each.get_sizes().tolist() == [60] for each in rings) + sum(len(axes.patches) for axes in every)
+        marked = [each for each in rings if each.get_sizes().tolist() == [60]]
+        return len(marked) + sum(len(axes.patches) for axes in every)
 
     assert marks(1.25) > 0
     assert marks(0.9) == 0

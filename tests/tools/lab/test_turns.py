@@ -166,8 +166,6 @@ PROMPTS = [torch.tensor([[1, 2, number]]) for number in range(3)]
 
 @dataclass
 class Clock:
-    """Time that passes only when something is decoded."""
-
     now: float = 0.0
 
     def __call__(self) -> float:

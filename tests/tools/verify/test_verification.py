@@ -171,7 +171,6 @@ def failed(report: VerifyReport, part: str) -> bool:
 
 
 def recovered_from_p(self: object, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
-    """The rule's token after the accepted ones, drawn from p even where it should come from the residual."""
     return p[torch.arange(p.shape[0]), place]
 
 

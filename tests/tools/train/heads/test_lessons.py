@@ -88,7 +88,6 @@ def assert_learns_and_drafts(
     steps: int = 60,
     draft_length: Any = 3,
 ) -> Any:
-    """Let a head learn a text of its base's, so that figures rise, and draft it; return the drafts it made."""
     model, before = lesson._base, lesson.measure()
     base = fingerprint(model)
     learn(lesson, text, steps)
