@@ -60,7 +60,7 @@ from selfspec.model.sizes import bytes_read, cache_bytes_read, widening
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.packed import exact_format, load_packed
+from selfspec.placement.packed import device_of, exact_format, load_packed
 from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
@@ -141,14 +141,15 @@ def load(
     each layer's weights when it needs them, from the disk or, on a GPU, from the host's memory, while the next ones
     load. Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
 
-    Packed weights, see docs/planes.md, take three quarters of the bytes of bfloat16, and a draft that takes none.
+    Packed weights, see docs/planes.md, take three quarters of the bytes of bfloat16, and a draft that takes none. With
+    both, the upper plane of a layer may stay and draft, and a target pass gets the lower one: a quarter of the bits.
 
     Args:
         path: a folder with safetensors files.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
             is no budget.
         weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32, on the
-            CPU and without a budget; None: they are kept in `dtype`.
+            CPU; within a budget they are packed to a file first. None: they are kept in `dtype`.
         device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
         dtype: torch.float64, float32, bfloat16 or float16 for the weights, or its name; None is the checkpoint's own.
         draft: a drafter or its name, as in `wrap`, where within a budget fewer bits apply to streamed layers alone;
@@ -164,9 +165,9 @@ def load(
         CheckpointError: files are missing, truncated or unreadable.
         UnsupportedModelError: there is no adapter for the architecture, or no weight can be packed.
         UnsupportedOptionError: the budget cannot be read, is too small (the message says how much is needed), or is
-            more than the memory there is; there is neither a budget nor a format, or both.
+            more than the memory there is; there is neither a budget nor a format.
         DraftConfigError: the draft does not fit the model or a budget.
-        StorageError: the disk does not give the weights.
+        StorageError: the disk does not give the weights, or has no room for packed ones.
     """
     named = _named(draft)
     given = named if isinstance(named, Drafter) else None
@@ -176,10 +177,10 @@ def load(
                 "context and cache say what a budget has room for; give memory, or leave them out"
             )
         return wrap(load_packed(str(path), exact_format(weights), dtype, device), given)
-    if weights is not None:
-        raise UnsupportedOptionError(f"weights={weights!r}: a budget streams weights as they are; leave memory out")
-    source = source_for(find_device("auto" if device is None else device))
-    planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache)
+    format = None if weights is None else exact_format(weights)
+    computes = find_device("auto" if device is None else device) if format is None else device_of(format, device)
+    source = source_for(computes)
+    planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache, format)
     if given is not None:
         given.check(len(planned.survey.layers) - 1)
     model = place(planned.survey, planned.plan)

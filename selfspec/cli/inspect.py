@@ -155,8 +155,10 @@ def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     layers = len(memory.layers) - 1
     where = "the disk" if planned.survey.source.device.type == "cpu" else "the host"
     yield "layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}"
+    if plan.partly:
+        yield "layers of which a part stays, and drafts", f"{min(plan.partly, layers - plan.resident)} of {layers}"
     yield "streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing"
-    if plan.format is not None:
+    if plan.format is not None and formats()[plan.format].copies:
         yield "rounded copies, for drafts", f"{formats()[plan.format].bits} bits"
     kept = ", the rest on the host" if planned.survey.cache == "host" else ""
     yield "keys and values", shown_bytes(memory.cache) + kept

@@ -36,6 +36,7 @@ class Format(ABC):
         bits: bits of a weight, without scales.
         acceptance: acceptance of a draft in this format, by 1 - TV of trained checkpoints, for plans of memory.
         parts: names of the tensors that a packed weight is kept in.
+        fetched: parts of an exact format that a memory budget may leave on the disk; the others are small.
         layer: the linear layer that multiplies by a packed weight, made as `layer(packed, bias, dtype)`.
         exact: whether the weight, made dense again, has the bits that it had.
         copies: whether it packs copies of any weight, to draft with. Else it keeps a model's own, or reads them.
@@ -51,6 +52,7 @@ class Format(ABC):
     acceptance: ClassVar[float]
     parts: ClassVar[tuple[str, ...]]
     layer: ClassVar[type[PackedLinear]]
+    fetched: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[bool] = False
     copies: ClassVar[bool] = True
     compensates: ClassVar[bool] = False

@@ -50,8 +50,16 @@ class PlanesLinear(PackedLinear):
         is_float = self.dtype != torch.float64
         most = crossover().rows(self.dtype, self.in_features) if self._is_native and is_float else 0
         if rows > most or torch.is_autocast_enabled("cpu"):
-            return functional.linear(states, self.join())
+            return self._of_many(states)
         return native.few_rows_in_planes(states, self.upper, self.lower, self.rows, self.escapes)
+
+    def _of_many(self, states: Tensor) -> Tensor:
+        if self.dtype != torch.bfloat16 or not self._is_native:
+            return functional.linear(states, self.join())
+        # Panels stay in the processor's cache. In float32 torch gives other bits for fewer outputs.
+        panels = some_rows(self.weight, _AT_ONCE)
+        ids = torch.arange(self.out_features)
+        return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
 
     def join(self) -> Tensor:
         return self.rows_of(torch.arange(self.out_features, device=self.upper.device))
@@ -69,7 +77,8 @@ class PlanesLinear(PackedLinear):
         numbers = ids.flatten()
         bits = joined(self.upper[numbers], self.lower[numbers], self.rows[0][numbers])
         _put_escapes(bits, numbers, self.rows[1], self.escapes)
-        return in_order(bits)[:, : self.in_features].to(self.dtype).view(*ids.shape, self.in_features)
+        found = in_order(bits)[:, : self.in_features].to(self.dtype)
+        return found.reshape(*ids.shape, self.in_features).contiguous()
 
     @property
     def _is_native(self) -> bool:
@@ -90,6 +99,7 @@ class Planes(Format):
     bits = 12
     acceptance = 1.0
     parts = ("upper", "lower", "rows", "escapes")
+    fetched = ("upper", "lower")
     layer: ClassVar[type[PlanesLinear]] = PlanesLinear
     exact = True
     copies = False

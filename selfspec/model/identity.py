@@ -89,8 +89,10 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
     sums = {name: _sums(value, rounded) for name, value in state.items() if not value.is_meta}
     for path, module in model.named_modules():
         if is_streamed(module):
-            with module.__dict__["streams"]() as weights:
-                sums |= {f"{path}.{name}": _sums(weight, rounded) for name, weight in weights.items()}
+            with module.__dict__["streams"]() as lent:
+                sums |= {
+                    f"{path}.{name}": _sums(weight, rounded) for name, weight in lent.named_parameters(recurse=False)
+                }
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
     for path, module in model.named_modules():
         # In layers of peft, active adapters and their scaling are no weights.

@@ -168,12 +168,17 @@ class Substitutes:
                 f"{min(unknown)}); {REWRITE}"
             )
 
-    def take(self, module: nn.Module, name: str, copy: WeightCopy, weights: Sequence[Tensor]) -> None:
-        """Make a module's substitute from weights that it does not keep, in the order of `substitutable_weights`."""
+    def take(
+        self, module: nn.Module, name: str, copy: WeightCopy, weights: Sequence[Tensor], own: WeightCopy | None = None
+    ) -> None:
+        """Make a module's substitute from weights that it does not keep, in the order of `substitutable_weights`.
+
+        For paths over `copy`; made as `own`, if it differs.
+        """
         transposed = _kind(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
-            self._keep(module, name, copy, [self._packed(name, weight, copy) for weight in laid_out])
+            self._keep(module, name, copy, [self._packed(name, weight, own or copy) for weight in laid_out], own)
 
     def within(self, module: nn.Module, name: str, copy: WeightCopy) -> nn.Module:
         """Return a view of a part, `name` in the model, with substitutes for its layers; itself if it has none."""
@@ -214,13 +219,16 @@ class Substitutes:
     def _packed(self, name: str, weight: Tensor, copy: WeightCopy) -> Packed:
         return copy.format.pack_head(weight) if name == self._head else copy.format.pack(weight)
 
-    def _keep(self, module: nn.Module, name: str, copy: WeightCopy, packed: Sequence[Packed]) -> _Made:
+    def _keep(
+        self, module: nn.Module, name: str, copy: WeightCopy, packed: Sequence[Packed], own: WeightCopy | None = None
+    ) -> _Made:
         """Make the substitute of a module from its packed weights, and keep it."""
         products, before = _products(module), self._made.get((copy, name))
-        substitute = _made(module, products, packed, copy.format)
+        format = (own or copy).format
+        substitute = _made(module, products, packed, format)
         if before is not None and before.lies_at(products):
             substitute = _renewed(before.substitute, substitute)
-        elif substitute is not None and copy.format.copies:
+        elif substitute is not None and format.copies:
             for place, weight in substitute.named_parameters():
                 # A bias is the layer's own.
                 if not place.endswith("bias"):

@@ -14,7 +14,7 @@ from selfspec.errors import UnsupportedModelError
 
 def view_of(module: nn.Module, change: Callable[[nn.Module, Mapping[str, nn.Module]], nn.Module | None]) -> nn.Module:
     """Return a view of a module with parts replaced by `change(part, replaced children)`; itself if none is."""
-    if has_other_forward(module):
+    if has_other_forward(module) and not is_streamed(module):
         return module
     children = {name: view_of(child, change) for name, child in module._modules.items() if child is not None}
     others = {name: child for name, child in children.items() if child is not module._modules[name]}

@@ -16,7 +16,7 @@ from selfspec.draft import Drafter, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError
-from selfspec.formats.format import copies
+from selfspec.formats.format import copies, formats
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.sizes import bytes_read, share_read
 from selfspec.model.substitutes import Substitutes
@@ -71,7 +71,7 @@ class Placement:
             name = format_of(asked.draft)
             if name is not None and name != self.plan.format:
                 raise DraftConfigError(
-                    f"no memory was set aside for copies in {copies()[name].bits} bits; {_anew(asked.draft)}"
+                    f"no memory was set aside for copies in {formats()[name].bits} bits; {_anew(asked.draft)}"
                 )
             return asked
         draft = asked.draft.mapped(self._fitted)
@@ -85,7 +85,9 @@ class Placement:
         draft.check(self.depth)
         if format_of(draft) != self.plan.format:
             made = (
-                "no rounded copies" if self.plan.format is None else f"copies in {copies()[self.plan.format].bits} bits"
+                "no rounded copies"
+                if self.plan.format is None
+                else f"copies in {formats()[self.plan.format].bits} bits"
             )
             raise DraftConfigError(f"{draft_name(draft)} needs rounded copies; here are {made}; {_anew(draft)}")
         kept = [layer for layer in draft.layers or () if layer < self.plan.resident]

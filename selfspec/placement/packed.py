@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import PackedWeight, UnsupportedWeightError, dense
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import find_device, local_folder, read_config
-from selfspec.placement.place import read_dtype
-from selfspec.placement.skeleton import names_by_weight, set_weight, skeleton
+from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.weight_source import WeightFiles
 
 
@@ -42,11 +41,18 @@ def load_packed(
     folder = local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    if find_device("cpu" if device is None else device).type != "cpu":
-        raise UnsupportedOptionError(f"weights={format.name!r}: there are kernels for the CPU alone; leave device out")
+    device_of(format, device)
     made = skeleton(folder, read_config(name), read_dtype(dtype), WeightFiles())
     _pack(made.model, format, {name: weight.values for name, weight in made.deferred.items()})
     return made.model
+
+
+def device_of(format: Format, device: torch.device | str | None) -> torch.device:
+    """Return the device that computes with packed weights; refuse one that has no kernels for them."""
+    found = find_device("cpu" if device is None else device)
+    if found.type != "cpu":
+        raise UnsupportedOptionError(f"weights={format.name!r}: there are kernels for the CPU alone; leave device out")
+    return found
 
 
 def pack_weights(model: PreTrainedModel, format: Format) -> None:
@@ -60,26 +66,40 @@ def _pack(model: PreTrainedModel, format: Format, weights: Mapping[str, Callable
     groups = [names for names in names_by_weight(model).values() if names[0] in weights]
     for names in logging.tqdm(groups, desc="Packing weights", delay=2):
         weight, found = weights[names[0]](), None
-        if format.takes(weight) and all(_multiplies(model, each) for each in names):
+        if format.takes(weight) and all(multiplies(model, each) for each in names):
             try:
                 found = _packed(weight, format, pages)
             except UnsupportedWeightError as error:
                 reason = f" ({names[0]} is {error})"
         packed += found is not None
-        set_weight(model, names, nn.Parameter(weight, requires_grad=False) if found is None else found)
-        for each in names if found is not None else ():
-            module = model.get_submodule(each.rpartition(".")[0])
-            module._register_state_dict_hook(_made_dense)
-            module.register_load_state_dict_pre_hook(_refuse)
+        if found is None:
+            set_weight(model, names, nn.Parameter(weight, requires_grad=False))
+        else:
+            set_packed(model, names, found)
     if not packed:
-        raise UnsupportedModelError(
-            f"no weight of {type(model).__name__} fits weights={format.name!r}, which keeps linear layers and "
-            f"embeddings of bfloat16 precision{reason}; leave weights out, or load with dtype='bfloat16', which "
-            "rounds them"
-        )
+        raise UnsupportedModelError(no_packed_weight(model, format, reason))
 
 
-def _multiplies(model: PreTrainedModel, name: str) -> bool:
+def set_packed(model: PreTrainedModel, names: Sequence[str], weight: nn.Parameter) -> None:
+    """Let modules hold a packed weight; their state dicts have its values, and take no others."""
+    set_weight(model, names, weight)
+    for each in names:
+        module = model.get_submodule(each.rpartition(".")[0])
+        module._register_state_dict_hook(_made_dense)
+        module.register_load_state_dict_pre_hook(_refuse)
+
+
+def no_packed_weight(model: PreTrainedModel, format: Format, reason: str) -> str:
+    """Say that no weight of a model is packed, and the reason of one of them."""
+    return (
+        f"no weight of {type(model).__name__} fits weights={format.name!r}, which keeps linear layers and "
+        f"embeddings of bfloat16 precision{reason}; leave weights out, or load with dtype='bfloat16', which "
+        "rounds them"
+    )
+
+
+def multiplies(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a parameter, by name, is the weight of a linear layer or an embedding."""
     holder, _, leaf = name.rpartition(".")
     return leaf == "weight" and isinstance(model.get_submodule(holder), nn.Linear | nn.Embedding)
 

@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
 from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
-from selfspec.errors import UnsupportedOptionError
-from selfspec.formats.format import copies
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.formats.format import Format, copies, formats
+from selfspec.kernels.large_pages import LargePages
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement, format_of
-from selfspec.placement.plan import Plan, parse_bytes, plan_memory, shown_bytes
-from selfspec.placement.skeleton import DTYPES, names_by_weight, set_weight
+from selfspec.placement.packed import set_packed
+from selfspec.placement.plan import Plan, Stays, parse_bytes, plan_memory, shown_bytes
+from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight
+from selfspec.placement.stored import WeightInFiles, bytes_in_memory, drafts_inside
 from selfspec.placement.survey import StreamableModule, Survey, survey
-from selfspec.placement.weight_source import FromDisk, WeightSource
+from selfspec.placement.weight_source import FromDisk, ReadBuffer, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
 
 def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     """Read the weights that stay in memory, and let the other layers stream theirs."""
     surveyed.source.prepare()
-    made = surveyed.skeleton
-    streamed = [module for layer in surveyed.layers[plan.resident :] for module in layer]
-    away = {f"{module.name}.{weight}" for module in streamed for weight in module.weights}
+    made, pages = surveyed.skeleton, LargePages()
+    streamed = [
+        (module, plan.stays(number))
+        for number, layer in enumerate(surveyed.layers)
+        for module in layer
+        if plan.stays(number) is not Stays.WHOLE
+    ]
+    away = {f"{module.name}.{weight}" for module, _ in streamed for weight in module.weights}
     for names in names_by_weight(made.model).values():
-        if names[0] in made.deferred and not away.intersection(names):
+        if names[0] not in made.deferred or away.intersection(names):
+            continue
+        packed = surveyed.packed.get(names[0])
+        if packed is not None:
+            set_packed(
+                made.model, names, packed.parameter(_read(surveyed, packed, [*packed.parts], pages), surveyed.dtype)
+            )
+        else:
             weight = made.deferred[names[0]].values().to(surveyed.source.device)
             set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
     _move_what_is_there(made.model, surveyed.source.device)
     substitutes = Substitutes.of(made.model)
-    stream = _stream(surveyed, streamed, plan.format, substitutes) if streamed else None
+    stream = _stream(surveyed, streamed, plan, substitutes, pages) if streamed else None
     depth = len(surveyed.layers) - 1
     head = bool(surveyed.layers[depth]) and plan.resident <= depth
     made.model.__dict__["placement"] = Placement(
@@ -61,7 +77,7 @@ def default_draft(plan: Plan) -> Drafter | None:
     """Return the default draft: look-ups, and rounded copies of streamed layers; None if there are no such copies."""
     if plan.format is None or not plan.streamed:
         return None
-    return Cascade(PromptLookup(), LowPrecision(format=copies()[plan.format]()))
+    return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
 
 
 def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
@@ -76,23 +92,65 @@ def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _read(surveyed: Survey, weight: WeightInFiles, parts: Sequence[str], pages: LargePages) -> dict[str, Tensor]:
+    """Read parts of a packed weight to stay in memory."""
+    places = {part: weight.parts[part] for part in parts}
+    return {
+        part: pages.moved(ReadBuffer(place.nbytes).read(surveyed.files, place)).to(surveyed.source.device)
+        for part, place in places.items()
+    }
+
+
 def _stream(
-    surveyed: Survey, modules: Sequence[StreamableModule], format: str | None, substitutes: Substitutes
+    surveyed: Survey,
+    modules: Sequence[tuple[StreamableModule, Stays]],
+    plan: Plan,
+    substitutes: Substitutes,
+    pages: LargePages,
 ) -> WeightStream:
-    """Make modules take their weights from a stream, and make their substitutes."""
-    weights = [weight for module in modules for weight in module.weights.values()]
-    sizes = [weight.nbytes // weight.dtype.itemsize * surveyed.dtype.itemsize for weight in weights]
-    stream = WeightStream(sizes, surveyed.source.slots(weights, surveyed.dtype, surveyed.files))
+    """Make modules take from a stream what of their weights is not in memory, and make their substitutes."""
+    dtype = surveyed.dtype
+    fetched = [
+        weight.parts[part]
+        for module, stays in modules
+        for weight in module.weights.values()
+        for part in weight.fetched(stays)
+    ]
+    sizes = [bytes_in_memory(part, dtype) for part in fetched]
+    stream = WeightStream(sizes, surveyed.source.slots(fetched, dtype, surveyed.files))
     first = 0
-    for each in logging.tqdm(modules, desc="Rounding streamed weights", delay=2, disable=format is None):
+    for each, stays in logging.tqdm(modules, desc="Placing streamed weights", delay=2):
         module = surveyed.skeleton.model.get_submodule(each.name)
-        numbers = range(first, first + len(each.weights))
-        first += len(each.weights)
-        if format is not None:
-            with stream.lend(numbers) as lent:
-                substitutes.take(module, each.name, WeightCopy(copies()[format]()), lent)
-        stream_module(module, list(each.weights), numbers, stream)
+        lent = [(name, part) for name, weight in each.weights.items() for part in weight.fetched(stays)]
+        kept = {
+            name: _read(surveyed, weight, [part for part in weight.parts if (name, part) not in lent], pages)
+            for name, weight in each.weights.items()
+        }
+        stream_module(
+            module, range(first, first + len(lent)), stream, partial(_parameters, each.weights, kept, lent, dtype)
+        )
+        first += len(lent)
+        own = plan.drafts(stays)
+        if plan.format is not None and own is not None:
+            with module.__dict__["streams"]() as there:
+                weights = [there._parameters[name] for name in each.weights]
+                copy, made = WeightCopy(formats()[plan.format]()), WeightCopy(formats()[own]())
+                substitutes.take(module, each.name, copy, weights, made)
     return stream
+
+
+def _parameters(
+    weights: Mapping[str, WeightInFiles],
+    kept: Mapping[str, Mapping[str, Tensor]],
+    lent: Sequence[tuple[str, str]],
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor],
+) -> dict[str, nn.Parameter]:
+    """Make the parameters of a module of what is kept of its weights and what is lent, by weight and part."""
+    parts = {name: dict(kept[name]) for name in weights}
+    for (name, part), tensor in zip(lent, tensors, strict=True):
+        parts[name][part] = tensor
+    return {name: weight.parameter(parts[name], dtype) for name, weight in weights.items()}
 
 
 CONTEXTS = (4096, 2048, 1024, 512)
@@ -110,7 +168,7 @@ class PlannedCheckpoint:
         """Return the plan and what it is for, ready for JSON."""
         known = self.survey
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
-        bits = None if self.plan.format is None else copies()[self.plan.format].bits
+        bits = None if self.plan.format is None else formats()[self.plan.format].bits
         return {**where, "memory": asdict(known.memory), **asdict(self.plan), "bits": bits}
 
 
@@ -122,8 +180,9 @@ def plan_checkpoint(
     context: int | None,
     source: WeightSource,
     cache: str | None = None,
+    weights: Format | None = None,
 ) -> PlannedCheckpoint:
-    """Plan how to load a checkpoint; arguments and errors are those of `selfspec.load`, but for the source."""
+    """Plan how to load a checkpoint; arguments and errors are those of `selfspec.load`, but for source and format."""
     budget = parse_bytes("memory", memory)
     named_dtype = read_dtype(dtype)
     if context is not None and (type(context) is not int or context < 1):
@@ -131,9 +190,12 @@ def plan_checkpoint(
     if cache is not None and cache not in CACHE_KINDS:
         raise UnsupportedOptionError(f"cache={shown(cache)}: keys and values are kept as {', '.join(CACHE_KINDS)}")
     beside = format_of(draft) if isinstance(draft, Drafter) else None
-    named_formats = list(copies()) if draft is True else [] if beside is None else [beside]
+    inside = drafts_inside(weights)
+    if beside is not None and beside not in {**inside, **copies()}:
+        raise DraftConfigError(f"{beside} reads a part of packed weights: load with weights='planes', too")
+    named_formats = [*inside, *copies()] if draft is True else [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
-    surveyed = survey(path, named_dtype, contexts[0], source)
+    surveyed = survey(path, named_dtype, contexts[0], source, weights)
     if isinstance(draft, Drafter):
         surveyed = replace(surveyed, own=draft.own_bytes(surveyed.skeleton.model))
     bandwidth = surveyed.bandwidth()
@@ -164,14 +226,3 @@ def _first_that_fits(
         with suppress(UnsupportedOptionError):
             return planned(size, kept)
     return planned(*choices[-1])
-
-
-def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype of weights or the dtype of its name; None: the checkpoint's own. Refuse any other."""
-    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
-        return None
-    named = {str(each).removeprefix("torch."): each for each in DTYPES}
-    found = named.get(dtype) if isinstance(dtype, str) else dtype
-    if found in DTYPES:
-        return found
-    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {', '.join(named)}, or auto, the checkpoint's own")

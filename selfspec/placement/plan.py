@@ -1,15 +1,17 @@
-"""Plan for a byte budget which layers stay in memory, which are streamed, and in which format these draft."""
+"""Plan for a byte budget what of each layer stays in memory, what is streamed, and in which format layers draft."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from statistics import fmean
 
 from selfspec.arguments import shown
 from selfspec.errors import UnsupportedOptionError
-from selfspec.formats.format import copies
+from selfspec.formats.format import formats
 
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))} | {
     unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)
@@ -49,6 +51,14 @@ def tokens_at_once(context: int, scored_heads: int) -> int:
     return max(1, min(_TOKENS_AT_ONCE, context, _SCORED // (context * max(1, scored_heads))))
 
 
+class Stays(Enum):
+    """Says what of the weights of a layer is in memory; the rest is fetched by each pass."""
+
+    WHOLE = "the layer"
+    PART = "a part that drafts"
+    NOTHING = "a copy that drafts, if anything"
+
+
 @dataclass(frozen=True)
 class Memory:
     """Counts the bytes of memory that a model takes.
@@ -57,6 +67,8 @@ class Memory:
         process: in use before the model is loaded; 0 where the budget limits a device.
         kept: weights that always stay: embeddings, norms, and all that cannot be streamed.
         layers: streamable weights of each layer; the head, if it can be streamed, is the last layer.
+        substitutes: copies of each layer, by format.
+        parts: the part of each layer that drafts by itself while the rest is fetched, by the format that reads it.
         draft: a drafter's own weights, and its keys and values of the context.
         kept_substitutes: substitutes of weights that always stay, by format; made only if all layers stay.
     """
@@ -70,6 +82,7 @@ class Memory:
     working: int
     draft: int = 0
     kept_substitutes: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -92,9 +105,12 @@ class Plan:
     Attributes:
         resident: number of layers that stay, from the first; the head counts as the layer after the last.
         streamed: bytes that a target pass streams.
+        format: of copies of the layers of which nothing stays, or of the part of all; None: there are no drafts.
         plain: predicted steps of plain decoding a second.
         drafting: predicted tokens a second with drafts; None: there are no drafts.
         draft_step: predicted c; None: there are no drafts.
+        partly: number of layers, after those that stay, of which a part stays that drafts.
+        part: the format that reads it; None: there are no such layers.
     """
 
     resident: int
@@ -106,6 +122,18 @@ class Plan:
     drafting: float | None = None
     draft_step: float | None = None
     draft_length: int = 0
+    partly: int = 0
+    part: str | None = None
+
+    def stays(self, layer: int) -> Stays:
+        """Return what of a layer is in memory."""
+        if layer < self.resident:
+            return Stays.WHOLE
+        return Stays.PART if layer < self.resident + self.partly else Stays.NOTHING
+
+    def drafts(self, stays: Stays) -> str | None:
+        """Return the format in which layers draft of which not all stays; None: nothing drafts."""
+        return self.part if stays is Stays.PART else self.format
 
 
 def plan_memory(
@@ -115,76 +143,119 @@ def plan_memory(
 
     Substitutes have one of `formats`; none: nothing drafts. A draft needs those in `beside` even if all layers stay.
     """
-    if _total(memory, len(memory.layers), beside) <= budget:
-        return _predicted(memory, len(memory.layers), beside, bandwidth)
+    whole = _Split(memory, len(memory.layers), beside)
+    if whole.total <= budget:
+        return _predicted(whole, bandwidth)
     choices: list[str | None] = [*formats] or [None]
-    plans = []
-    for each in choices:
-        resident = _most_resident(memory, each, budget)
-        if resident is not None:
-            plans.append(_predicted(memory, resident, each, bandwidth))
-    if not plans:
-        raise UnsupportedOptionError(_too_little(memory, budget, choices))
-    return max(plans, key=lambda plan: plan.drafting or plan.plain)
+    splits = [split for each in choices for split in _splits(memory, each)]
+    # The more layers stay whole, the better; of how many others a part should stay is not as clear.
+    most = {(split.format, split.part, split.part and split.end): split for split in splits if split.total <= budget}
+    if not most:
+        least = min(splits or [_Split(memory, 0, each) for each in choices], key=lambda split: split.total)
+        raise UnsupportedOptionError(_too_little(budget, least))
+    return max((_predicted(split, bandwidth) for split in most.values()), key=lambda plan: plan.drafting or plan.plain)
 
 
-def _too_little(memory: Memory, budget: int, choices: Sequence[str | None]) -> str:
-    format = min(choices, key=lambda each: _total(memory, 0, each))
-    least = _total(memory, 0, format)
+@dataclass(frozen=True)
+class _Split:
+    """Gives the bytes of what stays if some layers do, and of some after these a part."""
+
+    memory: Memory
+    resident: int
+    format: str | None
+    partly: int = 0
+    part: str | None = None
+
+    @property
+    def end(self) -> int:
+        return self.resident + self.partly
+
+    @property
+    def whole(self) -> int:
+        return sum(self.memory.layers[: self.resident])
+
+    @property
+    def parts(self) -> int:
+        return 0 if self.part is None else sum(self.memory.parts[self.part][self.resident : self.end])
+
+    @property
+    def copies(self) -> int:
+        """Copies of layers of which nothing stays; where all stay, those that a draft needs."""
+        if self.format is None or self.format in self.memory.parts:
+            return 0
+        substitutes = self.memory.substitutes[self.format]
+        if self.resident == len(self.memory.layers):
+            return sum(substitutes) + self.memory.kept_substitutes.get(self.format, 0)
+        return sum(substitutes[self.end :])
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.resident == len(self.memory.layers) else SLOTS * self.memory.largest
+
+    @property
+    def total(self) -> int:
+        return self.memory.least + self.whole + self.parts + self.copies + self.slots
+
+
+def _splits(memory: Memory, format: str | None) -> Iterator[_Split]:
+    """Yield the ways to divide layers of which some are streamed, those with more whole layers later."""
+    count = len(memory.layers)
+    # Substitutes are not made for a head alone: a layer before it is streamed, too.
+    for resident in range(count - (format is not None)):
+        if format in memory.parts:
+            yield _Split(memory, resident, format, count - resident, format)
+            continue
+        yield _Split(memory, resident, format)
+        for part in memory.parts if format is not None else ():
+            yield from (_Split(memory, resident, format, partly, part) for partly in range(1, count - resident))
+
+
+def _too_little(budget: int, least: _Split) -> str:
+    memory = least.memory
     parts = {
         "for the process": memory.process,
         "for weights that stay": memory.kept,
-        "for weights on their way": SLOTS * memory.largest,
-        "for copies that draft": 0 if format is None else sum(memory.substitutes[format]),
+        "for weights on their way": least.slots,
+        "for parts that draft": least.parts,
+        "for copies that draft": least.copies,
         "for keys and values": memory.cache,
         "for the draft's own weights, keys and values": memory.draft,
         "to work with": memory.working,
     }
     told = ", ".join(f"{shown_bytes(size)} {what}" for what, size in parts.items() if size)
     remedies = "raise it, or ask for a shorter context"
-    if format is not None:
-        without = shown_bytes(_total(memory, 0, None))
+    if least.format is not None:
+        without = shown_bytes(_Split(memory, 0, None).total)
         remedies = (
             "raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none), which takes "
             f"{without}"
         )
     all_stay = "" if sum(memory.layers) else "; none of its layers can be streamed, so that all stay in memory"
     return (
-        f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least)} ({told}); "
-        f"{remedies}{all_stay}"
+        f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least.total)} "
+        f"({told}); {remedies}{all_stay}"
     )
 
 
-def _most_resident(memory: Memory, format: str | None, budget: int) -> int | None:
-    # Substitutes are not made for a head alone: a layer before it is streamed, too.
-    most = len(memory.layers) - (format is not None)
-    fitting = [count for count in range(most) if _total(memory, count, format) <= budget]
-    return max(fitting, default=None)
-
-
-def _total(memory: Memory, resident: int, format: str | None) -> int:
-    if resident == len(memory.layers):
-        copies = 0 if format is None else sum(memory.substitutes[format]) + memory.kept_substitutes.get(format, 0)
-        return memory.least + sum(memory.layers) + copies
-    substitutes = 0 if format is None else sum(memory.substitutes[format][resident:])
-    return memory.least + sum(memory.layers[:resident]) + substitutes + SLOTS * memory.largest
-
-
-def _predicted(memory: Memory, resident: int, format: str | None, bandwidth: Bandwidth) -> Plan:
-    streamed = sum(memory.layers[resident:])
-    kept = memory.kept + sum(memory.layers[:resident])
+def _predicted(split: _Split, bandwidth: Bandwidth) -> Plan:
+    memory, count = split.memory, len(split.memory.layers)
+    streamed = sum(memory.layers) - split.whole - split.parts
+    kept = memory.kept + split.whole
     # Weights are multiplied while the next ones arrive.
-    target = kept / bandwidth.memory + max(streamed / bandwidth.stream, streamed / bandwidth.memory)
-    total = _total(memory, resident, format)
-    if format is None or not streamed:
-        return Plan(resident, streamed, format, total, bandwidth, 1 / target)
-    substitutes = sum(memory.substitutes[format][resident:])
+    target = kept / bandwidth.memory + max(streamed / bandwidth.stream, (streamed + split.parts) / bandwidth.memory)
+    plan = Plan(
+        split.resident, streamed, split.format, split.total, bandwidth, 1 / target, partly=split.partly, part=split.part
+    )
+    if split.format is None or not streamed:
+        return plan
     # A round of a chain commits (1 - a^(n + 1)) / (1 - a) tokens; verification need not run its first layers again.
-    acceptance = copies()[format].acceptance
-    draft = (kept + substitutes) / bandwidth.memory
+    named = [split.part] * split.partly + [split.format] * (count - split.end)
+    sizes = memory.layers[split.resident :]
+    acceptance = fmean((formats()[name].acceptance for name in named if name is not None), sizes)
+    draft = (kept + split.parts + split.copies) / bandwidth.memory
     speeds = {
         length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft + target)
         for length in range(1, LONGEST + 1)
     }
     best = max(speeds, key=lambda length: speeds[length])
-    return Plan(resident, streamed, format, total, bandwidth, 1 / target, speeds[best], draft / target, best)
+    return replace(plan, drafting=speeds[best], draft_step=draft / target, draft_length=best)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
+from selfspec.arguments import shown
+from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
 from selfspec.placement.weight_source import ReadBuffer, StoredWeight, WeightFiles, stored_weights
 
@@ -168,6 +169,17 @@ def _check_unchanged(operation: Any, args: Sequence[Any], options: Mapping[str, 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that weights may be computed in, and streamed from files in."""
+
+
+def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype of weights or the dtype of its name; None: the checkpoint's own. Refuse any other."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    named = {str(each).removeprefix("torch."): each for each in DTYPES}
+    found = named.get(dtype) if isinstance(dtype, str) else dtype
+    if found in DTYPES:
+        return found
+    raise UnsupportedOptionError(f"dtype={shown(dtype)}: weights are {', '.join(named)}, or auto, the checkpoint's own")
 
 
 @dataclass(frozen=True)

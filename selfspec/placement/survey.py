@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.formats.format import copies
+from selfspec.formats.format import Format, copies
 from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import layer_caches
 from selfspec.model.substitutes import substitutable_weights
-from selfspec.placement.plan import SLOTS, Bandwidth, Memory, tokens_at_once
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.weight_source import StoredWeight, WeightFiles, WeightSource
+from selfspec.placement.stored import WeightInFiles, drafts_inside, packed_on_disk
+from selfspec.placement.weight_source import WeightFiles, WeightSource
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
@@ -40,7 +42,7 @@ class StreamableModule:
     """Describes a module that can be streamed: its weights, by name in it, and bytes of its substitute, by format."""
 
     name: str
-    weights: dict[str, StoredWeight]
+    weights: dict[str, WeightInFiles]
     substitutes: dict[str, int]
 
 
@@ -53,6 +55,7 @@ class Survey:
         process: bytes within the budget that were in use before.
         context: tokens of all rows together that the memory has room for.
         own: bytes of a draft beside the model.
+        packed: packed weights, by their first names.
     """
 
     skeleton: Skeleton
@@ -64,6 +67,12 @@ class Survey:
     source: WeightSource
     cache: CacheKind = "exact"
     own: OwnBytes = field(default_factory=OwnBytes)
+    packed: Mapping[str, WeightInFiles] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> dict[str, type[Format]]:
+        """The formats, by name, that draft by a part of packed weights."""
+        return drafts_inside(next((weight.format for weight in self.packed.values()), None))
 
     @property
     def at_once(self) -> int:
@@ -72,7 +81,8 @@ class Survey:
 
     def bandwidth(self) -> Bandwidth:
         """Measure how fast weights are streamed and multiplied."""
-        return self.source.bandwidth(list(self.skeleton.stored.values()), self.files)
+        parts = [part for weight in self.packed.values() for part in weight.parts.values()]
+        return self.source.bandwidth(parts or list(self.skeleton.stored.values()), self.files)
 
     def may_keep(self, cache: CacheKind) -> bool:
         """Return whether keys and values can be kept in this way."""
@@ -86,12 +96,12 @@ class Survey:
     @cached_property
     def memory(self) -> Memory:
         """Memory that the model takes."""
-        dtype, context, in_slots = self.dtype, self.context, self.source.dtype_in_slots
+        dtype, context = self.dtype, self.context
         of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in self.layers]
-        sizes = [sum(_bytes_as(weight, dtype) for weight in layer) for layer in of_layers]
+        sizes = [sum(weight.nbytes(dtype, weight.fetched()) for weight in layer) for layer in of_layers]
         weights = [weight for layer in of_layers for weight in layer]
         # A module uses up to two weights at once, which are copied where their slots have another dtype.
-        copied = [_bytes_as(weight, dtype) for weight in weights if in_slots(weight.dtype, dtype) != dtype]
+        copied = [weight.shape.numel() * max(4, dtype.itemsize) for weight in weights if self._is_copied(weight)]
         # The head does not read prompts.
         widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
         config, depth = self.skeleton.model.config, len(self.layers) - 1
@@ -111,9 +121,9 @@ class Survey:
         loading = self.skeleton.nbytes_beside - cache if self.source.device.type == "cpu" else 0
         return Memory(
             process=self.process,
-            kept=sum(weight.nbytes for weight in self.skeleton.model.parameters()) - sum(sizes),
+            kept=sum(self._nbytes(*named) for named in self.skeleton.model.named_parameters()) - sum(sizes),
             layers=tuple(sizes),
-            largest=max((_bytes_as(weight, in_slots(weight.dtype, dtype)) for weight in weights), default=0),
+            largest=max(map(self._largest_part, weights), default=0),
             substitutes={
                 name: tuple(sum(module.substitutes[name] for module in layer) for layer in self.layers)
                 for name in copies()
@@ -122,17 +132,46 @@ class Survey:
             working=_SLACK + max(passes, loading, moving),
             draft=self.own.weights + self.own.row + self.own.of_token * context,
             kept_substitutes=_kept_substitutes(self.skeleton, self.layers),
+            parts={
+                name: tuple(
+                    sum(
+                        weight.nbytes(dtype, set(weight.fetched()) - set(weight.fetched(Stays.PART)))
+                        for weight in layer
+                    )
+                    for layer in of_layers
+                )
+                for name in self.inside
+            },
         )
 
+    def _is_copied(self, weight: WeightInFiles) -> bool:
+        """Return whether a module makes a copy of a weight that is fetched, to multiply by it."""
+        in_slots = self.source.dtype_in_slots
+        return any(in_slots(part.dtype, self.dtype) != self.dtype for part in weight.parts.values())
 
-def survey(name: str, dtype: torch.dtype | None, context: int, source: WeightSource) -> Survey:
-    """Survey a checkpoint in a folder, for a context of all rows together; dtype None: the checkpoint's own."""
+    def _largest_part(self, weight: WeightInFiles) -> int:
+        parts = [weight.parts[part] for part in weight.fetched()]
+        return max(part.numel * self.source.dtype_in_slots(part.dtype, self.dtype).itemsize for part in parts)
+
+    def _nbytes(self, name: str, weight: nn.Parameter) -> int:
+        return self.packed[name].nbytes(self.dtype) if name in self.packed else weight.nbytes
+
+
+def survey(
+    name: str, dtype: torch.dtype | None, context: int, source: WeightSource, format: Format | None = None
+) -> Survey:
+    """Survey a checkpoint in a folder, for a context of all rows together; dtype None: the checkpoint's own.
+
+    With a format weights are packed first, to a file.
+    """
     config, folder = read_config(name), local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     before, files = source.in_use(), WeightFiles()
     made = skeleton(folder, config, dtype, files)
-    return Survey(made, made.model.config.dtype, files, streamable_layers(made), before, context, source)
+    packed = {} if format is None else packed_on_disk(made, format, files)
+    layers = streamable_layers(made, packed)
+    return Survey(made, made.model.config.dtype, files, layers, before, context, source, packed=packed)
 
 
 def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource) -> None:
@@ -146,15 +185,20 @@ def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource)
         )
 
 
-def streamable_layers(made: Skeleton) -> tuple[tuple[StreamableModule, ...], ...]:
-    """Return the streamable modules of each layer; those of the head are a layer after the last."""
+def streamable_layers(made: Skeleton, packed: Mapping[str, WeightInFiles]) -> tuple[tuple[StreamableModule, ...], ...]:
+    """Return the streamable modules of each layer; those of the head are a layer after the last.
+
+    Where weights are packed, others are not streamed.
+    """
+    dense = {name: WeightInFiles.dense(weight) for name, weight in made.stored.items()}
+    places = packed or dense
     adapter = find_adapter(made.model)
     prefix = ".".join(adapter.path(made.model))
     depth = len(adapter.decoder_layers(made.model))
     layers: list[list[StreamableModule]] = [[] for _ in range(depth + 1)]
     tied = names_by_weight(made.model)
     for name, shapes in substitutable_weights(made.model, adapter).items():
-        found = {weight: made.stored.get(f"{name}.{weight}") for weight in shapes}
+        found = {weight: places.get(f"{name}.{weight}") for weight in shapes}
         stored = {weight: where for weight, where in found.items() if where is not None}
         shared = any(len(tied[id(made.model.get_parameter(f"{name}.{weight}"))]) > 1 for weight in shapes)
         # Weights without substitutes stay: every draft step runs them.
@@ -183,7 +227,8 @@ def _kept_substitutes(made: Skeleton, layers: Sequence[Sequence[StreamableModule
 
 
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
-    return max((weight.nbytes for layer in layers for module in layer for weight in module.weights.values()), default=0)
+    weights = [weight for layer in layers for module in layer for weight in module.weights.values()]
+    return max((weight.parts[part].nbytes for weight in weights for part in weight.fetched()), default=0)
 
 
 def _fits(shapes: Iterable[torch.Size]) -> bool:
@@ -200,7 +245,3 @@ def _scored_heads(config: PreTrainedConfig) -> int:
     # Some models have no heads.
     heads: int = getattr(text, "num_attention_heads", 0)
     return heads if text._attn_implementation == "eager" else 0
-
-
-def _bytes_as(weight: StoredWeight, dtype: torch.dtype) -> int:
-    return weight.nbytes // weight.dtype.itemsize * dtype.itemsize

@@ -27,7 +27,7 @@ from selfspec.placement.weight_stream import DeviceCopies, HostMemory, Slot
 from selfspec.process import give_large_blocks_back, machine_bytes, resident_bytes
 
 # Direct reads begin and end at multiples of this, in files and in memory.
-_PAGE = 4096
+PAGE = 4096
 # Reads of this size reach the speed of the disk.
 _MOST_AT_ONCE = 1 << 26
 _DTYPES = {
@@ -49,9 +49,19 @@ class StoredWeight:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+
+def dtype_in_memory(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of stored numbers in a model of a dtype: parts of packed weights stay as they are."""
+    return dtype if stored.is_floating_point else stored
 
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
@@ -85,12 +95,12 @@ class ReadBuffer:
 
     def __init__(self, size: int) -> None:
         # Anonymous memory begins at a page.
-        self._memory = mmap.mmap(-1, _up(size) + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, _up(size) + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def read(self, files: WeightFiles, weight: StoredWeight) -> Tensor:
         """Read a weight into this memory; the weight read before is overwritten."""
-        first = weight.start - weight.start % _PAGE
+        first = weight.start - weight.start % PAGE
         files.read_into(memoryview(self._memory)[: _up(weight.start + weight.nbytes - first)], weight, first)
         read = self._bytes[weight.start - first :][: weight.nbytes]
         # A file aligns its weights no better than its header.
@@ -125,6 +135,10 @@ class WeightFiles:
                 f"{weight.file} cannot be read ({error.strerror}); see whether its disk is there, and load again"
             ) from error
 
+    def keep_open(self, file: Path) -> None:
+        """Open a file that may be deleted before it is read."""
+        self._open(file)
+
     def _open(self, file: Path) -> int:
         with self._opening:
             if file not in self._opened:
@@ -137,7 +151,7 @@ class WeightFiles:
 
 
 def _up(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+    return -(-size // PAGE) * PAGE
 
 
 # Bytes of weights that are moved and multiplied to measure speed: a multiple of 4096.
@@ -214,6 +228,8 @@ class FromDisk(WeightSource):
             begun = time.perf_counter()
             read = buffer.read(files, weight)
             seconds += time.perf_counter() - begun
+        if not read.is_floating_point():
+            read = torch.zeros(_PROBED // 4096, 2048, dtype=torch.bfloat16)
         memory = _product_bytes_a_second(read.reshape(-1, read.shape[-1] if read.ndim else 1))
         return Bandwidth(memory, sum(weight.nbytes for weight in probed) / seconds)
 
@@ -236,7 +252,7 @@ class FromHost(WeightSource):
         return self._copies.device_bytes()
 
     def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return dtype_in_memory(stored, dtype)
 
     def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
         copies = self._copies
@@ -301,7 +317,8 @@ class _DiskSlot(Slot):
         self._read = self._reader.submit(self._buffer.read, self._files, self._weights[number])
 
     def arrived(self) -> Tensor:
-        return self._read.result().to(self._dtype)
+        read = self._read.result()
+        return read.to(dtype_in_memory(read.dtype, self._dtype))
 
     def used(self) -> None:
         """Do nothing: on the CPU all uses have been computed by now."""
@@ -317,12 +334,15 @@ class _HostWeights:
     def __init__(
         self, stored: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
     ) -> None:
-        sizes = [weight.nbytes // weight.dtype.itemsize * dtype.itemsize for weight in stored]
+        dtypes = [dtype_in_memory(weight.dtype, dtype) for weight in stored]
+        sizes = [
+            weight.nbytes // weight.dtype.itemsize * each.itemsize for weight, each in zip(stored, dtypes, strict=True)
+        ]
         ends = list(accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
         self._memory = HostMemory(ends[-1], copies)
         self.weights = [
-            self._memory.bytes[first : first + size].view(dtype).view(weight.shape)
-            for weight, size, first in zip(stored, sizes, [0, *ends], strict=False)
+            self._memory.bytes[first : first + size].view(each).view(weight.shape)
+            for weight, each, size, first in zip(stored, dtypes, sizes, [0, *ends], strict=False)
         ]
         buffer = ReadBuffer(max(weight.nbytes for weight in stored))
         for weight, kept in zip(stored, self.weights, strict=True):

@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -201,25 +201,29 @@ class WeightStream:
         return slot
 
 
-def stream_module(module: nn.Module, names: Sequence[str], numbers: Sequence[int], stream: WeightStream) -> None:
-    """Make a module take weights from a stream whenever it runs: their names in it, and their numbers there."""
+def stream_module(
+    module: nn.Module,
+    numbers: Sequence[int],
+    stream: WeightStream,
+    made: Callable[[Sequence[Tensor]], Mapping[str, nn.Parameter]],
+) -> None:
+    """Let a module make parameters from a stream whenever it runs, `made` of what has these numbers there."""
     kind = type(module)
 
     @contextmanager
-    def streams() -> Iterator[dict[str, Tensor]]:
-        with stream.lend(numbers) as weights:
-            yield dict(zip(names, weights, strict=True))
+    def streams() -> Iterator[nn.Module]:
+        with stream.lend(numbers) as parts:
+            lent = copied(module)
+            del lent.__dict__["forward"], lent.__dict__["streams"]
+            lent.__dict__["_parameters"] = {**module._parameters, **made(parts)}
+            yield lent
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with streams() as weights:
-            lent = copied(module)
-            del lent.__dict__["forward"]
-            parameters = {name: nn.Parameter(weight, False) for name, weight in weights.items()}
-            lent.__dict__["_parameters"] = {**module._parameters, **parameters}
+        with streams() as lent:
             return kind.forward(lent, *args, **kwargs)
 
     module.__dict__["forward"] = forward
-    # See `is_streamed`. Callers that need the weights themselves get them here, by name.
+    # See `is_streamed`. Callers that need the weights get them here: the module with its weights in memory.
     module.__dict__["streams"] = streams
 
 

@@ -33,7 +33,7 @@ from selfspec.formats.packed import PackedWeight
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
-from selfspec.model.view import copied, runs_as_written, same_code, view_of, view_running, view_with
+from selfspec.model.view import copied, is_streamed, runs_as_written, same_code, view_of, view_running, view_with
 
 Pays = Callable[[int, int], bool]
 """Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
@@ -66,6 +66,8 @@ def has_avx512() -> bool:
 
 
 def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+    if type(module) is nn.Linear and is_streamed(module):
+        return view_running(module, partial(_lent, pays, module))
     if type(module) is nn.Linear and isinstance(module.weight, PackedWeight) and _runs_torchs_product():
         return view_running(module, partial(_packed, module))
     if not is_plain(module):
@@ -77,6 +79,12 @@ def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> n
     if dtype in native.DTYPES and native.available():
         product = partial(_native, product, crossover().rows(dtype, module.in_features))
     return None if product is _stock else view_running(module, partial(_of_tokens, product, module))
+
+
+def _lent(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
+    with linear.__dict__["streams"]() as lent:
+        given: Tensor = (_in_few_rows(pays, lent, {}) or lent).forward(states)
+        return given
 
 
 def _packed(linear: nn.Linear, states: Tensor) -> Tensor:

@@ -160,7 +160,8 @@ def _truncated(folder: Path) -> Path:
     [
         (Path, {"weights": "plane"}, UnsupportedOptionError, "write 'planes'"),
         (Path, {}, UnsupportedOptionError, "give memory"),
-        (Path, {"weights": "planes", "memory": "6GiB"}, UnsupportedOptionError, "leave memory out"),
+        (Path, {"memory": "6GiB", "draft": "upper"}, DraftConfigError, "load with weights='planes', too"),
+        (Path, {"weights": "plane", "memory": "6GiB"}, UnsupportedOptionError, "write 'planes'"),
         (Path, {"weights": "planes", "context": 100}, UnsupportedOptionError, "a budget has room for"),
         (Path, {"weights": "planes", "dtype": "float16"}, UnsupportedModelError, "in torch.float16"),
         (Path, {"weights": "planes", "device": "meta"}, UnsupportedOptionError, "computes nothing"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ import selfspec
 from helpers import tiny
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.placement.place import place
-from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, parse_bytes, plan_memory, shown_bytes
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, Stays, parse_bytes, plan_memory, shown_bytes
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, ReadBuffer, WeightFiles, stored_weights
 
 DISK = Bandwidth(memory=10e9, stream=1e9)
 FORMATS = ("int8", "int4")
+# A part of each layer drafts, and the rest may be fetched.
+SPLIT = ("upper", *FORMATS)
 
 
 @st.composite
@@ -34,34 +37,61 @@ def memories(draw: st.DrawFn) -> Memory:
     layers = tuple(draw(st.lists(st.integers(2**20, 2**26), min_size=1, max_size=12)))
     sizes = st.integers(0, 2**26)
     fewer = {"int8": tuple(size // 4 for size in layers), "int4": tuple(size // 6 for size in layers)}
-    return Memory(draw(sizes), draw(sizes), layers, max(layers) // 2, fewer, draw(sizes), draw(sizes))
+    parts = {"upper": tuple(2 * size // 3 for size in layers)} if draw(st.booleans()) else {}
+    return Memory(draw(sizes), draw(sizes), layers, max(layers) // 2, fewer, draw(sizes), draw(sizes), parts=parts)
 
 
 def taken(memory: Memory, plan: Plan) -> int:
-    resident = memory.least + sum(memory.layers[: plan.resident])
-    if plan.resident == len(memory.layers):
-        return resident
-    fewer = 0 if plan.format is None else sum(memory.substitutes[plan.format][plan.resident :])
-    return resident + fewer + SLOTS * memory.largest
+    size = memory.least + SLOTS * memory.largest * (plan.resident < len(memory.layers))
+    for number, whole in enumerate(memory.layers):
+        fewer = 0 if plan.format in (None, "upper") else memory.substitutes[plan.format][number]  # type: ignore[index]
+        part = 0 if plan.part is None else memory.parts[plan.part][number]
+        size += {Stays.WHOLE: whole, Stays.PART: part, Stays.NOTHING: fewer}[plan.stays(number)]
+    return size
 
 
 @given(memory=memories(), share=st.floats(0.0, 1.5), drafts=st.booleans())
 def test_a_plan_is_within_its_budget_and_keeps_what_it_can(memory: Memory, share: float, drafts: bool) -> None:
     budget = max(1, int(share * (memory.least + sum(memory.layers))))
+    formats = () if not drafts else SPLIT if memory.parts else FORMATS
     try:
-        plan = plan_memory(memory, budget, DISK, FORMATS if drafts else ())
+        plan = plan_memory(memory, budget, DISK, formats)
     except UnsupportedOptionError as error:
         least = re.search(r"at least (\d+\.\d+ \w+)", str(error))
         assert least is not None
-        assert plan_memory(memory, int(1.01 * parse_bytes("memory", least[1])) + 2048, DISK, FORMATS if drafts else ())
+        assert plan_memory(memory, int(1.01 * parse_bytes("memory", least[1])) + 2048, DISK, formats)
         return
     assert plan.total == taken(memory, plan) <= budget
-    assert plan.streamed == sum(memory.layers[plan.resident :])
+    away = {
+        Stays.WHOLE: (0,) * len(memory.layers),
+        Stays.PART: tuple(whole - 2 * whole // 3 for whole in memory.layers),
+        Stays.NOTHING: memory.layers,
+    }
+    assert plan.streamed == sum(away[plan.stays(number)][number] for number in range(len(memory.layers)))
     if plan.streamed:
         assert (plan.format is not None) == drafts
-        more = Plan(plan.resident + 1, 0, plan.format, 0, DISK, 1.0)
+        assert (plan.format == "upper") == (plan.resident + plan.partly == len(memory.layers))
+        more = replace(plan, resident=plan.resident + 1, partly=max(0, plan.partly - 1))
         # Of layers that draft, one stays streamed before the head.
         assert taken(memory, more) > budget or more.resident == len(memory.layers) - drafts
+
+
+def test_a_part_stays_where_it_fits_before_whole_layers_do_and_copies_draft_for_the_rest() -> None:
+    layers = (3 * 2**24,) * 8
+    fewer = {"int8": (2**25 + 2**20,) * 8, "int4": (2**24,) * 8}
+    memory = Memory(0, 2**26, layers, 2**20, fewer, 0, 0, parts={"upper": (2**25,) * 8})
+    rest = memory.least + SLOTS * memory.largest
+
+    def split(budget: int) -> tuple[int, int, str | None]:
+        plan = plan_memory(memory, rest + budget, DISK, SPLIT)
+        return plan.resident, plan.partly, plan.format
+
+    assert split(8 * 2**25) == (0, 8, "upper")
+    assert split(8 * 2**25 + 3 * 2**24) == (3, 5, "upper")
+    resident, partly, format = split(6 * 2**25 - 1)
+    assert (resident, format) == (0, "int4")
+    assert 0 < partly < 6
+    assert split(8 * 2**24) == (0, 0, "int4")
 
 
 def test_drafts_promise_more_than_plain_streaming() -> None:
