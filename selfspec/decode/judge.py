@@ -284,7 +284,7 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
     under the rules here the chance that k tokens of a draft are accepted does not depend on how it continues. Dropping
     tokens for their values, or for how many their own row accepted, would bias the output.
 
-    tests/accept/test_cut.py proves this in closed form, tests/decode/test_lockstep.py by samples of the whole loop.
+    tests/accept/test_lossless_rules.py proves this in closed form, tests/decode/test_lockstep.py by samples.
     """
     whole = draft.length + 1
     if not batch.in_lockstep:

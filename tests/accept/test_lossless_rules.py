@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
+from torch import Tensor
 
 from helpers.exact import (
     Case,
     Chain,
+    Committed,
     all_drafts,
     cases,
     committed,
+    committed_in_step,
     committed_when_cut,
     committed_with_stops,
+    conditionals,
     tree_cases,
     trees,
     without,
@@ -190,3 +198,117 @@ def test_a_chain_is_read_as_a_tree_would_be() -> None:
 def test_a_draft_has_as_many_tokens_as_its_tree_has_nodes() -> None:
     with pytest.raises(ValueError, match="3 tokens a row has a tree of 6 nodes"):
         Draft(torch.zeros(1, 3, dtype=torch.long), Tree((-1, -1, 0, 0, 1, 2)))
+
+
+def candidates_of(q: Tensor, count: int, replaced: bool) -> Chain:
+    """What siblings are drawn from, each given those before it."""
+    tables = []
+    for node in range(count):
+        before = all_drafts(len(q), node)
+        left = q.expand(len(before), -1) if replaced else without(q.expand(len(before), -1), before)
+        tables.append(left.reshape([len(q)] * (node + 1)))
+    return Chain(tuple(tables))
+
+
+def optimum(p: Tensor, candidates: Chain) -> float:
+    """The largest chance that the token drawn from p is among the candidates, over all couplings of the two.
+
+    As a linear program: how much of each set of candidates goes to each of its tokens (Sun et al., 2023, arXiv
+    2310.15141; Khisti et al., 2024, arXiv 2410.18234).
+    """
+    chances, drawn = candidates.joint().flatten().numpy(), all_drafts(len(p), len(candidates.tables)).tolist()
+    ways = [(row, token) for row, tokens in enumerate(drawn) for token in set(tokens)]
+    rows, tokens = np.zeros((len(drawn), len(ways))), np.zeros((len(p), len(ways)))
+    for way, (row, token) in enumerate(ways):
+        rows[row, way] = tokens[token, way] = 1
+    bounds = np.concatenate([chances, p.numpy()])
+    found: Any = linprog(-np.ones(len(ways)), A_ub=np.concatenate([rows, tokens]), b_ub=bounds)
+    return float(-found.fun)
+
+
+def _distributions(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (1.5 * torch.randn(2, vocab, generator=generator, dtype=torch.float64)).softmax(-1)
+    return p, q
+
+
+def _accepted(rule: Rule, p: Tensor, candidates: Chain) -> float:
+    tree = Tree((-1,) * len(candidates.tables))
+    return committed(rule, Chain((p, p.expand(len(p), -1))), candidates, tree=tree).length
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 3), st.booleans())
+def test_no_rule_accepts_more_than_the_optimum_and_of_one_candidate_both_reach_it(
+    seed: int, vocab: int, count: int, replaced: bool
+) -> None:
+    p, q = _distributions(seed, vocab)
+    candidates = candidates_of(q, count, replaced)
+    best = optimum(p, candidates)
+    for rule in (TokenLevel(), Block()):
+        found = _accepted(rule, p, candidates)
+        assert found <= best + 1e-8
+        if count == 1:
+            assert found == pytest.approx(best, abs=1e-8)
+            assert best == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-8)
+
+
+def test_recursive_rejection_without_replacement_comes_near_the_optimum() -> None:
+    shares = []
+    for seed in range(60):
+        p, q = _distributions(seed, 5)
+        with_, without_ = (candidates_of(q, 2, replaced) for replaced in (True, False))
+        found, best = _accepted(TokenLevel(), p, without_), optimum(p, without_)
+        # Two different candidates are worth more than two that may be one, to any rule.
+        assert best >= optimum(p, with_) - 1e-8
+        shares.append(found / best)
+    assert 0.93 < sum(shares) / len(shares) < 0.95
+    assert min(shares) > 0.8
+
+
+RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
+
+
+@RULES
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 3), st.integers(2, 3), st.integers(0, 2**32))
+def test_two_rows_that_share_the_length_of_their_drafts_are_cut_exactly(
+    rule: Rule, vocab: int, beside: int, seed: int
+) -> None:
+    # What the other row commits depends on where drafts end, and so on what this row drafted.
+    generator, longest = torch.Generator().manual_seed(seed), 3 if vocab * beside < 9 else 2
+    rows = [
+        (conditionals(size, range(1, longest + 2), generator), conditionals(size, range(1, longest + 1), generator))
+        for size in (vocab, beside)
+    ]
+    goes_on = [torch.rand(vocab**tokens, beside**tokens, generator=generator) < 0.6 for tokens in range(1, longest)]
+    result = committed_in_step(rule, rows[0], rows[1], goes_on)
+    torch.testing.assert_close(result.joint, rows[0][0].joint(), atol=1e-12, rtol=0)
+
+
+# A level of the tree is complete before the next one begins; and one that goes deep first.
+BY_LEVELS, DEEP_FIRST = Tree((-1, -1, 0)), Tree((-1, 0, -1))
+
+
+def pairs_in_step(rule: Rule, tree: Tree, seed: int) -> tuple[Chain, Committed]:
+    """The target of a row, and what the row commits where both rows' tokens decide how far the tree grows."""
+    generator = torch.Generator().manual_seed(seed)
+    p, p_beside = (conditionals(2, range(1, tree.depth + 2), generator) for _ in range(2))
+    q, q_beside = (conditionals(2, range(1, len(tree) + 1), generator) for _ in range(2))
+    goes_on = [torch.rand(2**nodes, 2**nodes, generator=generator) < 0.6 for nodes in range(1, len(tree))]
+    return p, committed_in_step(rule, (p, q), (p_beside, q_beside), goes_on, tree)
+
+
+@RULES
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_two_rows_that_share_a_tree_grown_level_by_level_are_cut_exactly(rule: Rule, seed: int) -> None:
+    p, result = pairs_in_step(rule, BY_LEVELS, seed)
+    torch.testing.assert_close(result.joint, p.joint(), atol=1e-12, rtol=0)
+
+
+def test_a_tree_that_grows_deep_first_as_its_tokens_say_is_not_cut_exactly() -> None:
+    # Whether the first place gets a second child, and so how many tokens the other row may commit, depends on the
+    # second token of this row.
+    p, result = pairs_in_step(TokenLevel(), DEEP_FIRST, 13)
+    assert (result.joint - p.joint()).abs().max() > 1e-3

@@ -1,16 +1,22 @@
-"""Rules by name: each is declared in its file alone, and its fields stand behind a colon."""
+"""Rules by name, and what relaxed ones do: as their papers say; what lenience gives away, in closed form."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.exact import Case, cases, committed, conditionals, tree_cases
 from helpers.running import Invoke
 from selfspec.accept import (
     Block,
@@ -24,6 +30,9 @@ from selfspec.accept import (
     rules,
     with_fields,
 )
+from selfspec.accept.relaxed import Lenience
+from selfspec.cache.tree import Tree
+from selfspec.draft import Draft
 from selfspec.errors import UnsupportedOptionError
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +107,84 @@ OWN = f"{Own.__module__}:Own"
 def test_a_name_says_the_fields_of_a_rule(rule: Rule, name: str) -> None:
     assert rule_name(rule) == name
     assert find_rule(name) == find_rule(name.replace(",", ", ")) == rule
+
+
+def test_typical_acceptance_keeps_what_is_likely_for_the_entropy() -> None:
+    p = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]]])
+    rule = Typical(epsilon=0.3, delta=0.5)
+    entropy = [-sum(x * math.log(x) for x in row.tolist()) for row in p[0]]
+    for tokens in ([0, 0], [1, 1], [2, 0], [3, 2]):
+        expected = [float(p[0, i, token] > min(0.3, 0.5 * math.exp(-entropy[i]))) for i, token in enumerate(tokens)]
+        assert rule.accept_probs(Draft.chain(torch.tensor([tokens])), p, p.log()).tolist() == [expected]
+
+
+def test_top_k_with_tolerance_needs_rank_and_likelihood() -> None:
+    logits = torch.tensor([[[3.0, 2.5, 2.0, 1.9], [3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]]])
+    rule = TopKTolerance(top_k=2, tolerance=1.0)
+    assert rule.accept_probs(Draft.chain(torch.tensor([[1, 0]])), logits, logits).tolist() == [[1.0, 1.0]]
+    # The third likeliest is out by rank, the second by likelihood.
+    assert rule.accept_probs(Draft.chain(torch.tensor([[2, 1]])), logits, logits).tolist() == [[0.0, 0.0]]
+
+
+def test_a_rejected_token_gives_way_to_the_target_own() -> None:
+    p = torch.rand(3, 4, 5).softmax(-1)
+    draft = Draft.chain(torch.zeros(3, 3, dtype=torch.long))
+    weights = Typical().recovery_probs(draft, p, torch.tensor([0, 3, 1]))
+    assert torch.equal(weights, torch.stack([p[0, 0], p[1, 3], p[2, 1]]))
+
+
+@pytest.mark.parametrize("rule", [Typical(epsilon=0.2, delta=1.0), TopKTolerance(top_k=2, tolerance=9.0)], ids=str)
+def test_relaxed_rules_judge_a_child_by_the_place_of_its_parent_and_take_the_longest_path(rule: Rule) -> None:
+    p = torch.tensor([0.0, 0.1, 0.4, 0.5]).expand(1, 7, 4).clone()
+    # After the first child everything likely is token 1.
+    p[:, 1] = torch.tensor([0.4, 0.5, 0.1, 0.0])
+    tree = Tree((-1, -1, 0, 0, 1, 2))
+    draft = Draft(torch.tensor([[3, 2, 3, 2, 3, 1]]), tree)
+    chances = rule.accept_probs(draft, p, p.log())
+    assert chances.tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0, 0.0]]
+    place = rule.accepted(chances > 0, tree)
+    assert place.tolist() == [5]
+    assert torch.equal(rule.recovery_probs(draft, p, place), p[:, 5])
+
+
+def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel) -> None:
+    ids = tiny.prompt(4)
+    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4)
+    exact = spec.generate(ids, max_new_tokens=40, do_sample=False)
+    relaxed = spec.generate(ids, max_new_tokens=40, do_sample=False, accept=TopKTolerance(top_k=10, tolerance=4.0))
+    assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
+    assert not torch.equal(relaxed.sequences, exact.sequences)
+
+
+@pytest.mark.parametrize("kind", [cases(), tree_cases()], ids=["chains", "trees"])
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.data(), st.floats(0.05, 1))
+def test_no_token_gets_more_than_its_share_by_the_lenience(
+    kind: st.SearchStrategy[Case], data: st.DataObject, lenience: float
+) -> None:
+    case = data.draw(kind)
+    result = committed(Lenience(lenience), case.p, case.q, tree=case.tree)
+    if case.tree.is_chain:
+        assert result.length >= committed(TokenLevel(), case.p, case.q).length - case.tolerance
+    # Texts of one token, of two, and so on.
+    texts = [result.joint]
+    while texts[0].dim():
+        texts.insert(0, texts[0].sum(-1))
+    for (before, text), p in zip(pairwise(texts), case.p.tables, strict=True):
+        assert (text <= before[..., None] * p / lenience + case.tolerance).all()
+        above = (text - before[..., None] * p).clamp(min=0).sum(-1)
+        assert (above <= (1 - lenience) * before + 9 * case.tolerance).all()
+
+
+def test_it_is_lenient_by_its_argument_and_the_token_level_rule_at_1() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (conditionals(3, range(1, length + 1), generator) for length in (3, 2))
+    joints = [committed(find_rule(f"relaxed-lenience:lenience={lenience}"), p, q).joint for lenience in (1, 0.8, 0.2)]
+    distances = [float((joint - p.joint()).abs().sum()) for joint in joints]
+    assert distances[0] < 1e-12 < 1e-3 < distances[1] < distances[2]
+
+
+@pytest.mark.parametrize("lenience", [0, -0.5, 1.5, float("nan"), "1", True, None])
+def test_another_number_is_refused(lenience: float) -> None:
+    with pytest.raises(UnsupportedOptionError, match="lenience is above 0 and at most 1"):
+        Lenience(lenience)

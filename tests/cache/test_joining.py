@@ -1,4 +1,4 @@
-"""Rows that join a cache and leave it: each keeps what it holds, and storage is as large as it was asked to be."""
+"""Rows that join a cache and leave it keep what they hold: keys and values, states, what an encoder has read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.cache.shared_layer import RecurrentLayer
+from selfspec.cache.source import Source, source_of
+from selfspec.model.gated_view import token_by_token
 
 CPU = torch.device("cpu")
 DEPTH, HEADS, DIM, LIMIT, SLACK = 2, 2, 3, 40, 4
@@ -112,3 +117,158 @@ def test_what_does_not_fit_is_refused() -> None:
     longer, _ = filled(6, 1)
     with pytest.raises(ValueError, match="cannot take"):
         cache.join(longer)
+
+
+ROWS, WIDTH = 3, 2
+
+
+class Summing(torch.nn.Module):
+    """A made-up mixer whose output is the sum of all it has read, and which remembers its last inputs."""
+
+    def forward(self, hidden_states: torch.Tensor, cache_params: SharedCache) -> torch.Tensor:
+        assert hidden_states.shape[1] == 1, "recurrent modules run one token at a time"
+        past = cache_params.layers[0].recurrent_states[0]
+        total = hidden_states[:, 0] + (0 if past is None else past)
+        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0)
+        cache_params.update_recurrent_state(total, 0)
+        return total[:, None].clone()
+
+
+def recurrent_cache() -> SharedCache:
+    return SharedCache(1, ROWS, limit=40, slack=4, device=torch.device("cpu"), recurrent={0: LinearAttentionLayer()})
+
+
+def read(cache: SharedCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Sums after each token, `[rows, tokens, width]`."""
+    sums: torch.Tensor = token_by_token(Summing(), 0, hidden_states=tokens, cache_params=cache)
+    return sums
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(1, 100, (ROWS, count, WIDTH), generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_a_block_is_its_tokens_one_by_one() -> None:
+    cache, block = recurrent_cache(), tokens(5, 0)
+    assert torch.equal(read(cache, block), block.cumsum(1))
+
+
+def test_a_pass_resumes_at_the_node_before_it_and_another_begins_again() -> None:
+    cache, first, second = recurrent_cache(), tokens(2, 0), tokens(2, 1)
+    read(cache, first)
+    with cache.reading(2, first=1):
+        assert torch.equal(read(cache, second), first.sum(1, keepdim=True) + second.cumsum(1))
+    assert torch.equal(read(cache, second), second.cumsum(1))
+
+
+def test_each_row_settles_at_its_own_token() -> None:
+    cache, block, more = recurrent_cache(), tokens(4, 0), tokens(2, 1)
+    read(cache, block)
+    cache.commit([0, 2, 4])
+    settled = torch.stack([torch.zeros(WIDTH, dtype=torch.float64), block[1, :2].sum(0), block[2].sum(0)])
+    assert torch.equal(read(cache, more), settled[:, None] + more.cumsum(1))
+
+
+def test_a_pass_does_not_write_into_the_state_it_starts_from() -> None:
+    cache, block = recurrent_cache(), tokens(3, 0)
+    read(cache, block)
+    cache.commit([3] * ROWS)
+    again = [read(cache, tokens(2, 1)) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_rows_that_stay_keep_their_states() -> None:
+    cache, block = recurrent_cache(), tokens(3, 0)
+    read(cache, block)
+    cache.commit([1, 2, 3])
+    cache.narrow([2, 0])
+    more = tokens(1, 1)[:2]
+    settled = torch.stack([block[2].sum(0), block[0, 0]])
+    assert torch.equal(read(cache, more), settled[:, None] + more)
+
+
+def test_a_state_that_was_never_kept_is_missed_rather_than_made_up() -> None:
+    cache = recurrent_cache()
+    read(cache, tokens(2, 0))
+    with cache.reading(1, first=3), pytest.raises(KeyError):
+        read(cache, tokens(1, 1))
+    with pytest.raises(KeyError):
+        cache.commit([4] * ROWS)
+
+
+def test_the_copies_of_a_round_are_counted() -> None:
+    cache = recurrent_cache()
+    read(cache, tokens(4, 0))
+    layer = cache.layers[0]
+    assert isinstance(layer, RecurrentLayer)
+    one = 8 * ROWS * WIDTH * (1 + layer.conv_states[0].shape[-1])
+    assert cache.state_bytes == 4 * one == cache.nbytes
+    cache.commit([4] * ROWS)
+    assert cache.state_bytes == 4 * one, "the most at any time"
+
+
+PLACES, DEPTH = 5, 2
+
+
+def _read(source: Source, layers: int) -> list[Tensor]:
+    made = []
+    for layer in range(layers):
+        keys, values = torch.randn(2, ROWS, 4, PLACES, 8)
+        source.cross.update(keys, values, layer)
+        made += [keys, values]
+    return made
+
+
+def _source(mask: Tensor | None) -> Source:
+    return source_of(BaseModelOutput(last_hidden_state=torch.randn(ROWS, PLACES, 16)), mask)
+
+
+def test_a_source_is_no_tensors_before_each_layer_has_read_it() -> None:
+    source = _source(None)
+    assert source.as_tensors(DEPTH) is None
+    _read(source, 1)
+    assert source.as_tensors(DEPTH) is None
+    whole = source.as_tensors(1)
+    assert whole is not None
+    assert whole.mask is None
+    assert len(whole.cross) == 2
+
+
+def test_rows_that_are_left_have_their_own() -> None:
+    mask = torch.tensor([[1] * 5, [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]])
+    source = _source(mask)
+    made = _read(source, DEPTH)
+    whole = source.as_tensors(DEPTH)
+    assert whole is not None
+    assert whole.mask is not None
+    assert torch.equal(whole.mask, mask.bool()[:, None, None])
+    source.narrow([2, 0])
+    left = source.as_tensors(DEPTH)
+    assert left is not None
+    assert left.mask is not None
+    assert torch.equal(left.mask, whole.mask[[2, 0]])
+    assert torch.equal(left.states, whole.states[[2, 0]])
+    assert all(torch.equal(one, other[[2, 0]]) for one, other in zip(left.cross, made, strict=True))
+
+
+def test_what_a_pass_reads_of_the_tensors_is_the_same() -> None:
+    source = _source(torch.ones(ROWS, PLACES))
+    made = _read(source, DEPTH)
+    whole = source.as_tensors(DEPTH)
+    assert whole is not None
+    again = whole.source()
+    assert again.beside(source.cross).is_updated == {0: True, 1: True}
+    kept = [each for layer in again.cross.layers for each in (layer.keys, layer.values)]
+    assert all(torch.equal(one, other) for one, other in zip(kept, made, strict=True))
+    assert again.states is source.states
+
+
+def test_rows_of_nothing_and_outputs_of_more_are_no_tensors() -> None:
+    empty = torch.ones(ROWS, PLACES)
+    empty[1] = 0
+    source = _source(empty)
+    _read(source, DEPTH)
+    assert source.as_tensors(DEPTH) is None
+    source = source_of(BaseModelOutputWithPooling(torch.randn(ROWS, PLACES, 16), torch.randn(ROWS, 16)), None)
+    _read(source, DEPTH)
+    assert source.as_tensors(DEPTH) is None

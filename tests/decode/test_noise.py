@@ -58,13 +58,6 @@ def test_no_number_comes_twice(numbers: Tensor) -> None:
     assert len(numbers.unique()) == numbers.numel()
 
 
-def test_a_round_that_commits_nothing_uses_its_noise_up() -> None:
-    noise = Noise(0, [0], CPU)
-    first = noise.uniform(Purpose.ACCEPT, 0, 4)
-    noise.begin_round()
-    assert not torch.isin(noise.uniform(Purpose.ACCEPT, 0, 4), first).any()
-
-
 @pytest.mark.parametrize("running", [[0], [3], [0, 4], [1, 2, 3, 4]], ids=str)
 def test_a_row_has_the_same_noise_whatever_rows_are_beside_it(running: list[int]) -> None:
     whole, alone = Noise(7, range(5), CPU), Noise(7, running, CPU)
@@ -174,30 +167,6 @@ def test_the_ends_of_the_uniform_numbers_draw_what_can_be_drawn(
 def test_what_cannot_be_drawn_from_gives_some_token(draws: Draws, vocab: int) -> None:
     weights = torch.stack([torch.zeros(vocab), torch.full((vocab,), torch.nan)])[:, None]
     assert all(0 <= token < vocab for token in draws(weights, 0).flatten().tolist())
-
-
-def test_places_are_independent_of_each_other() -> None:
-    weights = torch.ones(200, 201, 3)
-    chosen = Noise(0, range(200), CPU).choose(weights, torch.arange(201)[None])
-    uniform: dict[tuple[int, ...], float] = {(a, b): 1 / 9 for a in range(3) for b in range(3)}
-    neighbours = torch.stack([chosen[:, :-1], chosen[:, 1:]], -1).flatten(0, 1).tolist()
-    rows = torch.stack([chosen[:-1], chosen[1:]], -1).flatten(0, 1).tolist()
-    seeds = (
-        torch.stack([chosen, Noise(1, range(200), CPU).choose(weights, torch.arange(201)[None])], -1)
-        .flatten(0, 1)
-        .tolist()
-    )
-    for pairs in (neighbours, rows, seeds):
-        assert p_value([tuple(pair) for pair in pairs], uniform) > 0.01
-
-
-def test_a_choice_depends_on_its_place_alone() -> None:
-    weights = torch.rand(3, 6, 11)
-    positions = torch.tensor([[4, 5, 6, 7, 8, 9]])
-    block = Noise(9, range(3), CPU).choose(weights, positions)
-    for index in range(6):
-        alone = Noise(9, range(3), CPU).choose(weights[:, index : index + 1], positions[:, index : index + 1])
-        assert torch.equal(alone, block[:, index : index + 1])
 
 
 @pytest.mark.parametrize(("times", "turned"), [(0.999, False), (1.001, True)])

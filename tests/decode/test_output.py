@@ -1,4 +1,4 @@
-"""What a generation gives is an output as `transformers` gives it: attributes, items and tuples; it may be changed."""
+"""What a generation gives: an output as that of `transformers`, scores, and statistics read off verdicts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import selfspec
 from helpers import tiny
 from selfspec.compat import OUTPUT_CACHE
-from selfspec.decode.output import ScoreRecord
-from selfspec.draft import Drafter
+from selfspec.decode.output import ScoreRecord, Stats
+from selfspec.draft import Draft, Drafter
+from selfspec.draft.draft import RowVerdict, Verdict
 
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 WHOLE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, **ASKED}
@@ -202,3 +203,51 @@ def test_a_pad_id_outside_the_vocabulary_leaves_no_token_likely() -> None:
     record = ScoreRecord(pad=99)
     record.keep(torch.zeros(2, 2, 3), [0, 1], [0, 0], [2, 1])
     assert record.padded((2, 1))[1][1].tolist() == [-torch.inf] * 3
+
+
+DRAFT = Draft.chain(torch.tensor([[1, 2, 3, 4]] * 3))
+
+
+def _verdict(accepted: int, committed: int, overlap: tuple[float, ...] = ()) -> Verdict:
+    """Row 5 of three running rows accepts some tokens and commits some of its run; the other rows are finished."""
+    run = [*range(1, accepted + 1), 9]
+    row = RowVerdict(
+        drafted=[1, 2, 3, 4],
+        path=range(accepted),
+        judged=min(accepted + 1, 4),
+        tokens=run[:committed],
+        dropped=len(run) - committed,
+        ended=False,
+        finite=True,
+        overlap=overlap,
+    )
+    return Verdict((2, 5, 6), {5: row}, torch.zeros(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "committed", "judged", "counted"),
+    [
+        (4, 5, 4, 4),
+        (3, 4, 4, 3),
+        (0, 1, 1, 0),
+        # Lockstep cuts the row before the place where it rejects, right there, and in a draft that is accepted whole.
+        (3, 2, 2, 2),
+        (2, 2, 2, 2),
+        (4, 1, 1, 1),
+    ],
+)
+def test_statistics_count_the_places_that_were_committed(
+    accepted: int, committed: int, judged: int, counted: int
+) -> None:
+    stats = Stats()
+    stats.count(len(DRAFT.tree), DRAFT.length, _verdict(accepted, committed, overlap=(0.5, 0.25, 0.125, 0.0625)))
+    assert (stats.rounds, stats.row_rounds, stats.drafted, stats.new_tokens) == (1, 1, 4, committed)
+    assert (stats.judged, stats.accepted) == (judged, counted)
+    assert stats.judged_per_depth == [1] * judged + [0] * (4 - judged)
+    assert stats.overlap == sum((0.5, 0.25, 0.125, 0.0625)[:judged])
+
+
+@pytest.mark.parametrize(("accepted", "committed", "run"), [(3, 4, 4), (3, 2, 4), (4, 1, 5)])
+def test_the_controller_learns_from_dropped_tokens_too(accepted: int, committed: int, run: int) -> None:
+    row = _verdict(accepted, committed).rows[5]
+    assert (row.run_length, row.judged_of(run), row.accepted_of(run), row.along) == (run, 4, accepted, accepted)

@@ -44,15 +44,7 @@ DRAFTS: dict[str, Drafter | None] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What a processor or a criterion was called with.
-
-    Attributes:
-        who: was called.
-        ids: of all rows.
-        first: number of the first new token whose scores were given.
-        scores: of that token and those after it, `[tokens, rows, vocab]`: of all so far for a criterion that is given
-            them, of the one to come for a processor.
-    """
+    """What was called with all rows' ids; `scores`, `[tokens, rows, vocab]`, begin with new token number `first`."""
 
     who: str
     ids: list[list[int]]
@@ -262,20 +254,6 @@ def test_calls_and_text_are_those_of_transformers(model: PreTrainedModel, name: 
     assert (out.stats.drafted > 0) == (draft != "plain")
 
 
-@pytest.mark.parametrize(("name", "draft"), in_turns(("criterion", "both", "two of each"), tuple(DRAFTS)))
-def test_without_an_end_of_sequence_rows_that_have_ended_are_filled_up(
-    model: PreTrainedModel, name: str, draft: str
-) -> None:
-    options = {**GREEDY, "eos_token_id": None}
-    wanted, calls = stock(model, name, **ragged(), **options)
-    log: list[Call] = []
-    out = wrapped(model, draft, 4).generate(**ragged(), **options, **OPTIONS[name](log))
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(log, calls, [wanted.shape[1] - WIDTH] * len(wanted))
-    assert len(set(out.lengths)) > 1
-    assert max(out.lengths) == wanted.shape[1] - WIDTH
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scores_asked_for_are_given_to_criteria_and_returned(model: PreTrainedModel, name: str) -> None:
     options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -385,32 +363,6 @@ def test_a_stream_calls_for_what_it_has_committed_and_no_more(model: PreTrainedM
         assert same_calls(log, calls[: len(log)], [len(text) for text in texts])
     assert torch.equal(stream.output().sequences, wanted)
     assert len(log) == len(calls)
-
-
-@pytest.mark.parametrize("rounds", [0, 1, 3])
-def test_after_an_abandoned_stream_fresh_ones_serve(model: PreTrainedModel, rounds: int) -> None:
-    wanted, calls = stock(model, "both", **ragged(), **GREEDY)
-    spec = wrapped(model, "skip", 4)
-    abandoned: list[Call] = []
-    stream = spec.stream(**ragged(), **GREEDY, **OPTIONS["both"](abandoned))
-    for _ in range(rounds):
-        next(stream)
-    stream.close()
-    assert same_calls(abandoned, calls[: len(abandoned)], lengths(wanted))
-    assert_like_stock(spec, "both", **ragged(), **GREEDY)
-
-
-def test_an_error_of_a_processor_is_its_own_and_the_next_call_is_right(model: PreTrainedModel) -> None:
-    class Breaks(Drifting):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            if self.calls == 6:
-                raise RuntimeError("no more")
-            return super().__call__(input_ids, scores)
-
-    spec = wrapped(model, "skip", 4)
-    with pytest.raises(RuntimeError, match="no more"):
-        spec.generate(**ragged(), **GREEDY, logits_processor=[Breaks()])
-    assert_like_stock(spec, "processor", **ragged(), **GREEDY)
 
 
 # Others that may remember.

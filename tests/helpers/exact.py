@@ -45,13 +45,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a rule commits, summed up exactly.
-
-    Attributes:
-        joint: probability of every sequence of `len(p.tables)` tokens, where a round that commits fewer is followed by
-            draws from p, as the rounds after it would be.
-        length: expected number of committed draft tokens.
-    """
+    """What a rule commits: the chance of each text, draws from p behind a short round; how many draft tokens."""
 
     joint: Tensor
     length: float
@@ -79,16 +73,7 @@ def committed(
 
 
 def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tree | None = None) -> Committed:
-    """The same where a round commits no more tokens than a number that is drawn on its own.
-
-    Args:
-        rule: what judges.
-        p: the target, with one conditional more than the draft is deep.
-        q: the draft's distribution.
-        chances: of each number and of each draft: of 1, 2, ... `depth + 1` tokens, `[vocab ** nodes, depth + 1]`.
-            They must be alike for all drafts, or the cut is not independent of the draft.
-        tree: of the draft, at least one node; None: a chain.
-    """
+    """The same, cut to a number drawn on its own, with `chances` of 1, 2, ... tokens, `[vocab ** nodes, depth + 1]`."""
     tree = tree or Tree.chain(len(p.tables) - 1)
     return _cut(rule, p, _draft(all_drafts(p.vocab, len(tree)), tree, q), q.joint().flatten()[:, None] * chances)
 
@@ -100,16 +85,7 @@ def committed_in_step(
     goes_on: Sequence[Tensor],
     tree: Tree | None = None,
 ) -> Committed:
-    """What a row commits that is cut to what the row beside it would commit, where the two share the draft's shape.
-
-    Args:
-        rule: what judges.
-        row: p and q of the row.
-        beside: p and q of the row beside it.
-        goes_on: whether drafts go on after each pair of their beginnings of 1, 2, ... nodes, as the tokens of both rows
-            decide, `[vocab ** nodes, vocab beside ** nodes]`.
-        tree: of the largest draft; None: a chain.
-    """
+    """What a row, `(p, q)`, commits cut to what the row beside it would; drafts go on after pairs of beginnings."""
     (p, q), (p_beside, q_beside) = row, beside
     tree = tree or Tree.chain(len(p.tables) - 1)
     largest, parts = len(tree), []
@@ -150,15 +126,7 @@ def _chains_of(q: Chain) -> list[tuple[Tensor, Tensor]]:
 def committed_with_stops(
     rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor], tree: Tree | None = None
 ) -> Committed:
-    """The same for drafts that end early, as the tokens drafted so far decide.
-
-    Args:
-        rule: what judges.
-        p: the target, with one conditional more than the largest draft is deep.
-        q: the draft's distribution.
-        goes_on: whether a draft goes on after each of its beginnings of 1, 2, ... nodes, `[vocab] * nodes`.
-        tree: of the largest draft, at least one node; None: a chain.
-    """
+    """The same for drafts that end early: they go on after some beginnings of 1, 2, ... nodes, `[vocab] * nodes`."""
     tree = tree or Tree.chain(len(p.tables) - 1)
     largest, parts = len(tree), []
     for nodes in range(1, largest + 1):
@@ -205,20 +173,14 @@ def _by_tokens(rule: Rule, p: Chain, draft: Draft) -> Tensor:
 
 
 def _cut(rule: Rule, p: Chain, draft: Draft, chances: Tensor) -> Committed:
-    """The part of the sum that belongs to some drafts of one shape, of which at most 1, 2, ... tokens are committed.
-
-    `chances` are those of each draft and number, `[drafts, depth + 1]`.
-    """
+    """The part of drafts of one shape, cut to 1, 2, ... tokens with `chances`, `[drafts, depth + 1]`."""
     return Committed.of_parts(
         [_summed(rule, p, draft, chance, most) for most, chance in enumerate(chances.unbind(-1), 1)]
     )
 
 
 def _summed(rule: Rule, p: Chain, draft: Draft, weights: Tensor, most: int | None = None) -> Committed:
-    """The part of the sum that belongs to some drafts of one shape, each with its weight.
-
-    Of a run of more than `most` tokens the first `most` are committed; draws from p follow.
-    """
+    """The part of weighted drafts of one shape; behind a run, cut to `most` tokens, come draws from p."""
     draft, weights = draft.of_rows(weights.nonzero()[:, 0].tolist()), weights[weights > 0]
     tree, drafts = draft.tree, draft.tokens
     joint = torch.zeros([p.vocab] * len(p.tables), dtype=weights.dtype)

@@ -174,11 +174,6 @@ def test_products_are_what_their_levels_stand_for(
         assert (linear(others) - exact).norm() < 0.01 * (sizes / outputs**0.5)
 
 
-def test_four_bits_take_a_sixth_of_float32() -> None:
-    rounded = Int4().pack(drawn(330, 704).float())
-    assert Int4Linear(rounded, None, torch.float32).nbytes == rounded.nbytes < 0.16 * 4 * 330 * 704
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_stay_in_their_row(value: float) -> None:
     states, weight = torch.ones(3, 160), drawn(5, 160).float()

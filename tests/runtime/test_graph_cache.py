@@ -25,14 +25,13 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.layer_path import LayerPath
-from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
+from selfspec.runtime import Eager
 from selfspec.runtime.graph_cache import GraphCache, _Candidate
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.runtime.runtime import Function, close
-from selfspec.tools.lab.arms import RuntimeName, runtime_named
 
 PROMPT, NEW = 9, 24
 EXIT = selfspec.drafts.EarlyExit(1)
@@ -330,14 +329,6 @@ def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tens
     # Drafts may be further off.
     for error, near in ((0.24, True), (0.26, False)):
         assert close((logits[1:] * (1 + error),), (logits[1:],), 0.25) is near
-
-
-@pytest.mark.parametrize(
-    ("name", "runtime"), [*zip(RuntimeName, (Eager(), Native(), CudaGraphs(), BatchInvariant()), strict=True)]
-)
-def test_every_name_has_its_runtime(name: RuntimeName, runtime: Runtime) -> None:
-    assert runtime_named(name) == runtime
-    assert runtime_named(name, after=3).after == (3 if name in (RuntimeName.NATIVE, RuntimeName.GRAPHS) else None)
 
 
 NODES, BUCKET = 4, 8

@@ -41,15 +41,7 @@ _PINNING = ("tensor", "zeros", "ones", "empty")
 
 @dataclass
 class Counts:
-    """What was asked of the device.
-
-    Attributes:
-        waits: how often the host waited for it.
-        launches: operations; views and allocations are none.
-        to_device, to_host: bytes copied.
-        allocations: pieces of memory that were asked for.
-        waited: of each wait what waited, and the line of selfspec's that asked for it.
-    """
+    """What was asked of the device: waits, operations, bytes copied; of each wait what waited, and for which line."""
 
     waits: int = 0
     launches: int = 0
@@ -252,14 +244,7 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 class _Operation:
-    """What the schema of an operation says.
-
-    Attributes:
-        name: without the overload.
-        reads_values: whether the host has to know values to launch it.
-        moves_indices: whether CUDA copies indices of the host to the device by itself.
-        returned: of each output the argument that it is; None: it is new.
-    """
+    """What the schema of an operation says; `returned`: of each output the argument that it is, None if it is new."""
 
     def __init__(self, func: Any) -> None:
         self.name = func.name().partition(".")[0]

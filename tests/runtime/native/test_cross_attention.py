@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers.captures import wrapped
 from helpers.encoder_decoders import FRAMES, MELS, encoder_decoder
-from selfspec.runtime import Eager, Native
-from selfspec.runtime.pass_function import PassTensors
+from selfspec.runtime import Native
 
 pytestmark = pytest.mark.kernels
 
@@ -91,18 +90,6 @@ def test_rows_that_end_take_what_they_read_with_them() -> None:
         assert not spec.programs.refusals
 
 
-@pytest.mark.parametrize("draft", ["exit", "int8", "recycle"])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_samples_are_those_of_the_stock_modules(model_type: str, draft: str) -> None:
-    model = _model(model_type)
-    inputs, texts = _inputs(model, [4, 7, 6]), []
-    for runtime in (Eager(), Native(after=0)):
-        spec = wrapped(model, runtime, DRAFTS[draft])
-        texts.append(spec.generate(**inputs, max_new_tokens=16, do_sample=True, seed=1).sequences.tolist())
-    assert texts[0] == texts[1]
-    assert spec.programs.proved
-
-
 def test_a_row_that_is_all_padding_runs_on_the_stock_modules() -> None:
     model = _model("bart")
     inputs = _inputs(model, [5, 0])
@@ -118,15 +105,3 @@ def test_positions_that_are_relative_run_on_the_stock_modules() -> None:
     ids = torch.tensor([[4, 9, 12]])
     assert torch.equal(spec.generate(ids, **GREEDY).sequences, model.generate(ids, **GREEDY))
     assert not spec.programs.proved
-
-
-def test_programs_of_one_piece_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model("whisper")
-    spec = wrapped(model, Native(after=0), selfspec.drafts.LowPrecision())
-    for length in (3, 4, 5):
-        spec.generate(**_inputs(model, [length]), **GREEDY)
-    assert spec.programs.proved
-    made: list[PassTensors] = []
-    monkeypatch.setattr(Native, "program", lambda _, function, example: made.append(example))
-    spec.generate(**_inputs(model, [6]), **GREEDY)
-    assert not made
