@@ -28,10 +28,17 @@ pytestmark = pytest.mark.accelerator
 
 NEW = 14
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1, "eos_token_id": None}
+SAMPLED: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 9,
+    "seed": 1,
+    "accept": "block",
+    "eos_token_id": None,
+}
 # Sizes that kernels for fewer bits take.
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
-NAMES = ["none", "exit:1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1", "assistant"]
+NAMES = ["none", "exit:1", "skip:attn=1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1", "assistant"]
 TREES = ["exit:1", "recycle", "suffix", "union:suffix+recycle+exit:1"]
 
 

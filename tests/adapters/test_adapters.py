@@ -134,17 +134,6 @@ def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: File
         assert out.stats.acceptance_rate > 0.2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_lower_precision_runs_in_its_own_dtype(architecture: str, dtype: torch.dtype) -> None:
-    model = tiny.BUILDERS[architecture](dtype=dtype)
-    prompts = tiny.prompt(9, 2)
-    mask = torch.ones_like(prompts)
-    mask[0, :4] = 0
-    out = selfspec.wrap(model, SKIP, draft_length=4).generate(prompts, mask, max_new_tokens=8, do_sample=False)
-    assert out.sequences.shape == (2, 17)
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-
-
 _RIGHT = "mlp_returns=2)"
 
 
@@ -172,8 +161,3 @@ def test_the_page_runs_as_printed(example: dict[str, Any]) -> None:
 def test_a_wrong_declaration_fails_the_check_of_the_draft(example: dict[str, Any], wrong: str) -> None:
     with pytest.raises(AssertionError, match="is not the pruned model"):
         _run(example, f"mlp_returns=2, {wrong})", slice(1, 2))
-
-
-def test_texts_alone_do_not_tell(example: dict[str, Any]) -> None:
-    """Why the page looks at the draft: with this declaration every text is right."""
-    _run(example, 'mlp_returns=2, without_mlp="input")', slice(2, 3))

@@ -136,13 +136,6 @@ def test_scores_and_logits_are_those_of_stock_generate(
         assert torch.equal(found.sequences, wanted.sequences)
         assert same(found.scores, wanted.scores)
         assert same(found.logits, wanted.logits)
-        for normalize in (False, True):
-            torch.testing.assert_close(
-                llama.compute_transition_scores(found.sequences, found.scores, normalize_logits=normalize),
-                llama.compute_transition_scores(wanted.sequences, wanted.scores, normalize_logits=normalize),
-                atol=1e-5,
-                rtol=1e-5,
-            )
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

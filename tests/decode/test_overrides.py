@@ -46,17 +46,6 @@ class Called(LlamaForCausalLM):
         return super().__call__(*args, **_embedded(self, others))
 
 
-class Harmless(LlamaForCausalLM):
-    """Adds what changes nothing."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.note = "mine"
-
-    def describe(self) -> str:
-        return self.note
-
-
 class Prepared(LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **others: Any) -> Any:
         inputs = super().prepare_inputs_for_generation(*args, **others)
@@ -133,10 +122,6 @@ def _shadow(model: Any) -> None:
     model.forward = MethodType(_scaling, model)
 
 
-def _shadow_by_partial(model: Any) -> None:
-    model.forward = partial(_scaling, model)
-
-
 def _shadow_by_closure(model: Any) -> None:
     own = model.forward
     model.forward = lambda *args, **inputs: own(*args, **_embedded(model, inputs))
@@ -155,7 +140,6 @@ HONOURED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], bool]] =
     "forward scales embeddings": (_of(Scaled), True),
     "__call__ scales embeddings": (_of(Called), True),
     "forward(*args, **others)": (_of(Passed), False),
-    "harmless": (_of(Harmless), False),
     "hook before the model": (_changed(lambda m: m.register_forward_pre_hook(_before, with_kwargs=True)), True),
     "hook of positions": (_changed(lambda m: m.register_forward_pre_hook(_later, with_kwargs=True)), True),
     "hook behind the model": (_changed(lambda m: m.register_forward_hook(_tilted)), True),
@@ -164,7 +148,6 @@ HONOURED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], bool]] =
     "hook behind the embeddings": (_changed(lambda m: m.model.embed_tokens.register_forward_hook(_louder)), True),
     "hook behind the head": (_changed(lambda m: m.lm_head.register_forward_hook(_louder)), False),
     "forward of the instance": (_changed(_shadow), True),
-    "forward of the instance, partial": (_changed(_shadow_by_partial), True),
     "compiled forward": (_changed(_compile), False),
     "compiled forward of the base": (_changed(_compile_base), False),
 }

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +152,6 @@ def test_what_each_token_wrote_makes_up_the_whole(data: st.DataObject, kind: str
     assert "".join(texts) == text + joined.finish() == continuation(tokenizer, prompt, tokens, special)
     if not prompt:
         assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=not special)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_parts_of_characters_in_any_order_come_as_the_whole_decodes(kind: str) -> None:
-    tokenizer = KINDS[kind]()
-    parts = sorted(set(tokenizer("\n\u00eb\N{PARTY POPPER} a").input_ids))
-    for tokens in product(parts, repeat=3):
-        stream = TextStream(tokenizer, ())
-        texts = [text for token in tokens for text in stream.push_apart([token])] + stream.finish_apart()
-        assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace", "byte_level"])

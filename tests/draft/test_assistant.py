@@ -49,13 +49,6 @@ def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
         text = torch.cat([expected, tiny.prompt(4, seed=seed)], 1)
 
 
-def test_processors_filter_the_draft_too(llama: PreTrainedModel) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4, **GREEDY}
-    output = selfspec.wrap(llama, Assistant(deepcopy(llama)), draft_length=3).generate(tiny.prompt(9, 2), **options)
-    assert torch.equal(output.sequences, llama.generate(tiny.prompt(9, 2), **options))
-    assert output.stats.acceptance_rate == 1
-
-
 def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:
     model = tiny.gpt2()
     assistant = tiny.gpt2(n_positions=24)

@@ -105,23 +105,9 @@ def _transposed(model: Model) -> AbstractContextManager[None]:
     return _set((weight, "data", weight.data.t()))
 
 
-def _strided(model: Model) -> AbstractContextManager[None]:
-    table = model.model.rotary_emb.inv_freq
-    return _set((table, "data", table[:1].expand(len(table))))
-
-
 def _registered(_: Model) -> AbstractContextManager[None]:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return _told(partial(ALL_ATTENTION_FUNCTIONS.register, "sdpa"), _otherwise(sdpa), sdpa)
-
-
-@contextmanager
-def _assigned(_: Model) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _otherwise(ALL_ATTENTION_FUNCTIONS["sdpa"])
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _other_layers(model: Model) -> AbstractContextManager[None]:
@@ -143,23 +129,17 @@ def _llama_class(name: str) -> Any:
 
 CHANGES: dict[str, Change] = {
     "scaling": _everywhere("Attention", scaling=2.0),
-    "epsilon": _everywhere("RMSNorm", variance_epsilon=5.0),
     "activation": _everywhere("MLP", act_fn=nn.Tanh()),
-    "rotary scaling": _everywhere("RotaryEmbedding", attention_scaling=3.0),
     "class: mlp": _patched(_llama_class("MLP"), "forward"),
-    "class: layer": _patched(_llama_class("DecoderLayer"), "forward"),
     "class: linear": _patched(nn.Linear, "forward"),
     "instance": _other_forward,
     "function: rotary": _patched(modeling_llama, "apply_rotary_pos_emb"),
     "function: below rotary": _patched(modeling_llama, "rotate_half"),
-    "function: silu": _patched(functional, "silu"),
     "function: attention": _patched(functional, "scaled_dot_product_attention"),
     "kernel registered": _registered,
-    "kernel assigned": _assigned,
     "hook": lambda model: model.model.layers[1].mlp.register_forward_hook(_flipped),
     "hook of all": _all_hooked,
     "strides of a weight": _transposed,
-    "strides of a buffer": _strided,
     "weights elsewhere": lambda model: _set(*((weight, "data", weight.data * -2) for weight in model.parameters())),
     "weights in place": lambda model: _in_place(*model.parameters()),
     "buffers in place": lambda model: _in_place(*model.buffers()),
