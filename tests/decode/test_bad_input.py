@@ -321,51 +321,41 @@ def test_prompts_that_do_not_fit_are_refused(match: str, ids: Tensor | None, mas
 
 _NO_INTEGERS = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64)
 _NO_IDS = "input_ids.*LongTensor.*return_tensors='pt'"
-PROMPTS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
-    ("input_ids", lambda: PROMPT.to("meta"), lambda: None),
-    ("input_ids", lambda: PROMPT.to_sparse(), lambda: None),
-    ("input_ids", lambda: torch.nested.nested_tensor([PROMPT[0], PROMPT[0, :3]], dtype=torch.long), lambda: None),
-    *((_NO_IDS, partial(PROMPT.to, dtype), lambda: None) for dtype in _NO_INTEGERS),
-    (_NO_IDS, lambda: PROMPT.numpy(), lambda: None),
-    (_NO_IDS, lambda: PROMPT.tolist(), lambda: None),
-    (_NO_IDS, lambda: {"input_ids": PROMPT}, lambda: None),
-    (_NO_IDS, lambda: "Once", lambda: None),
-    (_NO_IDS, lambda: 3, lambda: None),
-    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), 0.5)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[0.0, 0.5, 1.0, 1.0, 1.0]])),
-    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), NAN)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[1.0, NAN, 1.0, 1.0, 1.0]])),
-    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), INF)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), -1)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.full((1, 5), 2)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[1, 1, 1, 1, 255]], dtype=torch.uint8)),
-    ("attention_mask", lambda: PROMPT, lambda: torch.tensor([[0.0, 0.0, 0.0, -INF, 1.0]])),
-    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5, dtype=torch.complex64) * 1j),
-    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5, device="meta")),
-    ("attention_mask", lambda: PROMPT, lambda: torch.ones(1, 5).to_sparse()),
-    ("attention_mask", lambda: PROMPT, lambda: [[1] * 5]),
-    ("attention_mask", lambda: PROMPT, lambda: ((1,) * 5,)),
-    ("attention_mask", lambda: PROMPT, lambda: "all"),
-    ("attention_mask", lambda: PROMPT, lambda: 1),
-    ("attention_mask", lambda: PROMPT, lambda: np.ones((1, 5))),
+_NESTED = partial(torch.nested.nested_tensor, [PROMPT[0], PROMPT[0, :3]], dtype=torch.long)
+_NO_MASKS: list[Any] = [
+    *(torch.full((1, 5), value) for value in (0.5, NAN, INF, -1, 2)),
+    *(
+        torch.tensor([row])
+        for row in ([0.0, 0.5, 1.0, 1.0, 1.0], [1.0, NAN, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, -INF, 1.0])
+    ),
+    torch.tensor([[1, 1, 1, 1, 255]], dtype=torch.uint8),
+    torch.ones(1, 5, dtype=torch.complex64) * 1j,
+    torch.ones(1, 5, device="meta"),
+    torch.ones(1, 5).to_sparse(),
+    *([[1] * 5], ((1,) * 5,), "all", 1, np.ones((1, 5))),
+]
+# The words of a refusal, what makes the prompt, and its mask.
+PROMPTS: list[tuple[str, Callable[[], Any], Any]] = [
+    *(("input_ids", make, None) for make in (partial(PROMPT.to, "meta"), PROMPT.to_sparse, _NESTED)),
+    *((_NO_IDS, partial(PROMPT.to, dtype), None) for dtype in _NO_INTEGERS),
+    *((_NO_IDS, make, None) for make in (PROMPT.numpy, PROMPT.tolist, lambda: {"input_ids": PROMPT})),
+    *((_NO_IDS, make, None) for make in (lambda: "Once", lambda: 3)),
+    *(("attention_mask", lambda: PROMPT, mask) for mask in _NO_MASKS),
 ]
 
 
-@pytest.mark.parametrize(("name", "ids", "mask"), PROMPTS, ids=lambda value: value if isinstance(value, str) else "")
-def test_prompts_and_masks_without_a_meaning_are_refused(
-    name: str, ids: Callable[[], Any], mask: Callable[[], Any]
-) -> None:
+@pytest.mark.parametrize(("name", "ids", "mask"), PROMPTS, ids=range(len(PROMPTS)))
+def test_prompts_and_masks_without_a_meaning_are_refused(name: str, ids: Callable[[], Any], mask: Any) -> None:
     with nothing_runs() as spec:
         for call in (spec.generate, spec.stream):
             with pytest.raises(PromptError, match=name):
-                call(ids(), mask(), max_new_tokens=3)
+                call(ids(), mask, max_new_tokens=3)
         with pytest.raises(PromptError, match=name):
-            generate_by(RECIPE, spec.model, ids(), None, {"attention_mask": mask(), "max_new_tokens": 3})
-        given = mask()
+            generate_by(RECIPE, spec.model, ids(), None, {"attention_mask": mask, "max_new_tokens": 3})
         # Of others transformers itself reads the values before.
-        if isinstance(given, Tensor) and not (given.is_meta or given.is_sparse):
+        if isinstance(mask, Tensor) and not (mask.is_meta or mask.is_sparse):
             with pytest.raises(PromptError, match=name):
-                spec.model.generate(ids(), attention_mask=given, custom_generate=spec, max_new_tokens=3)
+                spec.model.generate(ids(), attention_mask=mask, custom_generate=spec, max_new_tokens=3)
 
 
 # Names of drafts.
