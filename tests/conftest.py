@@ -24,9 +24,9 @@ from transformers.utils import logging
 
 from helpers import tiny
 from helpers.own_kernels import kernels
-from helpers.running import Ending, Invoke, Said
 from helpers.saved_folders import checkpoint_folder
 from helpers.snapshot import changed, process_state
+from helpers.snippets import Ending, Invoke, Said
 from selfspec.cli.app import main
 
 # The models are too small to share among threads, which on busy cores wait for each other.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.exact import Case, cases, committed, conditionals, tree_cases
-from helpers.running import Invoke
+from helpers.snippets import Invoke
 from selfspec.accept import (
     Block,
     Rule,

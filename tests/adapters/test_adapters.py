@@ -1,4 +1,4 @@
-"""Declared architectures: each declaration fits the stock model, drafting changes no token, and wrong ones are seen."""
+"""Declared architectures, hybrid and recurrent ones among them: declarations fit the model, wrong ones are seen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import selfspec
 import selfspec.adapters
 from helpers import tiny
+from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.contract import CHECKS, Subject
 from helpers.reference import layers_of
+from helpers.shrunken import shrunken
 from helpers.snippets import ROOT, snippets
 from selfspec.adapters import ADAPTERS
 from selfspec.adapters.refused import BEFORE_5_21
 from selfspec.architecture import Adapter
+from selfspec.compat import OUTPUT_CACHE, cache_argument
+from selfspec.errors import UnsupportedOptionError
 
 EXIT = selfspec.drafts.EarlyExit(3)
 SKIP = selfspec.drafts.LayerSkip(attention=[2], mlp=[1])
@@ -161,3 +166,153 @@ def test_the_page_runs_as_printed(example: dict[str, Any]) -> None:
 def test_a_wrong_declaration_fails_the_check_of_the_draft(example: dict[str, Any], wrong: str) -> None:
     with pytest.raises(AssertionError, match="is not the pruned model"):
         _run(example, f"mlp_returns=2, {wrong})", slice(1, 2))
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 1}
+HYBRIDS = ("jamba", "lfm2")
+# They have no column of keys, so a turn is given what the cache has not read.
+STATES_ALONE = ("mamba", "mamba2")
+
+TestAnyRounds = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="jamba"))
+TestAnyRoundsLfm2 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 10, steps=8, architecture="lfm2"))
+# The torch code of these is slow.
+TestAnyRoundsFalconH1 = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 2, steps=8, architecture="falcon_h1"))
+TestAnyRoundsQwen3Next = pytest.mark.contract(any_rounds(AnyShrunkenRounds, 3, steps=8, architecture="qwen3_next"))
+# Nothing but states: no positions, no masks.
+TestAnyRoundsMamba2 = pytest.mark.contract(
+    any_rounds(AnyShrunkenRounds, 4, steps=8, architecture="mamba2", kernels=("eager",))
+)
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])
+def test_prompts_beside_one_of_a_single_token_leave_their_own_states(architecture: str) -> None:
+    """Of the single token nothing is read before the first round, so no length is common to all rows."""
+    model, prompts = shrunken(architecture), tiny.prompt(7, 3, vocabulary=50)
+    lengths = (1, 4, 7)
+    mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    out = spec.generate(prompts, mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    for row, length in enumerate(lengths):
+        alone = prompts[row : row + 1, 7 - length :]
+        wanted = model.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=8, do_sample=False)
+        assert out.sequences[row, 7 - length :].tolist() == wanted[0].tolist()
+
+
+def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:
+    with pytest.raises(selfspec.errors.DraftConfigError, match=r"mlp=\[1\].*no MLP"):
+        selfspec.wrap(shrunken("mamba2"), selfspec.drafts.LayerSkip(attention=[0], mlp=[1]), draft_length=4)
+    selfspec.wrap(shrunken("mamba2"), selfspec.drafts.LayerSkip(layers=[1]), draft_length=4)
+
+
+# The next turn of a chat: it goes on from the cache that the last turn gave back.
+
+
+def wrapped(architecture: str) -> tuple[selfspec.SelfSpeculative, PreTrainedModel]:
+    model = shrunken(architecture)
+    return selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3), model
+
+
+def words(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def turn(sequences: Tensor) -> Tensor:
+    return torch.cat([sequences, words(4, len(sequences), seed=9)], 1)
+
+
+def greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The text of a fresh run, and no guess of padding."""
+    text: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    return text
+
+
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
+@pytest.mark.parametrize("way", ["wrapper", "transformers"])
+def test_a_chat_continues(architecture: str, way: str) -> None:
+    spec, model = wrapped(architecture)
+    ids, past, read = words(8), None, 0
+    for _ in range(3):
+        wanted = greedy(model, ids)
+        given = ids[:, read:] if architecture in STATES_ALONE else ids
+        options = {
+            "attention_mask": torch.ones_like(given),
+            "return_dict_in_generate": True,
+            **({} if past is None else {cache_argument(model): past}),
+            **GREEDY,
+        }
+        out = spec.generate(given, **options) if way == "wrapper" else None
+        if out is None:
+            out = model.generate(given, custom_generate=spec, **options)
+        assert torch.equal(out.sequences[:, given.shape[1] :], wanted[:, ids.shape[1] :])
+        past, read = out.cache, wanted.shape[1] - 1
+        assert past is not None
+        ids = turn(wanted)
+
+
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
+def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
+    spec, model = wrapped(architecture)
+    options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
+    own = spec.generate(words(8, 2), **options).cache
+    stock = getattr(model.generate(words(8, 2), **options), OUTPUT_CACHE)
+    assert own is not None
+    for found, wanted in zip(own.layers, stock.layers, strict=True):
+        assert type(found) is type(wanted)
+        for field in ("keys", "values"):
+            if hasattr(wanted, field):
+                torch.testing.assert_close(getattr(found, field), getattr(wanted, field), rtol=0, atol=1e-4)
+        for field in ("conv_states", "recurrent_states"):
+            for index, state in getattr(wanted, field, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(found, field)[index], state, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "mamba2"])
+def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str) -> None:
+    spec, model = wrapped(architecture)
+    first = model.generate(words(8), return_dict_in_generate=True, attention_mask=torch.ones(1, 8), **GREEDY)
+    more = turn(first.sequences)
+    given = more[:, 16:] if architecture in STATES_ALONE else more
+    wanted = greedy(model, more)[:, more.shape[1] :]
+    mask = torch.ones_like(given)
+    out = spec.generate(given, mask, cache=getattr(first, OUTPUT_CACHE), **GREEDY)
+    assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
+    assert out.cache is getattr(first, OUTPUT_CACHE)
+    empty = DynamicCache(config=model.config)
+    assert spec.generate(words(8), cache=empty, **GREEDY).cache is empty
+    again = spec.generate(given, mask, cache=empty, **GREEDY)
+    assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "falcon_mamba"])
+def test_caches_that_transformers_puts_in_are_no_reason_to_refuse(architecture: str) -> None:
+    spec, model = wrapped(architecture)
+    options = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), **GREEDY}
+    found = model.generate(words(6, 2), custom_generate=spec, **options)
+    assert torch.equal(found, spec.generate(words(6, 2), **options).sequences)
+    row = model.generate(words(6, 2)[1:], attention_mask=torch.ones(1, 6), **GREEDY)
+    assert torch.equal(found[1:], row)
+
+
+def test_states_of_rows_that_end_apart_are_not_given() -> None:
+    spec, model = wrapped("jamba")
+    ids = words(8, 2)
+    text = greedy(model, ids)
+    ends = next(int(token) for token in text[0, 10:] if int(token) not in text[1, 8:].tolist())
+    options = {"attention_mask": torch.ones(2, 8), "eos_token_id": ends, **GREEDY}
+    out = spec.generate(ids, return_dict_in_generate=True, **options)
+    assert out.lengths[0] < out.lengths[1]
+    assert out.cache is None
+    with pytest.raises(UnsupportedOptionError, match=r"several rows of a recurrent model.*one row at a time"):
+        spec.generate(ids, cache=DynamicCache(config=model.config), **options)
+
+
+def test_a_cache_of_other_layers_is_refused() -> None:
+    jamba, lfm2 = shrunken("jamba"), shrunken("mamba2")
+    past = getattr(jamba.generate(words(8), return_dict_in_generate=True, **GREEDY), OUTPUT_CACHE)
+    lfm2.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
+    spec = selfspec.wrap(lfm2, selfspec.drafts.EarlyExit(2), draft_length=3)
+    with pytest.raises(
+        UnsupportedOptionError, match=r"4 layers of LinearAttentionLayer, DynamicLayer.*has 4 of Linear"
+    ):
+        spec.generate(words(20), cache_params=past, **GREEDY)

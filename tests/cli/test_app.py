@@ -20,7 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 import selfspec
-from helpers.running import Invoke
+from helpers.snippets import Invoke
 from selfspec.cli import terminal
 from selfspec.cli.app import app
 from selfspec.cli.options import grouped, read_draft

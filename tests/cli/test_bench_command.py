@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from helpers.running import Invoke, Said, tight_budget
 from helpers.saved_folders import checkpoint_folder
+from helpers.snippets import Invoke, Said, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.cli.demo import Standing, headline
 from selfspec.control.profile import VARIABLE, Setting, find_profile

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from helpers import published_heads
 from helpers.encoder_decoders import encoder_decoder
-from helpers.running import Invoke, Said
+from helpers.snippets import Invoke, Said
 from helpers.studies import calibrated, profile_of
 from selfspec import Profile
 from selfspec.control.profile import VARIABLE, default_file

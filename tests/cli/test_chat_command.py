@@ -18,7 +18,7 @@ import pexpect
 import pytest
 
 from helpers.http_server import asked
-from helpers.running import Invoke, Said
+from helpers.snippets import Invoke, Said
 from helpers.tokenizers import PLAIN, written
 from selfspec.cli.json_schema import OUTPUTS
 

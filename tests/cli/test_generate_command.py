@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
-from helpers.running import Invoke, Said, tight_budget
+from helpers.snippets import Invoke, Said, tight_budget
 from selfspec.cli.generate import DraftDisplay, PlainDisplay
 from selfspec.decode.output import RowRound
 from selfspec.decode.text_stream import TextStream

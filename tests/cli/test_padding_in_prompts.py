@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.http_server import running
-from helpers.running import Said
 from helpers.saved_folders import checkpoint_folder
+from helpers.snippets import Said
 from helpers.tokenizers import written
 
 pytest.importorskip("pandas")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from helpers.running import Invoke, Said
+from helpers.snippets import Invoke, Said
 
 _QUICK = ("--steps", "3", "--batch", "2", "--length", "16", "--held-out-blocks", "2", "--device", "cpu")
 # The measured check of a new checkpoint takes one turn.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.running import Ending, Invoke, Said, tight_budget
+from helpers.snippets import Ending, Invoke, Said, tight_budget
 from selfspec.accept import TokenLevel
 from selfspec.draft import Draft
 

@@ -23,7 +23,7 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import Altered, Propose, assert_alike, poisoning
 from helpers.joints import EOS, Text, drawn, enumerated, holm_rejects, small
-from selfspec.decode.group import BatchSampling, Group, Sampling, proper
+from selfspec.decode.group import BatchSampling, Group, Sampling
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
 from selfspec.decode.sequences import Prefixes, Sequences
@@ -336,18 +336,6 @@ ALWAYS = generation.SuppressTokensLogitsProcessor(SUPPRESSED)
 AT_FOUR = generation.SuppressTokensAtBeginLogitsProcessor(SUPPRESSED, 4)
 
 
-@pytest.mark.parametrize("stock", [ALWAYS, AT_FOUR], ids=["always", "at the begin"])
-@pytest.mark.parametrize("length", [3, 4, 5])
-def test_scores_of_suppression_are_those_of_transformers(stock: Any, length: int) -> None:
-    ours = without_search(stock)
-    assert ours is not stock
-    ids = torch.zeros(2, length, dtype=torch.long)
-    for size in (20, 31, 20):
-        scores = torch.randn(2, size)
-        scores[0, 1] = torch.nan
-        assert torch.equal(ours(ids, scores).nan_to_num(), stock(ids, scores).nan_to_num())
-
-
 def test_the_vocabulary_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[Tensor] = []
     search = torch.isin
@@ -388,13 +376,6 @@ def test_probabilities_are_those_of_float32_logits_whatever_their_dtype(dtype: t
         sampling = sampling_of(LogitsProcessorList(warpers), greedy=False, rows=2)
         found = sampling.probabilities(sampling.scores(logits))
         torch.testing.assert_close(found, (logits.float() / temperature).softmax(-1), rtol=1e-6, atol=0.0)
-
-
-def test_a_draft_distribution_that_is_not_finite_becomes_uniform() -> None:
-    q = torch.tensor([[0.5, 0.5, 0.0], [float("nan"), 0.5, 0.5], [float("inf"), 0.0, 0.0]])
-    mended = proper(q)
-    assert torch.equal(mended[0], q[0])
-    torch.testing.assert_close(mended[1:], torch.full((2, 3), 1 / 3))
 
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}

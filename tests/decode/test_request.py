@@ -1,4 +1,4 @@
-"""Requests: what cannot be honoured is refused by name and with its remedy, before any forward pass."""
+"""Requests: what cannot be honoured is refused by name before any pass; rows end where transformers ends them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
 )
 from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TypicalLogitsWarper,
@@ -20,6 +30,8 @@ from transformers.generation import (
 import selfspec
 from helpers import tiny
 from helpers.drafting import assert_alike
+from helpers.joints import padded
+from helpers.saved_folders import checkpoint_folder
 from selfspec.errors import PromptError, UnsupportedOptionError
 
 DRAFT = selfspec.drafts.EarlyExit(2)
@@ -226,3 +238,250 @@ def test_a_call_without_a_cache_is_refused_where_the_checkpoint_asks_for_none_to
     llama.generation_config.use_cache = False
     with pytest.raises(UnsupportedOptionError, match="use_cache"):
         selfspec.wrap(llama, DRAFT).generate(tiny.prompt(5), max_new_tokens=3, use_cache=False)
+
+
+# Drafting with all of the network but one late MLP accepts long runs, so that ends fall inside them.
+LONG_RUNS = selfspec.drafts.LayerSkip(mlp=[3])
+NO_END: dict[str, Any] = {}
+
+
+def greedy(model: PreTrainedModel, **options: Any) -> Any:
+    ids = tiny.prompt(5)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **options)
+
+
+class Repeats(StoppingCriteria):
+    """Ends a row once a token comes that stood before in its new text."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        last = input_ids[:, -1:]
+        return (input_ids[:, 5:-1] == last).any(1)
+
+
+class Counting(StoppingCriteria):
+    """Notes the ids it is called with, and stops where it is told to."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls.append(input_ids[0].tolist())
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.at)
+
+
+class AtSeven(MaxLengthCriteria):
+    """Called a length, and yet it has its own mind."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= 7)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+@pytest.mark.parametrize("at", range(6, 14))
+def test_a_criterion_sees_each_token_once_and_ends_the_text_there(llama: PreTrainedModel, at: int, length: int) -> None:
+    stock, own = Counting(at), Counting(at)
+    wanted = greedy(llama, stopping_criteria=StoppingCriteriaList([stock]))
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=length)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, stopping_criteria=[own])
+    assert torch.equal(out.sequences, wanted)
+    assert out.lengths == (at - 5,)
+    assert own.calls == stock.calls
+    assert out.stats.new_tokens == at - 5
+
+
+@pytest.mark.parametrize("criterion", [Repeats, lambda: AtSeven(99), lambda: lambda ids, scores: ids[:, -1] % 3 == 0])
+def test_rows_end_each_at_its_own_token(llama: PreTrainedModel, criterion: Any) -> None:
+    prompts = torch.cat([tiny.prompt(5, seed=seed) for seed in range(4)])
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=5)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    for ends in (NO_END, {"eos_token_id": 49, "suppress_tokens": [49]}):
+        out = spec.generate(prompts, stopping_criteria=StoppingCriteriaList([criterion()]), **options, **ends)
+        assert torch.equal(out.sequences, llama.generate(prompts, stopping_criteria=[criterion()], **options, **ends))
+        for row in range(4):
+            alone = llama.generate(
+                prompts[row : row + 1], stopping_criteria=StoppingCriteriaList([criterion()]), **options, **ends
+            )[0]
+            assert out.sequences[row, : 5 + out.lengths[row]].tolist() == alone.tolist()
+            assert not ends or (out.sequences[row, 5 + out.lengths[row] :] == 0).all()
+
+
+def stateless(criterion: Any) -> Any:
+    criterion.stateless = True
+    return criterion
+
+
+class AtOwnLength(StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= 5 + self.lengths
+
+
+class KnowsTheEnd(AtOwnLength):
+    """Has what `transformers` takes for a sign that there is an end token."""
+
+    eos_token_id = 49
+
+
+@pytest.mark.parametrize(
+    "draft", [None, LONG_RUNS, selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.Suffixes()], ids=repr
+)
+@pytest.mark.parametrize("criterion", [AtOwnLength(9, 2, 6), stateless(AtOwnLength(3, 11, 7)), KnowsTheEnd(4, 9, 1)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_without_an_end_token_a_row_that_a_criterion_ended_goes_on_until_all_have(
+    llama: PreTrainedModel, draft: Any, criterion: AtOwnLength, sampled: bool
+) -> None:
+    prompts = tiny.prompt(5, 3).clamp(min=1)
+    lengths = criterion.lengths.tolist()
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, "pad_token_id": 0, "seed": 1}
+    spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled" if sampled else None)
+    # Its tokens are those that it has without a criterion.
+    whole = spec.generate(prompts, **options).sequences[:, 5:].tolist()
+    options |= {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
+    out = spec.generate(prompts, **options)
+    assert out.lengths == tuple(lengths)
+    pads = isinstance(criterion, KnowsTheEnd)
+    most = max(lengths)
+    for row, wanted, length in zip(out.sequences[:, 5:].tolist(), whole, lengths, strict=True):
+        assert row == wanted[: length if pads else most] + [0] * (most - length if pads else 0)
+    if not sampled:
+        del options["seed"]
+        found = llama.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+        assert torch.equal(out.sequences, found.sequences)
+        assert out.scores is not None
+        assert out.past_key_values is not None
+        if not pads:
+            torch.testing.assert_close(torch.stack(out.scores), torch.stack(found.scores), atol=1e-5, rtol=1e-5)
+            keys = out.past_key_values.layers[0].keys
+            torch.testing.assert_close(keys, found.past_key_values.layers[0].keys)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "criterion",
+    [MaxLengthCriteria(9), MaxLengthCriteria(40), MaxLengthCriteria(3), EosTokenCriteria([7, 11, 13, 19, 20])],
+)
+def test_a_callers_own_length_or_end_takes_the_place_of_the_configs(llama: PreTrainedModel, criterion: Any) -> None:
+    options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 49}
+    out = selfspec.wrap(llama, LONG_RUNS, draft_length=4).generate(
+        tiny.prompt(5), max_new_tokens=24, do_sample=False, **options
+    )
+    assert torch.equal(out.sequences, greedy(llama, **options))
+
+
+def test_max_time_ends_the_text_at_the_first_token_after_it(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, LONG_RUNS, draft_length=4)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=1e-9)
+    assert out.lengths == (1,)
+    out = spec.generate(tiny.prompt(5), max_new_tokens=24, do_sample=False, max_time=3600.0)
+    assert out.lengths == (24,)
+
+
+# Stop strings.
+
+
+@pytest.fixture(scope="module")
+def story() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize("strings", ["Lily", ["park", "big"], [" th", "zzz"], ["gir"], ["."]], ids=str)
+@pytest.mark.parametrize("length", [2, 7])
+def test_a_stop_string_ends_the_text_inside_an_accepted_run(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strings: Any, length: int
+) -> None:
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    wanted = story.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
+    assert wanted.shape[1] < prompt.shape[1] + 60
+    spec = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=length)
+    out = spec.generate(prompt, stop_strings=strings, tokenizer=tokenizer, **options)
+    assert torch.equal(out.sequences, wanted)
+    # Through transformers, which drops the tokenizer, the criterion itself goes in.
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
+    assert torch.equal(story.generate(prompt, custom_generate=spec, stopping_criteria=criteria, **options), wanted)
+
+
+@pytest.mark.parametrize("text", ["Once upon a ti", "Once upon a time there  ", "The  ", "Lily"])
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 1}, {"repetition_penalty": 1.4, "eos_token_id": 2}])
+def test_tokens_are_healed_as_in_transformers(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
+) -> None:
+    asked = tokenizer([text], return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False, "token_healing": True, **options}
+    wanted = story.generate(asked.input_ids, tokenizer=tokenizer, **options)
+    spec = selfspec.wrap(story, "exit:2", draft_length=3)
+    for mask in (None, asked.attention_mask):
+        assert torch.equal(spec.generate(asked.input_ids, mask, tokenizer=tokenizer, **options).sequences, wanted)
+    config = GenerationConfig(**options)
+    found = spec.generate(asked.input_ids, generation_config=config, tokenizer=tokenizer)
+    assert torch.equal(found.sequences, wanted)
+    assert config.token_healing
+
+
+def test_prompts_whose_healing_their_mask_does_not_fit_are_refused(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    spec = selfspec.wrap(story, "exit:2", draft_length=3)
+    bare = tokenizer("Once upon a ti", return_tensors="pt", add_special_tokens=False).input_ids
+    padded = torch.tensor([[0, 0, *bare[0].tolist()]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "token_healing": True, "tokenizer": tokenizer}
+    for ids, mask in ((bare, None), (padded, (padded != 0).long())):
+        with pytest.raises(UnsupportedOptionError, match=r"token_healing makes .*heal_tokens"):
+            spec.generate(ids, mask, **options)
+    with pytest.raises(UnsupportedOptionError, match="token_healing is for prompts of token ids"):
+        spec.generate(inputs_embeds=story.get_input_embeddings()(bare), **options)
+
+
+def test_vocabularies_that_stop_strings_cannot_be_found_in_are_refused(story: PreTrainedModel) -> None:
+    words = Tokenizer(models.WordLevel({"once": 0, "upon": 1}, unk_token="once"))
+    ids, tokenizer = torch.tensor([[0, 1]]), PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(UnsupportedOptionError, match=r"stop_strings in the tokens of .*stopping_criteria"):
+        selfspec.wrap(story).generate(ids, max_new_tokens=4, stop_strings=["on"], tokenizer=tokenizer)
+
+
+def test_stop_strings_of_a_config_count_and_the_models_own_do_not_change(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    spec = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=4)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    wanted = story.generate(prompt, stop_strings=["girl"], tokenizer=tokenizer, **options)
+    config = GenerationConfig(stop_strings=["girl"], **options)
+    assert torch.equal(spec.generate(prompt, generation_config=config, tokenizer=tokenizer).sequences, wanted)
+    assert config.stop_strings == ["girl"]
+    own = story.generation_config
+    own.stop_strings = ["girl"]
+    try:
+        assert torch.equal(spec.generate(prompt, tokenizer=tokenizer, **options).sequences, wanted)
+        assert story.generation_config is own
+        assert own.stop_strings == ["girl"]
+        with pytest.raises(selfspec.errors.UnsupportedOptionError, match="tokenizer"):
+            spec.generate(prompt, **options)
+    finally:
+        own.stop_strings = None
+
+
+def test_stop_strings_in_a_batch_end_each_row_at_its_own(
+    story: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = ["Once upon a time", "Tom had a big dog. One day, he", "Lily and Ben"]
+    rows = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    ids, mask = padded(rows)
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "stop_strings": ["day", " the", "play"],
+        "tokenizer": tokenizer,
+    }
+    out = selfspec.wrap(story, selfspec.drafts.LayerSkip(attention=[1]), draft_length=4).generate(
+        ids, attention_mask=mask, **options
+    )
+    assert len(set(out.lengths)) > 1
+    for row, prompt in enumerate(rows):
+        alone = story.generate(prompt, **options)[0, prompt.shape[1] :]
+        assert out.sequences[row, ids.shape[1] : ids.shape[1] + out.lengths[row]].tolist() == alone.tolist()

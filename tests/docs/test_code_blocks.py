@@ -21,8 +21,7 @@ import typer
 from transformers.utils import logging
 from typer.core import TyperGroup
 
-from helpers.running import Invoke
-from helpers.snippets import ROOT
+from helpers.snippets import ROOT, Invoke
 from selfspec.cli.app import app
 from selfspec.measure.embedded import PROMPTS, checkpoint_folder
 from selfspec.tools.lab.study import read_study

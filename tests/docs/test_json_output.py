@@ -12,8 +12,8 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from helpers.running import Invoke
 from helpers.saved_folders import checkpoint_folder
+from helpers.snippets import Invoke
 from helpers.tokenizers import written
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, Failed, schema_of

@@ -269,13 +269,6 @@ def test_a_guess_displaces_no_better_draft_for_long(sampled: bool) -> None:
     assert out.stats.rounds <= 4 + -(-56 // 4) + 1
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_sources_without_a_model_alone_have_nothing_to_displace(sampled: bool) -> None:
-    spec = selfspec.wrap(tiny.llama(), Cascade(Guessing(7), selfspec.drafts.Suffixes()), draft_length=3)
-    out = spec.generate(tiny.prompt(5), max_new_tokens=40, do_sample=sampled, eos_token_id=None, seed=0)
-    assert out.stats.drafted
-
-
 def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
     """Have the wrapper judge by a rule, and note what it is shown."""
     drafts: list[Draft] = []

@@ -1,4 +1,4 @@
-"""Code and output as they stand in the project's Markdown, to be run and compared."""
+"""Code and output as they stand in Markdown, commands as tests run them, and budgets as they write them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import pytest
 import torch
 from rich.console import Console
 from rich.progress import track
 from transformers.utils import logging
+
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, plan_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -48,3 +53,37 @@ def run_types(
         options.write.write_text(page(lines), encoding="utf-8")
     console.print(f"{len(lines) - broken} of {len(lines)} hold")
     return int(broken > 0)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Invoke(Protocol):
+    """Runs `selfspec WORDS` with `stdin` piped in."""
+
+    def __call__(self, *words: str, stdin: bytes = b"") -> Ending: ...
+
+
+class Said(Protocol):
+    """Runs a command that succeeds, and returns what it says as JSON."""
+
+    def __call__(self, *words: str, stdin: bytes = b"") -> dict[str, Any]: ...
+
+
+def tight_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every budget be one that all layers but one are streamed within."""
+
+    def tight(
+        memory: Memory, budget: int, bandwidth: Bandwidth, formats: Sequence[str], beside: str | None = None
+    ) -> Plan:
+        rounded = sum(memory.substitutes["int8"][1:])
+        enough = memory.least + memory.layers[0] + rounded + SLOTS * memory.largest
+        return plan_memory(memory, enough, bandwidth, formats, beside)
+
+    monkeypatch.setattr("selfspec.placement.place.plan_memory", tight)

@@ -17,7 +17,7 @@ import torch
 
 from helpers.engines import Real
 from helpers.http_server import asked
-from helpers.running import Said
+from helpers.snippets import Said
 from real.checkpoints import read_prompts
 
 pytestmark = pytest.mark.real

@@ -18,10 +18,10 @@ from helpers.captures import StandIn, ticking
 from helpers.drafting import GREEDY
 from helpers.joints import assert_rows_are_stock, padded
 from helpers.reference_heads import PROMPTS
-from helpers.running import Invoke
 from helpers.serving import Stepped
 from helpers.shrunken import shrunken
 from helpers.snapshot import tensor_bytes
+from helpers.snippets import Invoke
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, HeadError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels import native

@@ -27,8 +27,18 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from helpers.accelerator.graphs import Capture, Graph, Pool
-from helpers.accelerator.memory import SIZES_ONLY, Memory, device_tensor, memory_of, repointed, spoil
-from helpers.accelerator.streams import Event, Late, Stream, Streams
+from helpers.accelerator.streams import (
+    SIZES_ONLY,
+    Event,
+    Late,
+    Memory,
+    Stream,
+    Streams,
+    device_tensor,
+    memory_of,
+    repointed,
+    spoil,
+)
 
 NAME = "standin"
 _ATEN = torch.ops.aten

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from helpers.accelerator.memory import Memory, memory_of, spoil
+from helpers.accelerator.streams import Memory, memory_of, spoil
 
 if TYPE_CHECKING:
     from helpers.accelerator.device import Accelerator
