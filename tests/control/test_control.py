@@ -59,10 +59,6 @@ def test_fewer_nodes_than_levels_bound_the_levels(llama: PreTrainedModel) -> Non
     assert_rows_are_stock(llama, spec, [tiny.prompt(7), tiny.prompt(4, seed=1)], max_new_tokens=24)
 
 
-def test_a_fixed_length_does_not_look_at_confidence() -> None:
-    assert drafted(selfspec.FixedLength(3).begin(CHEAP), [0.01, 0.01, 0.01]) == 3
-
-
 def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> None:
     controller = selfspec.ConfidenceStop(0.5, longest=5).begin(CHEAP)
     assert drafted(controller, [0.9, 0.6, 0.4, 0.9, 0.9]) == 3
@@ -154,15 +150,6 @@ def test_a_draft_that_could_hardly_pay_is_not_tried_before_twice_its_price_is_sa
     assert rounds == pytest.approx(2 * (DEAR.of_round(1, 1) - 1) * 200, abs=1)
     learned(controller, 1, accepted=0)
     assert not any(drafted(controller, [0.5] * 4) for _ in range(rounds - 10))
-
-
-def test_a_draft_that_pays_against_expectation_is_kept() -> None:
-    controller = CostAware(4).begin(selfspec.Costs(draft=0.8, verify=1.1))
-    while not drafted(controller, [0.99] * 4):
-        pass
-    for _ in range(20):
-        learned(controller, 4, accepted=4)
-        assert drafted(controller, [0.99] * 4)
 
 
 def test_whether_a_draft_could_pay_is_a_matter_of_the_batch() -> None:

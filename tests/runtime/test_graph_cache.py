@@ -301,11 +301,6 @@ def test_reading_values_is_seen(reads: Callable[[Tensor], object]) -> None:
         run_watched(lambda: reads(torch.arange(3)))
 
 
-def test_reading_shapes_and_gathering_is_not() -> None:
-    table, numbers = torch.randn(5, 4), torch.tensor([1, 3])
-    run_watched(lambda: table[numbers].reshape(int(numbers.shape[0]), -1) if len(numbers) > 1 else table)
-
-
 # When a program has given what the stock modules gave.
 
 

@@ -345,18 +345,6 @@ def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatc
 WEIGHT = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
 
 
-def written(states: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
-    cache.index_copy_(0, torch.arange(2, device=states.device), states @ WEIGHT)
-    return cache * 2, cache[:1]
-
-
-def test_nothing_is_computed() -> None:
-    with torch.no_grad():
-        given = [torch.arange(6.0).reshape(2, 3), torch.zeros(5, 4)]
-        noted(written, given)
-        assert not given[1].any()
-
-
 def test_what_a_function_holds_is_held_itself_and_once() -> None:
     with torch.no_grad():
         found = noted(lambda states: (states @ WEIGHT, states @ WEIGHT), [torch.ones(2, 3)])
