@@ -137,25 +137,6 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
             assert written == path.runs(Sublayer(layer, Part.ATTENTION)), layer
 
 
-def test_a_view_shares_every_weight_and_changes_no_module(architecture: str) -> None:
-    model = _model(architecture, "sdpa")
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    for path in (
-        LayerPath.up_to(tiny.DEPTH, ALL[4]),
-        LayerPath.without(tiny.DEPTH, ALL[2:4]),
-        LayerPath.without(tiny.DEPTH, ALL[3:5]),
-    ):
-        view = GatedModel(model, ADAPTERS[architecture], path)
-        shared = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in view.module.named_parameters(remove_duplicate=False):
-            assert parameter is shared[name]
-        for name, buffer in view.module.named_buffers():
-            assert buffer is model.get_buffer(name)
-        assert type(view.module) is type(model)
-    for name, module in model.named_modules():
-        assert dict(module.__dict__) == before[name]
-
-
 # What a user hung on the model's modules.
 
 
@@ -167,32 +148,6 @@ def _watched(model: PreTrainedModel) -> Calls:
         calls.watch(sublayer, sublayer_module(model, sublayer))
         calls.watch(("linear", sublayer), first_linear(model, sublayer))
     return calls
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        LayerPath.full(tiny.DEPTH),
-        LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
-        LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.MLP)),
-        LayerPath.without(tiny.DEPTH, [Sublayer(1, Part.ATTENTION)]),
-        LayerPath.without(tiny.DEPTH, [Sublayer(0, Part.MLP), Sublayer(3, Part.ATTENTION), Sublayer(3, Part.MLP)]),
-        LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(1, Part.MLP)),
-        LayerPath.full(tiny.DEPTH).resumed_at(Sublayer(3, Part.ATTENTION)),
-    ],
-    ids=str,
-)
-def test_hooks_on_a_layer_and_in_it_fire_where_it_runs_and_only_there(architecture: str, path: LayerPath) -> None:
-    model = copy.deepcopy(_model(architecture, "sdpa"))
-    bench = bench_of(model, PAST)
-    entering = None if path.start is None else bench.states(LayerPath.up_to(tiny.DEPTH, path.start))
-    calls = _watched(model)
-    bench.logits(path, entering=entering)
-    for layer in range(tiny.DEPTH):
-        assert calls.calls[layer] == any(path.runs(Sublayer(layer, part)) for part in Part)
-    for sublayer in ALL:
-        assert calls.calls[sublayer] == calls.calls["linear", sublayer] == path.runs(sublayer)
-        assert calls.tokens[sublayer] in (0, BLOCK)
 
 
 def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_full_one(architecture: str) -> None:

@@ -123,37 +123,6 @@ def test_what_it_does_not_know_is_left_alone(module: nn.Module) -> None:
     assert for_few_rows(module) is module
 
 
-@pytest.mark.parametrize(
-    ("capability", "threads", "width", "rows"),
-    [
-        ("AVX2", 1, 24, range(2, 5)),
-        ("AVX2", 2, 24, range(2, 9)),
-        ("AVX2", 2, 512, range(2, 9)),
-        ("AVX512", 1, 24, range(0)),
-        ("AVX512", 2, 24, range(16, 49)),
-        ("AVX512", 1, 512, range(8, 49)),
-        ("AVX512", 2, 512, range(8, 49)),
-    ],
-)
-@torch.no_grad()
-def test_the_weight_is_on_the_left_where_that_was_the_faster_way(
-    monkeypatch: pytest.MonkeyPatch,
-    processor: Callable[[str], None],
-    capability: str,
-    threads: int,
-    width: int,
-    rows: range,
-) -> None:
-    processor(capability)
-    monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: threads)
-    widths = _spied(monkeypatch)
-    view = for_few_rows(nn.Linear(width, 8))
-    for count in range(1, 65):
-        view(torch.zeros(count, width))
-    # Four columns take less time than three.
-    assert widths == [4 if count == 3 else count for count in rows]
-
-
 @pytest.mark.parametrize("draft", [None, selfspec.drafts.EarlyExit(2)])
 def test_verification_computes_blocks_this_way_and_plain_decoding_of_a_row_does_not(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft: selfspec.drafts.Drafter | None
