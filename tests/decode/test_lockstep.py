@@ -333,6 +333,18 @@ def test_dropping_rows_that_have_ended_changes_nothing(
     assert set(seen) == {ROWS}
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_that_is_judged_in_order_uses_the_same_noise(llama: PreTrainedModel, draft: str) -> None:
+    spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept="token")
+    for row in (0, 3):
+        found = []
+        for processors in (LogitsProcessorList(), in_order()):
+            spec.forget()
+            options: dict[str, Any] = {"max_new_tokens": 14, "logits_processor": processors}
+            found.append(texts(spec, chosen(prompts(), [row]), seed=row, **options))
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("draft", ["plain", "exit", "skip", "look-up", "cascade", "union"])
 @pytest.mark.parametrize(("rule", "memory"), [("token", False), ("block", True)])
 def test_greedy_decoding_draws_nothing(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import InLockstep, InTurns, ModelDrafts, Remembering
+from helpers.drafting import InLockstep, InTurns, ModelDrafts
 from helpers.joints import EOS, EQUALLY_LONG, PROMPTS, VOCAB, Warp, drawn, holm_rejects, joint, padded
 from helpers.serving import Stepped
 from helpers.tiny import in_turns, taking_turns
@@ -126,8 +126,6 @@ def test_a_row_alone_is_its_row_in_a_batch(tmp_path: Path, name: str, rule: str)
     whole = fresh(ROWS, seed=seed)
     for size in (1, 3):
         assert fresh(ROWS[:size], seed=seed) == whole[:size]
-    # Judged token by token, as processors with memory have it.
-    assert fresh(ROWS[:1], seed=seed, logits_processor=[Remembering()]) == whole[:1]
     # Beside other rows; and all rows reach the end, some of them rounds before the others.
     others = [ROWS[0], ROWS[3], ROWS[2], ROWS[1]]
     assert fresh(others, seed=seed)[::2] == whole[::2]
