@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import published_heads, tiny, tiny_joint
 from helpers.accelerator.device import Accelerator
 from helpers.captures import ticking
-from helpers.http_server import running
 from helpers.joints import Warp, holm_rejects, p_value
-from helpers.saved_folders import checkpoint_folder
 from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.draft.registry import parse_draft
 from selfspec.runtime.graph_cache import GraphCache
@@ -161,48 +158,12 @@ def test_where_memory_runs_out_the_model_is_as_it_was_and_the_next_call_is_right
     assert spec.generate(ids, **options).sequences.tolist() == expected
 
 
-# Streamed, served, joined by others, and drawn from the joint.
-
-
-def chunks(spec: selfspec.SelfSpeculative, ids: torch.Tensor, new: int) -> Iterator[list[list[int]]]:
-    """Return the tokens of each row after each round."""
-    rows: list[list[int]] = [[] for _ in ids]
-    for chunk in spec.stream(ids, torch.ones_like(ids), max_new_tokens=new, **GREEDY):
-        for row, found in zip(rows, chunk.rows, strict=True):
-            row += found.tokens
-        yield [list(row) for row in rows]
-
-
-def test_each_round_of_a_stream_has_the_next_tokens_of_each_row(accelerator: Accelerator) -> None:
-    model, ids = tiny.llama(num_hidden_layers=2).to(accelerator.device), tiny.prompt(5, 2).to(accelerator.device)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    expected = expected[:, 5:].tolist()
-    spec = selfspec.wrap(model, "lookup+exit:1", draft_length=3, runtime=selfspec.runtime.Eager())
-    *before, last = chunks(spec, ids, 9)
-    assert last == expected
-    assert len(before) > 1
-    for rows in before:
-        assert all(row == whole[: len(row)] for row, whole in zip(rows, expected, strict=True))
+# Joined by others, and drawn from the joint.
 
 
 def test_rows_that_join_and_leave_are_what_they_are_alone(accelerator: Accelerator) -> None:
     spec = selfspec.wrap(small().to(accelerator.device), "recycle", draft_length=2, runtime=selfspec.runtime.Eager())
     assert_joining_rows_are_stock(spec, [(1, 2, 3), (4, 5), (6, 7, 8, 9)])
-
-
-def test_a_server_answers_two_prompts_of_one_request(accelerator: Accelerator) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
-    prompts = ["Once upon", "Lily saw a"]
-    with running(model=model.to(accelerator.device), draft="exit:3", max_rows=2) as server:
-        with accelerator.counted() as counts:
-            reply = server.complete(prompt=prompts, max_tokens=5, temperature=0)
-        assert reply.status == 200, reply.body
-        found = [choice["text"] for choice in reply.body["choices"]]
-        assert counts.launches > 100
-        for prompt, text in zip(prompts, found, strict=True):
-            ids = server.tokenizer(prompt, return_tensors="pt").input_ids.to(accelerator.device)
-            own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)[0]
-            assert server.tokenizer.decode(own).endswith(prompt + text)
 
 
 def test_sampled_text_follows_the_joint(accelerator: Accelerator) -> None:

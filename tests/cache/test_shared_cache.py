@@ -318,15 +318,6 @@ def test_what_follows_from_parents() -> None:
     assert not FORK.is_chain
 
 
-@pytest.mark.parametrize("length", [0, 1, 4])
-def test_a_chain_has_one_branch(length: int) -> None:
-    chain = Tree.chain(length)
-    assert chain.is_chain
-    assert chain.depths == tuple(range(1, length + 1))
-    assert chain.depth == length
-    assert Tree.chain(length) is chain
-
-
 @pytest.mark.parametrize("parents", [(0,), (-1, 1), (-2,), (-1, 2, 0)])
 def test_a_node_comes_after_its_parent(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="parent"):

@@ -96,11 +96,6 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         stream.reach(host_waits=False)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._device)
-        event.record(self)
-        return event
-
 
 class Event:
     """A place in a stream."""
