@@ -165,7 +165,7 @@ def test_on_the_command_line(
     invoke: Invoke, folder: str, tmp_path: Path, typed: str, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if typed.startswith("calibrate") and "--chat" not in typed:
-        monkeypatch.setattr("selfspec.model.checkpoint.load_checkpoint", lambda *_: pytest.fail("weights were read"))
+        monkeypatch.setattr("selfspec.measure.checkpoint.load_checkpoint", lambda *_: pytest.fail("weights were read"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
