@@ -3,6 +3,8 @@
     python benchmarks/widen.py MODEL --size 1.3B --to WIDE
     python benchmarks/streaming.py WIDE --memory 2GiB 3.5GiB --texts 'heldout.jsonl#kind=code' --threads 2
 
+A checkpoint in bfloat16 has arms in planes, too; packing it is not timed, and `TMPDIR` must be on the same disk.
+
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
 before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
@@ -32,7 +34,13 @@ from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.placement.plan import parse_bytes, shown_bytes
 
-ARMS = {"accelerate": "accelerate, disk offload", "plain": "selfspec, plain", "drafts": "selfspec, default drafts"}
+ARMS = {
+    "accelerate": "accelerate, disk offload",
+    "plain": "selfspec, plain",
+    "drafts": "selfspec, default drafts",
+    "planes-plain": "selfspec, planes, plain",
+    "planes": "selfspec, planes, default drafts",
+}
 _MAY_GROW = {"memory", "repeats", "arms"}
 
 
@@ -45,6 +53,7 @@ class Call:
         seconds: of a token.
         bytes: that the disk gave, of a token.
         peak: resident memory, in bytes.
+        moved: bytes of weights that a pass fetched; None: not counted.
         plan: that the model was loaded by.
         stats: of the generation; None: accelerate's.
         commit: of the code.
@@ -57,6 +66,7 @@ class Call:
     plan: dict[str, Any]
     stats: dict[str, Any] | None
     commit: str | None
+    moved: float | None = None
 
 
 def main() -> None:
@@ -101,7 +111,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plain-tokens", type=int, default=8, help="without")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["accelerate", "plain", "drafts"])
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no call after so long; then resume")
     parser.add_argument("--name", default="streaming", help="of the results")
     return parser.parse_args()
@@ -141,7 +151,7 @@ def _cell(record: dict[str, Any], memory: str, temperature: float) -> dict[str, 
 
 def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Call | str:
     """Decode once in another process; return why the budget is refused, where it is."""
-    tokens = options.max_new_tokens if arm == "drafts" else options.plain_tokens
+    tokens = options.max_new_tokens if arm in ("drafts", "planes") else options.plain_tokens
     numbers = (temperature, tokens, options.threads, options.context + options.max_new_tokens)
     command = [sys.executable, HERE / "streaming_worker.py", arm, options.model, memory, *numbers]
     pipe = subprocess.PIPE
@@ -201,7 +211,9 @@ def _rows(cell: dict[str, Any]) -> Iterator[str]:
             f"{last.stats['mean_accepted_length']:.1f} tokens a pass.\n"
         )
     greedy = cell["temperature"] == 0
-    columns = ["", "tokens/s", "against plain", "against accelerate", "read a token", "peak", *["equal"] * greedy]
+    others = [arm for arm in ("plain", "accelerate", "drafts") if arm in calls]
+    against = [f"against {arm}" for arm in others]
+    columns = ["", "tokens/s", *against, "fetched a pass", "read a token", "peak", *["equal"] * greedy]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     speeds = {arm: [1 / call.seconds for call in made] for arm, made in calls.items()}
@@ -209,14 +221,14 @@ def _rows(cell: dict[str, Any]) -> Iterator[str]:
     for arm, made in calls.items():
         ratios = [
             Estimate.of_median([one / base for one, base in zip(speeds[arm], speeds[other], strict=True)]).shown(2)
-            if other in speeds
-            else ""
-            for other in ("plain", "accelerate")
+            for other in others
         ]
+        moved = made[-1].moved
         peak = max(call.peak for call in made)
         share = peak / parse_bytes("memory", cell["memory"])
         cells = [ARMS[arm], Estimate.of_median(speeds[arm]).shown(2), *ratios]
-        cells += [shown_bytes(max(call.bytes for call in made)), f"{shown_bytes(peak)}, {share:.0%} of the budget"]
+        cells += ["" if moved is None else shown_bytes(moved), shown_bytes(max(call.bytes for call in made))]
+        cells += [f"{shown_bytes(peak)}, {share:.0%} of the budget"]
         cells += [str(min(equal_tokens(call.text, first) for call in made))] * greedy
         yield f"| {' | '.join(cells)} |"
 

@@ -57,7 +57,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    prompt, clock, stats = torch.tensor([json.load(sys.stdin)]), _Clock(), None
+    prompt, clock, stats, moved = torch.tensor([json.load(sys.stdin)]), _Clock(), None, None
     options = {"max_new_tokens": tokens, "eos_token_id": None, **sampling(temperature)}
     try:
         if arm == "accelerate":
@@ -65,19 +65,24 @@ def main() -> None:
             plan = plan_checkpoint(folder, memory, None, False, context, FromDisk()).plan
             text = _accelerate(folder, plan.resident, prompt, clock, options)
         else:
-            spec = selfspec.load(folder, memory, device="cpu", draft=arm == "drafts", context=context)
+            weights = "planes" if arm.startswith("planes") else None
+            drafts = arm in ("drafts", "planes")
+            spec = selfspec.load(folder, memory, weights=weights, device="cpu", draft=drafts, context=context)
             placement = placement_of(spec.model)
             assert placement is not None
-            plan, text = placement.plan, []
+            plan, text, stream = placement.plan, [], placement.stream
+            passes: list[int] = []
             generation = spec.stream(prompt, torch.ones_like(prompt), seed=0, **options)
             for chunk in generation:
                 text += chunk.rows[0].tokens
                 clock.note(len(text))
+                passes.append(0 if stream is None else stream.bytes_moved)
+            moved = (passes[-1] - passes[0]) / max(1, len(passes) - 1)
             stats = generation.stats.to_dict()
     except UnsupportedOptionError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    print(json.dumps({"text": text, "plan": asdict(plan), "stats": stats, **clock.of_a_token()}))
+    print(json.dumps({"text": text, "plan": asdict(plan), "stats": stats, "moved": moved, **clock.of_a_token()}))
 
 
 def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
