@@ -129,8 +129,13 @@ class PackedWeight(Tensor):
             return cls(args[0].layer)
         if func is torch.ops.aten.embedding.default and isinstance(args[0], cls):
             ids = args[1]
-            # Kernels give NaN for these, and stock embeddings an error.
-            if type(ids) is Tensor and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(args[0]):
+            # Kernels give NaN for these, and stock embeddings an error, which on other devices would wait for them.
+            if (
+                type(ids) is Tensor
+                and ids.is_cpu
+                and ids.numel()
+                and not 0 <= int(ids.min()) <= int(ids.max()) < len(args[0])
+            ):
                 raise IndexError("index out of range in self")
             return args[0].layer.rows_of(ids)
         for argument, given in zip(func._schema.arguments, args, strict=False):

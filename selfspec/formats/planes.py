@@ -11,7 +11,7 @@ ZipServ (2603.17435) and DFloat11 (2504.11651) compress without loss by other co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from selfspec.formats.format import Format
 from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError, dense, fixed, some_rows
+from selfspec.formats.rounding import Kernels, in_rows, kernels_of
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 
@@ -33,6 +34,8 @@ _MOST_INPUTS = 1 << 16
 _MOST_ESCAPES = 0.1
 # Weights that are packed at once.
 _AT_ONCE = 1 << 20
+# Weights that are joined at once where rows are many: they stay in a device's cache.
+_PANEL = 1 << 23
 # Bytes in the order of the kernel, and where a weight of 32 lies among them: see `planes.h`.
 _ORDER = torch.arange(32).view(2, 16).t().flatten()
 _PLACES = _ORDER.argsort()
@@ -46,6 +49,8 @@ class PlanesLinear(PackedLinear):
         self.upper, self.lower, self.rows, self.escapes = (fixed(packed[part]) for part in Planes.parts)
 
     def product(self, states: Tensor) -> Tensor:
+        if kernels_of(self.upper.device) is Kernels.TRITON:
+            return by_triton(states, self.rows_of, self.upper, self.rows, self.lower, self.escapes)
         rows = states.numel() // self.in_features
         is_float = self.dtype != torch.float64
         most = crossover().rows(self.dtype, self.in_features) if self._is_native and is_float else 0
@@ -65,6 +70,8 @@ class PlanesLinear(PackedLinear):
         return self.rows_of(torch.arange(self.out_features, device=self.upper.device))
 
     def rows_of(self, ids: Tensor) -> Tensor:
+        if kernels_of(self.upper.device) is Kernels.TRITON:
+            return rows_by_triton(self, ids, self.upper, self.rows, self.lower, self.escapes)
         if self._is_native:
             parts = (self.upper, self.lower, self.rows, self.escapes)
             found = native.rows_of_planes(ids, *parts, self.in_features)
@@ -83,6 +90,29 @@ class PlanesLinear(PackedLinear):
     @property
     def _is_native(self) -> bool:
         return self.upper.device.type == "cpu" and native.available()
+
+
+def by_triton(states: Tensor, join: Callable[[Tensor], Tensor], upper: Tensor, *parts: Tensor) -> Tensor:
+    """Multiply states, `[..., in]` to `[..., out]`, in Triton; many rows by panels that `join` makes."""
+    # Triton is not installed everywhere.
+    from selfspec.kernels.triton_planes import MOST_ROWS, product_in_planes
+
+    def product(rows: Tensor) -> Tensor:
+        if len(rows) <= MOST_ROWS and not torch.is_autocast_enabled(rows.device.type):
+            return product_in_planes(rows, upper, *parts)
+        panels = torch.arange(len(upper), device=upper.device).split(max(1, _PANEL // upper.shape[1]))
+        return torch.cat([functional.linear(rows, join(panel)) for panel in panels], -1)
+
+    return in_rows(product, states)
+
+
+def rows_by_triton(layer: PackedLinear, ids: Tensor, *parts: Tensor) -> Tensor:
+    """Read rows of a weight, `[..., in]` in its dtype, by their numbers, `[...]`, in Triton."""
+    from selfspec.kernels.triton_planes import rows_in_planes
+
+    made = torch.bfloat16 if layer.dtype == torch.bfloat16 else torch.float32
+    found: Tensor = rows_in_planes(layer.in_features, made, ids.flatten(), *parts)
+    return found.to(layer.dtype).view(*ids.shape, layer.in_features)
 
 
 @dataclass(frozen=True)

@@ -141,15 +141,16 @@ def by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, z
     # Triton is not installed everywhere.
     from selfspec.kernels.triton_products import low_bits_product
 
-    return _in_rows(lambda rows: low_bits_product(rows, factors, levels, scales, zeros), states)
+    return in_rows(lambda rows: low_bits_product(rows, factors, levels, scales, zeros), states)
 
 
 def by_aten(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     """Call one of ATen's kernels, which take and return `[rows, in]` and `[rows, out]`, in bfloat16."""
-    return _in_rows(lambda rows: product(rows.to(torch.bfloat16)), states)
+    return in_rows(lambda rows: product(rows.to(torch.bfloat16)), states)
 
 
-def _in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+def in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Call a product of `[rows, in]` to `[rows, out]` with states, `[..., in]` to `[..., out]`."""
     # Plain numbers, which no program records.
     shape = [int(size) for size in states.shape]
     found = product(states.reshape(math.prod(shape[:-1]), shape[-1]))

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from selfspec.formats.format import Format
 from selfspec.formats.packed import Packed, PackedLinear, PackedWeight, fixed
-from selfspec.formats.planes import PlanesLinear, in_order, joined
+from selfspec.formats.planes import PlanesLinear, by_triton, in_order, joined, rows_by_triton
+from selfspec.formats.rounding import Kernels, kernels_of
 from selfspec.kernels import native
 
 
@@ -24,13 +25,21 @@ class UpperLinear(PackedLinear):
         self.upper, self.rows = fixed(packed["upper"]), fixed(packed["rows"])
 
     def product(self, states: Tensor) -> Tensor:
+        if kernels_of(self.upper.device) is Kernels.TRITON:
+            return by_triton(states, self.rows_of, self.upper, self.rows)
         if self.upper.device.type == "cpu" and native.available():
             return native.few_at_a_time(lambda some: native.few_rows_in_upper(some, self.upper, self.rows), states)
         return functional.linear(states, self.join())
 
     def join(self) -> Tensor:
-        halves = torch.full_like(self.upper[:, ::2], 0x88)
-        return in_order(joined(self.upper, halves, self.rows[0]))[:, : self.in_features].to(self.dtype)
+        return self.rows_of(torch.arange(self.out_features, device=self.upper.device))
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        if kernels_of(self.upper.device) is Kernels.TRITON:
+            return rows_by_triton(self, ids, self.upper, self.rows)
+        upper = self.upper[ids.flatten()]
+        bits = joined(upper, torch.full_like(upper[:, ::2], 0x88), self.rows[0, ids.flatten()])
+        return in_order(bits)[:, : self.in_features].to(self.dtype).view(*ids.shape, self.in_features)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import selfspec
-from helpers import tiny
+from helpers import tiny, triton_planes
 from helpers.drafting import GREEDY, Oracle, stock
 from selfspec.accept import TokenLevel
 from selfspec.cache.tree import Tree
@@ -297,5 +297,6 @@ def decoding() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"products": products, "attention": attention, "others": others, "decoding": decoding}[sys.argv[1]]()
+    parts = {"products": products, "planes": triton_planes.check_all, "attention": attention}
+    (parts | {"others": others, "decoding": decoding})[sys.argv[1]]()
     print("all equal")

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_checks
+from helpers import tiny, triton_checks, triton_planes
 from selfspec import kernels
 from selfspec.formats import int4, int8, rounding
 from selfspec.formats.format import formats
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
+from selfspec.formats.planes import Planes
 from selfspec.formats.rounding import Kernels
 from selfspec.runtime.few_rows import for_grouped_queries
 
@@ -32,14 +33,15 @@ triton = pytest.importorskip("triton")
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
 from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
 from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
+from selfspec.kernels.triton_planes import product_in_planes, rows_in_planes  # noqa: E402
 from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
 from selfspec.kernels.triton_rotary import rotated  # noqa: E402
 from selfspec.kernels.triton_slots import slots_moved  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# The shared memory that a program may have, in bytes, by capability: of an A100 and an H100.
-TARGETS = {80: 163 * 1024, 90: 227 * 1024}
+# The shared memory that a program may have, in bytes, by capability: of an A100, an A10 and an H100.
+TARGETS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
 def _autocast() -> AbstractContextManager[Any]:
@@ -47,7 +49,7 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("checks", ["products", "attention", "others", "decoding"])
+@pytest.mark.parametrize("checks", ["products", "planes", "attention", "others", "decoding"])
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -95,6 +97,15 @@ def test_a_device_gives_the_products_of_the_rounded_weights(
     bits: int, rows: int, dtype: torch.dtype, cuda: str
 ) -> None:
     triton_checks.check_product(bits, rows, dtype, cuda)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("dtype", triton_planes.OFF_BY, ids=str)
+@pytest.mark.parametrize("rows", triton_planes.ROWS)
+def test_weights_in_planes_on_a_device(rows: int, dtype: torch.dtype, cuda: str) -> None:
+    triton_planes.check_bits(cuda)
+    triton_planes.check(rows, dtype, cuda)
+    triton_planes.check_order(rows, dtype, cuda)
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -196,6 +207,11 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
             rounded["scales"],
             rounded.parts.get("zeros"),
         )
+    planes = {part: Planes().pack(torch.zeros(64, 128))[part] for part in triton_planes.PARTS}
+    for rows, parts in product((1, 3), (triton_planes.PARTS, ("upper", "rows"))):
+        product_in_planes(torch.zeros(rows, 128, dtype=dtype), *map(planes.get, parts))
+    for to in (torch.bfloat16, torch.float32):
+        rows_in_planes(128, to, torch.arange(2), *planes.values())
     if dtype != torch.float64:
         rms_norm(torch.zeros(2, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-5)
     heads = torch.zeros(1, 2, 3, 64, dtype=dtype)
