@@ -182,7 +182,8 @@ def bits_of(weight: Tensor) -> Tensor:
     if weight.dtype == torch.float64 and torch.equal(weight.float().double(), weight):
         weight = weight.float()
     if weight.dtype != torch.float32:
-        raise UnsupportedWeightError(f"in {weight.dtype}")
+        why = ", of which planes would save no bit; load it without packing" if weight.dtype == torch.float16 else ""
+        raise UnsupportedWeightError(f"in {weight.dtype}{why}")
     bits = weight.contiguous().view(torch.int32)
     if (bits & 0xFFFF).any():
         raise UnsupportedWeightError("in float32, with more bits than bfloat16")

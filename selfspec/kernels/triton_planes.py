@@ -137,16 +137,18 @@ def few_rows_in_planes(
     count,
     outputs,
     inputs,
-    words,
+    blocks,
     whole: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Multiply `count` rows, `[count, inputs]`, to `[count, outputs]`; `words` are those of a row's lower plane."""
+    """Multiply `count` rows, `[count, inputs]`, to `[count, outputs]`; `blocks` are those of a row."""
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     output = (tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)).to(tl.int64)
     inside = output < outputs
+    # So the compiler knows that a word of a plane never stands alone.
+    words = blocks * 8
     base, following, end = _row_of(rows, outputs, output, inside)
     escape, place = _escape(escapes, following, end)
     dtype: tl.constexpr = tl.float32 if block_rows == 1 else states.dtype.element_ty
@@ -183,13 +185,15 @@ def join_row(
     joined,
     outputs,
     inputs,
-    words,
+    blocks,
     whole: tl.constexpr,
     block: tl.constexpr,
 ):
     """Write the row of each of `ids`, `[ids]` to `[ids, inputs]`; NaN: there is no such row."""
     output = tl.load(ids + tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)
     inside = (output >= 0) & (output < outputs)
+    # So the compiler knows that a word of a plane never stands alone.
+    words = blocks * 8
     base, following, end = _row_of(rows, outputs, output, inside)
     escape, place = _escape(escapes, following, end)
     to = joined + tl.program_id(0).to(tl.int64) * inputs
@@ -226,7 +230,7 @@ def product_in_planes(
             count,
             outputs,
             states.shape[1],
-            upper.shape[1] // 8,
+            upper.shape[1] // 64,
             whole=lower is not None,
             block_rows=block_rows,
             block_outputs=block_outputs,
@@ -262,7 +266,7 @@ def rows_in_planes(
             joined,
             upper.shape[0],
             inputs,
-            upper.shape[1] // 8,
+            upper.shape[1] // 64,
             whole=lower is not None,
             block=128,
             num_warps=1,

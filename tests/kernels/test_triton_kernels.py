@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,7 @@ from selfspec.runtime.few_rows import for_grouped_queries
 
 triton = pytest.importorskip("triton")
 
+from selfspec.kernels import triton_planes as module_of_planes  # noqa: E402
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
 from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
 from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
@@ -153,6 +155,7 @@ class Compiling:
 
     kernel: Any
     compiled: set[str]
+    ptx: list[str] = field(default_factory=list)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.compile
@@ -162,12 +165,16 @@ class Compiling:
         constants = {name: value for name, value in kwargs.items() if name in self.kernel.arg_names}
         signature = {name: _type(value) for name, value in zip(names, args, strict=True)}
         signature |= dict.fromkeys(constants, "constexpr")
-        source = triton.compiler.ASTSource(self.kernel, signature, constants)
+        # As where it is launched: addresses of tensors are multiples of 16, and so are some sizes.
+        even = (isinstance(each, Tensor) or (isinstance(each, int) and each % 16 == 0) for each in args)
+        aligned = {(place,): [["tt.divisibility", 16]] for place, is_even in enumerate(even) if is_even}
+        source = triton.compiler.ASTSource(self.kernel, signature, constants, aligned)
         options = {name: value for name, value in kwargs.items() if name not in constants}
         for capability, shared in TARGETS.items():
             target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
             made = triton.compile(source, target=target, options=options)
             assert made.asm["cubin"]
+            self.ptx.append(made.asm["ptx"])
             assert made.metadata.shared <= shared, (self.kernel.__name__, capability, signature, constants)
         self.compiled.add(self.kernel.__name__)
 
@@ -223,3 +230,19 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
     judge_chain(p, None, drafted, None, None, None)
     # Norms in float64 are not computed in it.
     assert compiled == every - ({"normalize_token"} if dtype == torch.float64 else set())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("parts", [triton_planes.PARTS, ("upper", "rows")], ids=["whole", "upper"])
+def test_one_row_over_planes_reads_16_bytes_at_once_and_waits_for_no_thread(
+    parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiling = Compiling(module_of_planes.few_rows_in_planes, set())
+    monkeypatch.setattr(module_of_planes, "few_rows_in_planes", compiling)
+    planes = Planes().pack(torch.zeros(64, 192))
+    product_in_planes(torch.zeros(1, 192, dtype=torch.bfloat16), *map(planes.parts.get, parts))
+    assert len(compiling.ptx) == len(TARGETS)
+    for ptx in compiling.ptx:
+        assert not re.search(r"bar\.sync|barrier|(ld|st)\.(shared|local)", ptx)
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= (3 if "lower" in parts else 2)
