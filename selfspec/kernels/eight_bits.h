@@ -97,11 +97,7 @@ struct IntegerProduct {
         add<Rows>(sums[output], end, x + whole, groups);
       }
     }
-    for (int output = 0; output < Outputs; ++output) {
-      for (int row = 0; row < Rows; ++row) {
-        put(*this, row, first + output, total<float, 16>(sums[output][row]) * scales[first + output]);
-      }
-    }
+    put_tile(*this, first, sums, scales + first);
   }
 };
 

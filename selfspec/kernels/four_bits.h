@@ -157,11 +157,7 @@ struct FourBitsProduct {
         add<Rows>(sums[output], &end, x + whole, blocks);
       }
     }
-    for (int output = 0; output < Outputs; ++output) {
-      for (int row = 0; row < Rows; ++row) {
-        put(*this, row, first + output, total<float, kLanesAtOnce>(sums[output][row]));
-      }
-    }
+    put_tile(*this, first, sums, static_cast<const float*>(nullptr));
   }
 
   template <int Rows, int Part = 0>

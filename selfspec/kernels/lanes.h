@@ -127,6 +127,53 @@ inline void put(const Product& product, int64_t row, int64_t output, Sum sum) {
   product.y[place] = product.residual ? product.residual[place] + sum : sum;
 }
 
+#if defined(__AVX512F__)
+// The sums of four vectors, each added up as `total` does.
+inline __m128 totals(const __m512& a, const __m512& b, const __m512& c, const __m512& d) {
+  const auto halves = [](const __m512& one, const __m512& other) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(one, other, 0x44), _mm512_shuffle_f32x4(one, other, 0xee));
+  };
+  const __m512 first = halves(a, b), last = halves(c, d);
+  const __m512 quarters =
+      _mm512_add_ps(_mm512_shuffle_f32x4(first, last, 0x88), _mm512_shuffle_f32x4(first, last, 0xdd));
+  const __m512 pairs = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0x4e));
+  const __m512 all = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+  return _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+}
+#endif
+
+// Writes the outputs of a tile, from output `first`: sums, by scales of these outputs where they are not null.
+template <int Rows, int Outputs, typename Product, typename Vector>
+inline void put_tile(const Product& product, int64_t first, const Vector (&sums)[Outputs][Rows],
+                     const typename Product::Sum* scales) {
+  using Sum = typename Product::Sum;
+#if defined(__AVX512F__)
+  if constexpr (Outputs == 4 && std::is_same_v<Sum, float>) {
+#pragma GCC unroll 16
+    for (int row = 0; row < Rows; ++row) {
+      __m128 four = totals((__m512)sums[0][row], (__m512)sums[1][row], (__m512)sums[2][row], (__m512)sums[3][row]);
+      if (scales) four = _mm_mul_ps(four, _mm_loadu_ps(scales));
+      ROUNDED(four);
+      if (product.bias) four = _mm_add_ps(four, _mm_loadu_ps(product.bias + first));
+      const int64_t place = row * product.out + first;
+      if (product.residual) four = _mm_add_ps(four, _mm_loadu_ps(product.residual + place));
+      _mm_storeu_ps(product.y + place, four);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int output = 0; output < Outputs; ++output) {
+#pragma GCC unroll 16
+    for (int row = 0; row < Rows; ++row) {
+      Sum sum = total<Sum, sizeof(Vector) / sizeof(Sum)>(sums[output][row]);
+      if (scales) sum *= scales[output];
+      ROUNDED(sum);
+      put(product, row, first + output, sum);
+    }
+  }
+}
+
 // The same product without its first rows.
 template <typename Product>
 Product from_row(const Product& product, int64_t row) {

@@ -111,7 +111,13 @@ struct Planes {
     }
   }
 
-  float scale(int64_t row) const { return std::ldexp(1.f, bases[row] - kConstant); }
+  // A power of two, by its bits; bases are 0 to 239.
+  float scale(int64_t row) const {
+    const uint32_t bits = static_cast<uint32_t>(bases[row] - kConstant + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return power;
+  }
 
   // Escapes of a row, of which `patch` takes those of one block after the other.
   struct Escapes {
@@ -221,15 +227,12 @@ struct PlanesProduct {
       }
       if (__builtin_expect(patches, 0)) {
         patched = INT64_MAX;
+#pragma GCC unroll 4
         for (const auto& left : escapes) patched = std::min(patched, left.block());
       }
     }
-    for (int output = 0; output < Outputs; ++output) {
-      const float scale = Whole ? 1 : weight.scale(first + output);
-      for (int row = 0; row < Rows; ++row) {
-        const float sum = total<float, kLanes<float>>(sums[output][row]);
-        put(*this, row, first + output, Whole ? sum : sum * scale);
-      }
-    }
+    float scales[Outputs];
+    for (int output = 0; output < Outputs; ++output) scales[output] = Whole ? 1 : weight.scale(first + output);
+    put_tile(*this, first, sums, Whole ? nullptr : scales);
   }
 };

@@ -80,26 +80,23 @@ struct Product {
     if (i < in) {
       // Zeros behind the last inputs: added up one by one, they would be rounded in one way or another.
       const auto rest = in - i;
+      Sum states[Rows][lanes] = {};
+      typename Weight::Stored ends[Outputs][lanes] = {};
+      for (int row = 0; row < Rows; ++row) std::copy_n(x + row * in + i, rest, states[row]);
+      for (int output = 0; output < Outputs; ++output) std::copy_n(w + output * in + i, rest, ends[output]);
+#pragma GCC unroll 4
       for (int output = 0; output < Outputs; ++output) {
-        typename Weight::Stored end[lanes] = {};
-        std::copy_n(w + output * in + i, rest, end);
+        Vector weights = Weight::lanes(ends[output]);
+        KEEP_IN_REGISTER(weights);
+#pragma GCC unroll 16
         for (int row = 0; row < Rows; ++row) {
-          Sum states[lanes] = {};
-          std::copy_n(x + row * in + i, rest, states);
-          Vector weights = Weight::lanes(end), inputs = read<Sum, lanes>(states);
-          KEEP_IN_REGISTER(weights);
+          Vector inputs = read<Sum, lanes>(states[row]);
           KEEP_IN_REGISTER(inputs);
           add_product(sums[output][row], weights, inputs);
         }
       }
     }
-    for (int output = 0; output < Outputs; ++output) {
-      for (int row = 0; row < Rows; ++row) {
-        Sum sum = total<Sum, lanes>(sums[output][row]);
-        if (scales) sum *= scales[first + output];
-        put(*this, row, first + output, sum);
-      }
-    }
+    put_tile(*this, first, sums, scales ? scales + first : nullptr);
   }
 };
 
