@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how_it_works.md as SVG files beside this one: `python docs/pictures/draw.py`."""
+"""Draws the pictures of docs/how_it_works.md and docs/planes.md as SVG files beside this one: `python docs/pictures/draw.py`."""
 
 from __future__ import annotations
 
@@ -268,6 +268,41 @@ def draw_streaming() -> Figure:
     return figure
 
 
+def draw_planes() -> Figure:
+    """Where the sixteen bits of a bfloat16 number go."""
+    figure, axes = _canvas(7.2, 3.1)
+    colours = [VERMILION, *[GREY] * 8, *[BLUE] * 3, *[GREEN] * 4]
+    bits = "s" + "e" * 8 + "m" * 7
+    for place, (bit, colour) in enumerate(zip(bits, colours, strict=True)):
+        _box(axes, 17 + 3.2 * place, 24.6, 2.8, 2.8, bit, colour, 8)
+    for first, last, what in ((0, 0, "sign"), (1, 8, "exponent"), (9, 15, "mantissa")):
+        middle = 17 + 3.2 * (first + last + 1) / 2 - 0.2
+        axes.text(middle, 28.3, what, ha="center", fontsize=7, color=GREY)
+    axes.text(2, 26, "bfloat16", va="center", fontsize=8)
+    upper = [("s", VERMILION), *[("c", ORANGE)] * 4, *[("m", BLUE)] * 3]
+    for place, (bit, colour) in enumerate(upper):
+        _box(axes, 17 + 3.2 * place, 11.6, 2.8, 2.8, bit, colour, 8)
+    for place in range(4):
+        _box(axes, 55.4 + 3.2 * place, 11.6, 2.8, 2.8, "m", GREEN, 8)
+    axes.text(2, 13, "in planes", va="center", fontsize=8)
+    _box(axes, 24.8, 18, 18.8, 3.4, "code = exponent - base of the row\n1 to 15; 0 for zero", ORANGE, 7)
+    _arrow(axes, (18.4, 24.3), (18.4, 14.7), colour=VERMILION)
+    _arrow(axes, (32.6, 24.3), (32.6, 21.6))
+    _arrow(axes, (27, 17.8), (26, 14.7), bend=0.1, colour=ORANGE)
+    _arrow(axes, (50.4, 24.3), (38.6, 14.7), bend=-0.15, colour=BLUE)
+    _arrow(axes, (61.6, 24.3), (61.6, 14.7), colour=GREEN)
+    axes.text(29.6, 9.7, "upper plane: one byte", ha="center", fontsize=7.5)
+    axes.text(29.6, 7.8, "alone, half a step added, it is the draft", ha="center", fontsize=7, color=GREY)
+    axes.text(61.6, 9.7, "lower plane: half a byte", ha="center", fontsize=7.5)
+    axes.text(61.6, 7.8, "read by target passes alone", ha="center", fontsize=7, color=GREY)
+    _box(axes, 17, 2.2, 12, 3, "base", ORANGE, 7.5)
+    axes.text(30, 3.7, "one for each row", va="center", fontsize=7, color=GREY)
+    _box(axes, 43, 2.2, 12, 3, "place, weight", GREY, 7.5)
+    axes.text(56, 3.7, "a list: weights without a code", va="center", fontsize=7, color=GREY)
+    axes.text(2, 3.7, "beside them", va="center", fontsize=8)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "round": draw_round,
     "paths": draw_paths,
@@ -275,6 +310,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "tree": draw_tree,
     "formula": draw_formula,
     "streaming": draw_streaming,
+    "planes": draw_planes,
 }
 
 
