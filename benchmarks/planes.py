@@ -51,6 +51,7 @@ def main() -> None:
     models: dict[str, Any] = {}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
     name, report = ("planes_bits", _bits_report) if options.bits else (f"planes_{options.dtype}", _report)
+    name = options.name or name
     for folder in options.models:
         if options.bits:
             models[folder.name] = _bits(folder, options)
@@ -78,6 +79,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--name", help="of the results")
     parser.add_argument("--llama", metavar="PYTHON", help="of the environment that has llama.cpp")
     return parser.parse_args()
 
