@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how_it_works.md and docs/planes.md as SVG files beside this one: `python docs/pictures/draw.py`."""
+"""Draws the pictures of docs as SVG files beside this one: `python docs/pictures/draw.py`."""
 
 from __future__ import annotations
 
