@@ -176,7 +176,7 @@ def load(
             raise UnsupportedOptionError(
                 "context and cache say what a budget has room for; give memory, or leave them out"
             )
-        return wrap(load_packed(str(path), exact_format(weights), dtype, device), given)
+        return wrap(load_packed(str(path), weights, dtype, device), given)
     format = None if weights is None else exact_format(weights)
     computes = find_device("auto" if device is None else device) if format is None else device_of(format, device)
     source = source_for(computes)

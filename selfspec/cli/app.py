@@ -17,7 +17,7 @@ from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.doctor import doctor
 from selfspec.cli.drafts import drafts, index, quantize
-from selfspec.cli.export import export
+from selfspec.cli.export import export, pack
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
 from selfspec.cli.options import grouped
@@ -40,7 +40,7 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "Decode": [generate, chat, serve, demo, inspect, doctor],
     "Measure": [calibrate, verify, bench],
     "Find drafts": [drafts, quantize, index, search, ablate],
-    "Hand over": [export],
+    "Hand over": [pack, export],
 }
 for title, commands in _COMMANDS.items():
     for command in commands:

@@ -1,4 +1,4 @@
-"""`selfspec export`: write a draft as a checkpoint of its own, for other engines."""
+"""`selfspec export` and `pack`: write a draft for other engines, or a checkpoint in fewer bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
+    from selfspec.placement.packed import PackedFolder
     from selfspec.tools.export.exported import Exported
 
 Format = Literal["transformers", "gguf"]
@@ -99,3 +100,29 @@ def _shown(done: Exported, format: Format, is_whole: bool) -> str:
         use = "model.generate(..., assistant_model=...) on"
         lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM and SGLang.")
     return "\n".join(lines)
+
+
+def pack(
+    model: Model,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the packed checkpoint goes: a new folder.")],
+    weights: Annotated[str, typer.Option(metavar="FORMAT", help="`planes`: see docs/planes.md.")] = "planes",
+    threads: Threads = None,
+    output: Output = "text",
+) -> PackedFolder:
+    """Write a checkpoint whose weights take three quarters of the bytes of bfloat16, without losing a bit.
+
+    Every command that takes the folder as its MODEL, and selfspec.load, map its weights: loading reads them once, and
+    processes share them. The draft `upper` reads half of them. Weights have to be of bfloat16 precision, as almost all
+    published ones are; others stay as they are. Stock transformers does not read the folder: keep the source for it.
+    """
+    from selfspec.placement.packed import write_packed
+
+    prepare_process(threads)
+    done = write_packed(model_place(model), to, weights)
+    if output == "text":
+        console().print(
+            f"{done.folder}: {done.bytes:,} bytes for {done.source_bytes:,} of the source, {done.packed} weights of "
+            f"{done.bits:.2f} bits, {done.kept} as they were; use it as any MODEL, also with --draft upper",
+            soft_wrap=True,
+        )
+    return done

@@ -20,6 +20,7 @@ from selfspec.cli.app import app
 from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
+from selfspec.placement.packed import PackedFolder
 from selfspec.tools.doctor import MachineReport, Packages, Products
 from selfspec.tools.export.exported import Exported
 from selfspec.tools.lab.turns import Score
@@ -31,7 +32,7 @@ _ELSEWHERE = {
     each.__name__: each
     for each in (
         *(CheckedExit, CheckpointSummary, Estimate, Exported, MachineReport, Packages),
-        *(Products, Score, SpareCores),
+        *(PackedFolder, Products, Score, SpareCores),
     )
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)

@@ -120,6 +120,13 @@ class ModelOptions(MachineOptions):
 
     model: Model
     dtype: Dtype = "auto"
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="`planes` keeps weights packed, without changing a bit, on the CPU; by default as in the folder.",
+        ),
+    ] = None
 
     @property
     def place(self) -> str:
@@ -142,9 +149,14 @@ class ModelOptions(MachineOptions):
 
     def load(self) -> Checkpoint:
         """Load the model and its tokenizer."""
-        from selfspec.measure.checkpoint import load_checkpoint
+        from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
+        from selfspec.model.checkpoint import load_tokenizer
+        from selfspec.placement.packed import has_packed_weights, load_packed
 
-        return load_checkpoint(self.place, self.dtype, self.device)
+        if self.weights is None and not has_packed_weights(self.place):
+            return load_checkpoint(self.place, self.dtype, self.device)
+        device = None if self.device == "auto" else self.device
+        return Checkpoint(load_packed(self.place, self.weights, self.dtype, device), load_tokenizer(self.place))
 
 
 def load_within(
@@ -167,6 +179,7 @@ def load_within(
     return load(
         model.place,
         budget.memory,
+        weights=model.weights,
         device=device,
         dtype=model.dtype,
         draft=draft or False,

@@ -37,6 +37,9 @@ from selfspec.model.registry import adapter_for, auto_class, check_type
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 """Dtype of weights and computation; "auto" is the checkpoint's own."""
 
+PACKED = "packed.safetensors"
+"""The file of a folder whose weights `selfspec pack` packed."""
+
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -246,6 +249,11 @@ def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
         raise CheckpointError(
             f"{folder} has its weights as pickles only ({pickles[0]}), which can run any code when loaded; convert "
             "them once, if you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    if (folder / PACKED).is_file():
+        raise CheckpointError(
+            f"{folder} has packed weights alone ({PACKED}), which are not read here; give the checkpoint that they "
+            "were packed from"
         )
     raise CheckpointError(f"{folder} has no weights ({names[0]}); copy them from the original")
 

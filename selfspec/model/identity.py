@@ -86,12 +86,12 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
     """
     # Scales of packed weights are only in the state dict.
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    sums = {name: _sums(value, rounded) for name, value in state.items() if not value.is_meta}
+    found = {name: sums(value, rounded) for name, value in state.items() if not value.is_meta}
     for path, module in model.named_modules():
         if is_streamed(module):
             with module.__dict__["streams"]() as lent:
-                sums |= {
-                    f"{path}.{name}": _sums(weight, rounded) for name, weight in lent.named_parameters(recurse=False)
+                found |= {
+                    f"{path}.{name}": sums(weight, rounded) for name, weight in lent.named_parameters(recurse=False)
                 }
     digest = hashlib.sha256(f"{type(model).__name__}\n".encode())
     for path, module in model.named_modules():
@@ -100,24 +100,24 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
             ran = [] if module.disable_adapters else module.active_adapters
             digest.update(f"{path} {ran} {sorted(getattr(module, 'scaling', {}).items())}\n".encode())
     for name, value in sorted(state.items()):
-        if name not in sums:
+        if name not in found:
             raise ValueError(f"{name} is not in memory")
         digest.update(f"{name} {tuple(value.shape)}\n".encode())
-        digest.update(sums[name].numpy().tobytes())
+        digest.update(found[name].numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sums(weight: Tensor, rounded: torch.dtype) -> Tensor:
+def sums(weight: Tensor, rounded: torch.dtype = torch.bfloat16) -> Tensor:
     """Sum up the bits of values in parts, as 64-bit words times an odd number of their place, modulo 2 ** 64."""
     flat = whole(weight.detach()).reshape(-1)
     factors = torch.arange(_AT_ONCE, device=flat.device).mul_(_SPREAD).bitwise_or_(1)
-    found = []
+    parts = []
     for part in flat.split(_AT_ONCE):
         values = part.to(rounded) if part.is_floating_point() and part.itemsize > 1 else part
         raw = values.contiguous().view(torch.uint8)
         lanes = pad(raw, (0, -len(raw) % 8)).view(torch.int64)
-        found.append((lanes * factors[: len(lanes)]).sum())
-    return torch.stack(found).cpu() if found else factors[:0].cpu()
+        parts.append((lanes * factors[: len(lanes)]).sum())
+    return torch.stack(parts).cpu() if parts else factors[:0].cpu()
 
 
 def first_away(model: nn.Module) -> str | None:

@@ -1,8 +1,13 @@
-"""Load a checkpoint whose weights stay packed in an exact format: each is read, packed and freed before the next."""
+"""Load a checkpoint whose weights stay packed in an exact format, or write them: each is packed before the next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.files.writing import check_new, check_output_folder, whole_folder
 from selfspec.formats.format import Format, formats
-from selfspec.formats.packed import PackedWeight, UnsupportedWeightError, dense
+from selfspec.formats.packed import PackedLinear, PackedWeight, UnsupportedWeightError, dense
 from selfspec.kernels.large_pages import LargePages
-from selfspec.model.checkpoint import find_device, local_folder, read_config
-from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight, skeleton
-from selfspec.placement.weight_source import WeightFiles
+from selfspec.model.checkpoint import PACKED, find_device, local_folder, read_config, weight_files
+from selfspec.model.identity import fingerprint
+from selfspec.placement.packed_file import PackedFile, PackedFileWriter, PackedInFile
+from selfspec.placement.plan import shown_bytes
+from selfspec.placement.skeleton import DeferredTensor, is_packed, names_by_weight, read_dtype, set_weight, skeleton
+from selfspec.placement.weight_source import StoredWeight, WeightFiles, stored_weights
 
 
 def exact_format(name: str | None) -> Format:
@@ -31,19 +40,30 @@ def exact_format(name: str | None) -> Format:
     return exact[name]()
 
 
+def has_packed_weights(name: str) -> bool:
+    """Return whether a checkpoint is a folder of `write_packed`."""
+    folder = local_folder(name)
+    return folder is not None and is_packed(folder)
+
+
 def load_packed(
-    name: str, format: Format, dtype: torch.dtype | str | None, device: torch.device | str | None
+    name: str, weights: str | None, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> PreTrainedModel:
     """Load the checkpoint in a folder, whose linear layers and embeddings hold packed weights; the rest is as it is.
 
-    Modules stay those of `transformers` and compute the same, to the last bit; their `state_dict` has dense weights.
+    Modules stay those of `transformers` and compute the same, to the last bit; their `state_dict` has dense weights. A
+    folder of `write_packed` says its format, and is mapped.
     """
     folder = local_folder(name)
+    if weights is None and folder is not None and is_packed(folder):
+        format = PackedFile(folder).format
+    else:
+        format = exact_format(weights)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     device_of(format, device)
     made = skeleton(folder, read_config(name), read_dtype(dtype), WeightFiles())
-    _pack(made.model, format, {name: weight.values for name, weight in made.deferred.items()})
+    _pack(made.model, format, {name: partial(_given, weight, format) for name, weight in made.deferred.items()})
     return made.model
 
 
@@ -55,18 +75,30 @@ def device_of(format: Format, device: torch.device | str | None) -> torch.device
     return found
 
 
+def _given(weight: DeferredTensor, format: Format) -> Tensor | nn.Parameter:
+    """Return the parameter over a mapped weight, or else the values."""
+    where = weight.stored
+    # Other dtypes round.
+    exact = isinstance(where, PackedInFile) and torch.promote_types(where.dtype, weight.dtype) == weight.dtype
+    if isinstance(where, PackedInFile) and exact and where.format == format:
+        return _parameter(where.format.layer(where.mapped, None, weight.dtype))
+    return weight.values()
+
+
 def pack_weights(model: PreTrainedModel, format: Format) -> None:
     """Pack the weights of a model that is in memory, one by one, as `load_packed` does."""
     _pack(model, format, {name: weight.detach for name, weight in model.named_parameters()})
 
 
-def _pack(model: PreTrainedModel, format: Format, weights: Mapping[str, Callable[[], Tensor]]) -> None:
+def _pack(model: PreTrainedModel, format: Format, weights: Mapping[str, Callable[[], Tensor | nn.Parameter]]) -> None:
     """Give a model its weights, packed where they fit; tied ones are under their first name."""
     pages, packed, reason = LargePages(), 0, ""
     groups = [names for names in names_by_weight(model).values() if names[0] in weights]
     for names in logging.tqdm(groups, desc="Packing weights", delay=2):
         weight, found = weights[names[0]](), None
-        if format.takes(weight) and all(multiplies(model, each) for each in names):
+        if isinstance(weight, nn.Parameter):
+            found = weight
+        elif format.takes(weight) and all(multiplies(model, each) for each in names):
             try:
                 found = _packed(weight, format, pages)
             except UnsupportedWeightError as error:
@@ -109,6 +141,10 @@ def _packed(weight: Tensor, format: Format, pages: LargePages) -> nn.Parameter:
     layer = format.layer(format.pack(weight), None, weight.dtype)
     for part in layer.parameters():
         part.data = pages.moved(part.data)
+    return _parameter(layer)
+
+
+def _parameter(layer: PackedLinear) -> nn.Parameter:
     return nn.Parameter(PackedWeight(layer), requires_grad=False)
 
 
@@ -122,3 +158,115 @@ def _refuse(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> No
     # Before anything is written: layers that are not packed would take their new weights.
     if f"{prefix}weight" in state:
         raise UnsupportedModelError(f"packed weights keep their values: {prefix}weight; load a checkpoint in its place")
+
+
+# Files of a checkpoint that hold weights, or say where they are.
+_WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True)
+class PackedFolder:
+    """Says what `write_packed` wrote.
+
+    Attributes:
+        source: fingerprint of the model.
+        packed: how many weights are packed.
+        kept: how many are as they were.
+        bytes: of the file with the weights.
+        source_bytes: of the weights in the source's files.
+        bits: of a number in a packed weight, all parts counted.
+    """
+
+    folder: str
+    format: str
+    source: str
+    packed: int
+    kept: int
+    bytes: int
+    source_bytes: int
+    bits: float
+
+
+def write_packed(name: str, to: Path, weights: str = "planes") -> PackedFolder:
+    """Write the checkpoint in a folder to another one, with packed weights, which `load` maps.
+
+    One weight at a time is in memory. The folder is written whole or not at all, and loaded once before it is kept.
+
+    Raises:
+        CheckpointError: files are missing or unreadable, or are packed already.
+        UnsupportedModelError: no weight fits the format.
+        StorageError: the folder is there already, or cannot be written.
+    """
+    format, folder = exact_format(weights), local_folder(name)
+    if folder is None:
+        raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
+    if is_packed(folder):
+        raise CheckpointError(f"{folder} is packed already; load it, or give the checkpoint that it was packed from")
+    check_new(to, "give another folder")
+    check_output_folder(to)
+    config, files = read_config(name), WeightFiles()
+    made, stored = skeleton(folder, config, None, files), stored_weights(weight_files(folder, config))
+    places = {
+        weight.stored
+        for names in names_by_weight(made.model).values()
+        if (weight := made.deferred.get(names[0])) is not None and all(multiplies(made.model, each) for each in names)
+    }
+    _check_room(to, sum(weight.nbytes for weight in stored.values()))
+    with whole_folder(to) as draft:
+        for file in filter(Path.is_file, folder.iterdir()):
+            if not file.name.endswith(_WEIGHT_FILES):
+                shutil.copyfile(file, draft / file.name)
+        with (draft / PACKED).open("wb") as opened:
+            writer = PackedFileWriter(opened, format, len(stored))
+            packed = _write(writer, format, stored, places, files)
+            # What is written is loaded once; that refuses a model no weight of which is packed.
+            writer.close("")
+            opened.flush()
+            source = fingerprint(load_packed(str(draft), None, None, None))
+            writer.close(source)
+    return PackedFolder(
+        str(to),
+        format.name,
+        source,
+        packed=len(packed),
+        kept=len(stored) - len(packed),
+        bytes=(to / PACKED).stat().st_size,
+        source_bytes=sum(weight.nbytes for weight in stored.values()),
+        bits=8 * sum(packed.values()) / sum(prod(stored[name].shape) for name in packed),
+    )
+
+
+def _write(
+    writer: PackedFileWriter,
+    format: Format,
+    stored: Mapping[str, StoredWeight],
+    places: Collection[object],
+    files: WeightFiles,
+) -> dict[str, int]:
+    """Write all weights, those at `places` packed where they fit; return bytes of these by name."""
+    found = {}
+    for name, place in logging.tqdm(stored.items(), desc="Packing weights", delay=2):
+        weight = place.read(files)
+        try:
+            packed = format.pack(weight) if place in places and format.takes(weight) else None
+        except UnsupportedWeightError:
+            packed = None
+        if packed is None:
+            writer.write(name, weight)
+        else:
+            writer.write_packed(name, packed, weight.dtype)
+            found[name] = packed.nbytes
+    return found
+
+
+def _check_room(to: Path, most: int) -> None:
+    """Refuse a disk without room for what is at most written."""
+    place = to.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < most:
+        raise StorageError(
+            f"{to} may take {shown_bytes(most)}, and its disk has {shown_bytes(free)}; free some, or give a folder on "
+            "another disk"
+        )

@@ -15,8 +15,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
-from selfspec.placement.weight_source import ReadBuffer, StoredWeight, WeightFiles, stored_weights
+from selfspec.model.checkpoint import PACKED, dtype_of_index, load_model, weight_files
+from selfspec.placement.packed_file import PackedFile, PackedInFile
+from selfspec.placement.weight_source import StoredWeight, WeightFiles, stored_weights
+
+WeightInFile = StoredWeight | PackedInFile
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _CAST = torch.ops.aten._to_copy.default
@@ -26,12 +29,12 @@ _CAST = torch.ops.aten._to_copy.default
 class _Read:
     """Reads a weight as it is stored in a file."""
 
-    weight: StoredWeight
+    weight: WeightInFile
     files: WeightFiles
     on_change: Callable[[], None]
 
     def values(self) -> Tensor:
-        return ReadBuffer(self.weight.nbytes).read(self.files, self.weight)
+        return self.weight.read(self.files)
 
     def nbytes(self) -> int:
         return self.weight.nbytes
@@ -85,13 +88,13 @@ class DeferredTensor(Tensor):
         return made
 
     @classmethod
-    def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
+    def of(cls, weight: WeightInFile, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
         """Make a tensor for a weight in a file; `on_change` is called before a change in place is refused."""
         return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
     @property
-    def stored(self) -> StoredWeight | None:
-        """The stored weight that this tensor reads, perhaps with a cast; None: it is computed."""
+    def stored(self) -> WeightInFile | None:
+        """The weight in a file that this tensor reads, perhaps with a cast; None: it is computed."""
         step = self._step
         if isinstance(step, _Call) and step.operation is _CAST:
             step = step.args[0]._step
@@ -199,6 +202,11 @@ class Skeleton:
         return max((weight.nbytes_beside for weight in self.deferred.values()), default=0)
 
 
+def is_packed(folder: Path) -> bool:
+    """Return whether a folder has packed weights, as `selfspec pack` writes them."""
+    return (folder / PACKED).is_file()
+
+
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
     """Make the model of a checkpoint with `transformers`, without its weights; dtype None: the checkpoint's own."""
     if (folder / "adapter_config.json").is_file():
@@ -206,7 +214,10 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "
             "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
         )
-    model = _loaded(folder, config, dtype, stored_weights(weight_files(folder, config)), files)
+    weights: Mapping[str, WeightInFile] = (
+        PackedFile(folder).weights if is_packed(folder) else stored_weights(weight_files(folder, config))
+    )
+    model = _loaded(folder, config, dtype, weights, files)
     model.config.name_or_path = str(folder)
     # As the loader does for a folder.
     if (folder / "generation_config.json").is_file():
@@ -220,7 +231,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         if isinstance(weight, DeferredTensor):
             deferred[names[0]] = weight
             where = weight.stored
-            if where is not None and where.dtype in DTYPES and weight.dtype == model.config.dtype:
+            if isinstance(where, StoredWeight) and where.dtype in DTYPES and weight.dtype == model.config.dtype:
                 stored |= dict.fromkeys(names, where)
             empty = torch.empty_like(weight, device="meta")
             set_weight(model, names, nn.Parameter(empty, requires_grad=False))
@@ -250,7 +261,7 @@ def _loaded(
     folder: Path,
     config: PreTrainedConfig,
     dtype: torch.dtype | None,
-    weights: Mapping[str, StoredWeight],
+    weights: Mapping[str, WeightInFile],
     files: WeightFiles,
 ) -> PreTrainedModel:
     """Return the model with deferred weights, except those that its class changes in place after loading."""
@@ -258,9 +269,7 @@ def _loaded(
     while True:
         known = len(changed)
         tensors = {
-            key: ReadBuffer(weight.nbytes).read(files, weight)
-            if key in changed
-            else DeferredTensor.of(weight, files, partial(changed.add, key))
+            key: weight.read(files) if key in changed else DeferredTensor.of(weight, files, partial(changed.add, key))
             for key, weight in weights.items()
         }
         try:

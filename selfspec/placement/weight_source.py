@@ -30,7 +30,7 @@ from selfspec.process import give_large_blocks_back, machine_bytes, resident_byt
 PAGE = 4096
 # Reads of this size reach the speed of the disk.
 _MOST_AT_ONCE = 1 << 26
-_DTYPES = {
+DTYPES_IN_FILES = {
     **str_to_torch_dtype,
     "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -63,6 +63,10 @@ def dtype_in_memory(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of stored numbers in a model of a dtype: parts of packed weights stay as they are."""
     return dtype if stored.is_floating_point else stored
 
+    def read(self, files: WeightFiles) -> Tensor:
+        """Read the weight into memory of its own."""
+        return ReadBuffer(self.nbytes).read(files, self)
+
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
     """Return the places of a checkpoint's tensors, by name. Only headers are read."""
@@ -78,15 +82,15 @@ def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
         # Sorted by name: the first floating-point dtype is the model's if nothing else says it.
         for name in sorted(set(header) - {"__metadata__"}):
             entry = header[name]
-            if entry["dtype"] not in _DTYPES:
+            if entry["dtype"] not in DTYPES_IN_FILES:
                 raise CheckpointError(
                     f"{name} in {file} is {entry['dtype']}; within a memory budget tensors are "
-                    f"{', '.join(_DTYPES)}: load the checkpoint without one"
+                    f"{', '.join(DTYPES_IN_FILES)}: load the checkpoint without one"
                 )
             first, end = (8 + length + offset for offset in entry["data_offsets"])
             if end > size:
                 raise CheckpointError(f"{file} is truncated: it ends before {name} does; copy or download it again")
-            found[name] = StoredWeight(file, first, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            found[name] = StoredWeight(file, first, tuple(entry["shape"]), DTYPES_IN_FILES[entry["dtype"]])
     return found
 
 

@@ -44,7 +44,7 @@ def test_version(invoke: Invoke) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     *("generate", "chat", "serve", "inspect", "verify", "calibrate"),
-    *("demo", "bench", "ablate", "search", "quantize", "index", "train"),
+    *("demo", "bench", "ablate", "search", "quantize", "index", "train", "pack"),
 )
 TRAININGS = ("layerskip", "plain", "exit", "head", "average", "vocabulary")
 

@@ -12,6 +12,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from helpers import tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import Invoke
 from helpers.tokenizers import written
@@ -33,6 +34,7 @@ COMMANDS = {
     "inspect": "inspect MODEL",
     "doctor": "doctor",
     "drafts": "drafts",
+    "pack": "pack PACKABLE --to packed",
     "export": "export MODEL --draft exit:2 --to exported",
     "calibrate": f"calibrate MODEL --draft exit:3 {CALIBRATION} --prompt-file PROMPTS",
     "verify": "verify MODEL --draft exit:2 --samples 100 --prompt-file PROMPTS",
@@ -53,6 +55,7 @@ COMMANDS = {
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "MODEL").symlink_to(checkpoint_folder())
+    tiny.llama().bfloat16().save_pretrained(tmp_path / "PACKABLE")
     stories = [f"Once upon a time, {name} had a big red ball and was very happy." for name in ("Tom", "Lily", "Ben")]
     (tmp_path / "TEXT").write_text("\n\n".join(stories * 20))
     (tmp_path / "PROMPTS.jsonl").write_text("".join(json.dumps({"prompt": story}) + "\n" for story in stories))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,13 +24,16 @@ from selfspec.errors import (
     CheckpointError,
     DraftConfigError,
     SelfSpecError,
+    StorageError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
 from selfspec.formats.packed import PackedWeight
 from selfspec.formats.planes import Planes
 from selfspec.kernels import native
-from selfspec.placement.packed import pack_weights
+from selfspec.model.checkpoint import PACKED, load_without_tokenizer
+from selfspec.model.identity import fingerprint
+from selfspec.placement.packed import pack_weights, write_packed
 from selfspec.runtime import Native
 
 ARCHITECTURES = (
@@ -180,3 +186,84 @@ def test_what_cannot_be_packed_is_refused(
 def test_the_upper_plane_drafts_for_weights_in_planes_alone(folder: Path) -> None:
     with pytest.raises(DraftConfigError, match="no weights in planes"):
         selfspec.wrap(stock(folder), "upper")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
+def test_packed_folders_are_mapped_and_give_the_bits_of_their_source(tmp_path: Path, name: str) -> None:
+    model = shrunken(name).bfloat16()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 8)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    written = write_packed(str(tmp_path / "model"), tmp_path / "packed")
+    found = selfspec.load(tmp_path / "packed", draft="upper").model
+    weights = [weight for weight in found.parameters() if isinstance(weight, PackedWeight)]
+    assert written.packed == len({id(weight.layer) for weight in weights})
+    assert written.source == fingerprint(found) == fingerprint(stock(tmp_path / "model"))
+    assert torch.equal(logits(found), logits(stock(tmp_path / "model")))
+    # No part is copied out of the file, and each begins on a line of the cache.
+    mapped = {part.untyped_storage().data_ptr() for weight in weights for part in weight.layer.parameters()}
+    parts = [part for weight in weights for part in weight.layer.parameters()]
+    assert len(mapped) == 1
+    assert {part.data_ptr() % 64 for part in parts if len(part)} == {0}
+    assert parts[0].untyped_storage().nbytes() == (tmp_path / "packed" / PACKED).stat().st_size
+
+
+def _flipped(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda file: _flipped(file, -1), "is damaged: .* not what was written; pack the checkpoint again"),
+        (lambda file: _flipped(file, file.stat().st_size // 2), "is damaged"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-64]), "truncated"),
+        (lambda file: file.write_bytes(b""), "cannot be read"),
+        (lambda file: save_file({"a": torch.zeros(2)}, file), "does not describe packed weights"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b'\\"planes\\"', b'\\"plones\\"')), "checksum"),
+        (lambda file: shrunken("qwen3").config.save_pretrained(file.parent), "belong to another config.json"),
+    ],
+)
+def test_damaged_packed_folders_are_refused(folder: Path, change: Callable[[Path], object], words: str) -> None:
+    packed = folder.parent / "packed"
+    write_packed(str(folder), packed)
+    change(packed / PACKED)
+    with pytest.raises(CheckpointError, match=words):
+        selfspec.load(packed)
+
+
+@pytest.mark.parametrize(
+    ("of", "to", "error", "words"),
+    [
+        (lambda folder: folder, "model", StorageError, "is there already"),
+        (lambda folder: folder / "missing", "packed", CheckpointError, "missing"),
+        (_with_more_bits, "packed", UnsupportedModelError, "more bits than bfloat16"),
+        (_truncated, "packed", CheckpointError, "truncated"),
+    ],
+)
+def test_what_cannot_be_written_packed_leaves_nothing(
+    folder: Path, of: Callable[[Path], Path], to: str, error: type[SelfSpecError], words: str
+) -> None:
+    source = of(folder)
+    there = sorted(folder.parent.iterdir())
+    with pytest.raises(error, match=words):
+        write_packed(str(source), folder.parent / to)
+    assert sorted(folder.parent.iterdir()) == there
+
+
+def test_packing_needs_room_and_takes_a_checkpoint_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = folder.parent / "packed"
+    write_packed(str(folder), packed)
+    with pytest.raises(CheckpointError, match="packed already"):
+        write_packed(str(packed), folder.parent / "again")
+    # Stock transformers has no way to read it, and says so.
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(packed)
+    with pytest.raises(CheckpointError, match="packed weights alone"):
+        load_without_tokenizer(str(packed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
+    with pytest.raises(StorageError, match="its disk has"):
+        write_packed(str(folder), folder.parent / "again")
