@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, PackedLinear
+from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError
 
 GROUP = "selfspec.formats"
 """The group of entry points in which other packages name their formats: `name = module:Class`."""
@@ -86,6 +86,18 @@ class Format(ABC):
     def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
         """Pack a weight, `[out, in]`, with little error on inputs `x` with `moments = x^T x`, `[in, in]` in float32."""
         return self.pack(weight)
+
+    def check(self, packed: Packed) -> None:
+        """Refuse parts, read from a file, that `pack` never makes of a weight of this shape.
+
+        Raises:
+            UnsupportedWeightError: kernels would read or write outside of them.
+        """
+        for part, like in self.empty(packed.shape, torch.device("meta")).parts.items():
+            found = packed[part]
+            # Their number may depend on values.
+            if found.dtype != like.dtype or (like.numel() and found.shape != like.shape):
+                raise UnsupportedWeightError(f"{part} is {found.dtype} {list(found.shape)}")
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
         """Return whether the format fits a weight of `shape`, `[..., out, in]`, on a device; None: on some device."""

@@ -148,7 +148,8 @@ class PackedWeight(Tensor):
 
 def dense(value: Any) -> Any:
     """Return the values of a packed weight; anything else as it is."""
-    return value.layer.join() if isinstance(value, PackedWeight) else value
+    # Views go by the strides that a packed weight says it has.
+    return value.layer.join().contiguous() if isinstance(value, PackedWeight) else value
 
 
 class PackedExperts(nn.Module):

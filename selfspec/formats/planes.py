@@ -151,6 +151,13 @@ class Planes(Format):
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
         return len(shape) == 2 and shape[-1] < _MOST_INPUTS
 
+    def check(self, packed: Packed) -> None:
+        super().check(packed)
+        ends, escapes = packed["rows"][1], packed["escapes"]
+        counts, places = ends.diff(prepend=ends.new_zeros(1)), escapes >> 16 & 0xFFFF
+        if ends[-1] != len(escapes) or (counts < 0).any() or (places >= packed["upper"].shape[1]).any():
+            raise UnsupportedWeightError("escapes are outside of its rows")
+
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Packed:
         """Pack a weight, `[out, in]`, without losing a bit.

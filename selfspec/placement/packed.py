@@ -22,10 +22,11 @@ from selfspec.formats.packed import PackedLinear, PackedWeight, UnsupportedWeigh
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import PACKED, find_device, local_folder, read_config, weight_files
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed_file import PackedFile, PackedFileWriter, PackedInFile
+from selfspec.placement.packed_file import PackedFileWriter, PackedInFile, format_in
 from selfspec.placement.plan import shown_bytes
 from selfspec.placement.skeleton import DeferredTensor, is_packed, names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.weight_source import StoredWeight, WeightFiles, stored_weights
+from selfspec.process import give_large_blocks_back
 
 
 def exact_format(name: str | None) -> Format:
@@ -56,13 +57,15 @@ def load_packed(
     """
     folder = local_folder(name)
     if weights is None and folder is not None and is_packed(folder):
-        format = PackedFile(folder).format
+        format = format_in(folder)
     else:
         format = exact_format(weights)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     device_of(format, device)
     made = skeleton(folder, read_config(name), read_dtype(dtype), WeightFiles())
+    # Each weight's memory, as soon as it is packed.
+    give_large_blocks_back()
     _pack(made.model, format, {name: partial(_given, weight, format) for name, weight in made.deferred.items()})
     return made.model
 
@@ -150,7 +153,8 @@ def _parameter(layer: PackedLinear) -> nn.Parameter:
 
 def _made_dense(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     for name in module._parameters:
-        if prefix + name in state:
+        # A state with `keep_vars` has the parameters themselves.
+        if prefix + name in state and not isinstance(state[prefix + name], nn.Parameter):
             state[prefix + name] = dense(state[prefix + name])
 
 

@@ -18,7 +18,7 @@ from selfspec.errors import CheckpointError
 from selfspec.files.json_text import parsed
 from selfspec.files.writing import sealed
 from selfspec.formats.format import Format, formats
-from selfspec.formats.packed import Packed
+from selfspec.formats.packed import Packed, UnsupportedWeightError
 from selfspec.model.checkpoint import PACKED
 from selfspec.model.identity import sums
 from selfspec.placement.weight_source import DTYPES_IN_FILES, StoredWeight, WeightFiles, stored_weights
@@ -68,19 +68,34 @@ class _About:
     sums: dict[str, str]
 
 
+def format_in(folder: Path) -> Format:
+    """Return the format of a folder's packed weights, which are not read."""
+    file = folder / PACKED
+    stored_weights([file])
+    about = _about(file)
+    kind = formats().get(about.format)
+    if kind is None or not kind.exact:
+        raise CheckpointError(f"{file} is in the format {about.format!r}, which is not known; {_AGAIN}")
+    return kind()
+
+
+def _about(file: Path) -> _About:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    try:
+        return parsed(str(header.get("__metadata__", {}).get(_KEY, "")), _About)
+    except ValueError as error:
+        raise CheckpointError(f"{file} does not describe packed weights ({error}); {_AGAIN}") from error
+
+
 class PackedFile:
     """Reads the packed file of a folder. A missing part, or a changed one, raises `CheckpointError`."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / PACKED
-        if not self._file.is_file():
-            raise CheckpointError(f"{folder} has no {PACKED}; {_AGAIN}")
         stored = stored_weights([self._file])
-        about = self._about()
-        kind = formats().get(about.format)
-        if kind is None or not kind.exact:
-            raise CheckpointError(f"{self._file} is in the format {about.format!r}, which is not known; {_AGAIN}")
-        self.format, self.source = kind(), about.source
+        about = _about(self._file)
+        self.format, self.source = format_in(folder), about.source
         self._mapped = _mapped(self._file)
         for name in logging.tqdm(about.sums, desc="Checking packed weights", delay=2):
             if name not in stored or _sum(self._tensor(stored[name])) != about.sums[name]:
@@ -95,15 +110,11 @@ class PackedFile:
     def _located(self, weight: _Weight, parts: Mapping[str, Any]) -> PackedInFile:
         shape = torch.Size(weight.shape)
         mapped = Packed(shape, {part: self._tensor(where) for part, where in parts.items()})
-        return PackedInFile(shape, DTYPES_IN_FILES[weight.dtype], self.format, parts, mapped)
-
-    def _about(self) -> _About:
-        with self._file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         try:
-            return parsed(str(header.get("__metadata__", {}).get(_KEY, "")), _About)
-        except ValueError as error:
-            raise CheckpointError(f"{self._file} does not describe packed weights ({error}); {_AGAIN}") from error
+            self.format.check(mapped)
+        except UnsupportedWeightError as error:
+            raise CheckpointError(f"{self._file} is damaged: of a weight {error}; {_AGAIN}") from error
+        return PackedInFile(shape, DTYPES_IN_FILES[weight.dtype], self.format, parts, mapped)
 
     def _tensor(self, where: StoredWeight) -> Tensor:
         return self._mapped[where.start : where.start + where.nbytes].view(where.dtype).view(where.shape)
