@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
@@ -86,6 +86,38 @@ def _given(weight: DeferredTensor, format: Format) -> Tensor | nn.Parameter:
     if isinstance(where, PackedInFile) and exact and where.format == format:
         return _parameter(where.format.layer(where.mapped, None, weight.dtype))
     return weight.values()
+
+
+def packed_bytes(model: PreTrainedModel, format: Format) -> int:
+    """Return the bytes of a model's weights, packed where they fit, without what depends on values."""
+    sizes = 0
+    for names in names_by_weight(model).values():
+        weight = model.get_parameter(names[0])
+        fits = format.takes(weight) and all(_multiplies(model, name) for name in names)
+        sizes += format.nbytes(weight.shape) if fits else weight.nbytes
+    return sizes
+
+
+# Weights of a checkpoint that are looked at, and their first bytes.
+_LOOKED_AT, _FIRST = 8, 1 << 16
+
+
+def has_bfloat16_precision(folder: Path, config: PreTrainedConfig) -> bool:
+    """Return whether some weights of a checkpoint, by their first numbers, have no more bits than bfloat16."""
+    try:
+        weights = [each for each in stored_weights(weight_files(folder, config)).values() if len(each.shape) > 1]
+    except CheckpointError:
+        return False
+    return bool(weights) and all(map(_looks_short, weights[:: max(1, len(weights) // _LOOKED_AT)]))
+
+
+def _looks_short(weight: StoredWeight) -> bool:
+    if weight.dtype != torch.float32:
+        return weight.dtype == torch.bfloat16
+    with weight.file.open("rb") as opened:
+        opened.seek(weight.start)
+        first = bytearray(opened.read(min(weight.nbytes, _FIRST)))
+    return not (torch.frombuffer(first, dtype=torch.int32) & 0xFFFF).any()
 
 
 def pack_weights(model: PreTrainedModel, format: Format) -> None:

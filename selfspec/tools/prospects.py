@@ -19,9 +19,11 @@ from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import HeadError, ProfileError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import ModelSummary
-from selfspec.model.checkpoint import find_device
+from selfspec.model.checkpoint import find_device, local_folder
 from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
 from selfspec.model.sizes import widening
+from selfspec.placement.packed import exact_format, has_bfloat16_precision, packed_bytes
+from selfspec.placement.skeleton import is_packed
 from selfspec.placement.weight_source import source_for
 
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
@@ -54,6 +56,7 @@ class Prospects:
         profile: that gains were measured for; null: they are estimates, by the weights that drafts read.
         doubt: why `auto` cannot be used; empty: it can.
         commands: to give next, the most useful first.
+        packed: bytes of its weights in planes, on a CPU; null: they do not pack, or are not here.
     """
 
     device: str
@@ -64,6 +67,7 @@ class Prospects:
     profile: str | None
     doubt: str
     commands: tuple[str, ...]
+    packed: int | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,15 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         profile=None if profile is None else profile.source,
         doubt=doubt,
         commands=tuple(_commands(quote(name), encodes, budget, profile is not None)),
+        packed=_packed_bytes(place, model) if device.type == "cpu" else None,
     )
+
+
+def _packed_bytes(place: str, model: PreTrainedModel) -> int | None:
+    folder = local_folder(place)
+    if folder is None or is_packed(folder) or not has_bfloat16_precision(folder, model.config):
+        return None
+    return packed_bytes(model, exact_format("planes"))
 
 
 def _profile(place: str, class_name: str) -> Profile | None:

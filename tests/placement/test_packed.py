@@ -31,9 +31,10 @@ from selfspec.errors import (
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError
 from selfspec.formats.planes import Planes
 from selfspec.kernels import native
-from selfspec.model.checkpoint import PACKED, load_without_tokenizer
+from selfspec.measure.summary import without_weights
+from selfspec.model.checkpoint import PACKED, load_without_tokenizer, read_config
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed import pack_weights, write_packed
+from selfspec.placement.packed import has_bfloat16_precision, pack_weights, packed_bytes, write_packed
 from selfspec.runtime import Native
 
 ARCHITECTURES = (
@@ -300,3 +301,44 @@ def test_packing_needs_room_and_takes_a_checkpoint_once(folder: Path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
     with pytest.raises(StorageError, match="its disk has"):
         write_packed(str(folder), folder.parent / "again")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounded", "pays"),
+    [
+        ("bfloat16", "bfloat16", True),
+        ("float32", "bfloat16", True),
+        ("float32", "float32", False),
+        ("float16", "float16", False),
+    ],
+)
+def test_summaries_say_what_planes_take_where_weights_pack(
+    tmp_path: Path, dtype: str, rounded: str, pays: bool
+) -> None:
+    tiny.llama().to(getattr(torch, rounded)).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    config = read_config(str(tmp_path))
+    assert has_bfloat16_precision(tmp_path, config) == pays
+    if pays:
+        model = selfspec.load(tmp_path, weights="planes").model
+        weights = {id(weight): weight for weight in model.parameters()}.values()
+        taken = sum(weight.layer.nbytes if isinstance(weight, PackedWeight) else weight.nbytes for weight in weights)
+        assert 0 <= taken - packed_bytes(without_weights(config), Planes()) < 0.05 * taken
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_run_over_packed_weights_and_are_not_merged_into_them(folder: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def with_adapter(model: PreTrainedModel) -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+    expected = with_adapter(stock(folder))
+    adapted = with_adapter(selfspec.load(folder, weights="planes").model)
+    prompt = tiny.prompt(9)
+    with torch.no_grad():
+        wanted = expected(prompt).logits
+        assert torch.equal(adapted(prompt).logits, wanted)
+        with pytest.raises(UnsupportedModelError, match="packed weights keep"):
+            adapted.merge_adapter()
+        assert torch.equal(adapted(prompt).logits, wanted)
