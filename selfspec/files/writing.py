@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,39 @@ def mode_of_new_files(folder: Path) -> int:
         return probe.stat().st_mode
     finally:
         probe.unlink()
+
+
+def check_new(place: Path, remedy: str) -> None:
+    """Refuse a place that holds a file or a folder that is not empty."""
+    with writing(place):
+        if exists(place) and not (place.is_dir() and not any(place.iterdir())):
+            raise StorageError(f"{place} is there already; {remedy}")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder`, old content too, on success, and is deleted on failure."""
+    place = folder.absolute()
+    draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
+    with writing(folder):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        try:
+            yield draft
+            mode = mode_of_new_files(draft)
+            for each in filter(Path.is_file, draft.rglob("*")):
+                each.chmod(mode)
+            if exists(place):
+                os.replace(place, old)
+            try:
+                os.replace(draft, place)
+            except OSError:
+                if exists(old):
+                    os.replace(old, place)
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

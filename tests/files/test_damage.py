@@ -47,6 +47,7 @@ from selfspec.files.writing import (
     check_output_file,
     check_output_folder,
     whole,
+    whole_folder,
     write_json,
     write_sealed,
     writing,
@@ -59,7 +60,6 @@ from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.recipe import Recipe
-from selfspec.tools.export.exported import whole_folder
 from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs

@@ -32,7 +32,7 @@ from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError
 from selfspec.formats.planes import Planes
 from selfspec.kernels import native
 from selfspec.measure.summary import without_weights
-from selfspec.model.checkpoint import PACKED, load_without_tokenizer, read_config
+from selfspec.model.checkpoint import PACKED, load_to_device, read_config
 from selfspec.model.identity import fingerprint
 from selfspec.placement.packed import has_bfloat16_precision, pack_weights, packed_bytes, write_packed
 from selfspec.runtime import Native
@@ -297,7 +297,7 @@ def test_packing_needs_room_and_takes_a_checkpoint_once(folder: Path, monkeypatc
     with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(packed)
     with pytest.raises(CheckpointError, match="packed weights alone"):
-        load_without_tokenizer(str(packed))
+        load_to_device(str(packed))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
     with pytest.raises(StorageError, match="its disk has"):
         write_packed(str(folder), folder.parent / "again")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,15 +17,14 @@ from selfspec.arguments import check_module, checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
-from selfspec.errors import StorageError, UnsupportedModelError
+from selfspec.errors import UnsupportedModelError
 from selfspec.files.writing import (
+    check_new,
     check_output_file,
     check_output_folder,
-    exists,
-    mode_of_new_files,
     whole,
+    whole_folder,
     write_json,
-    writing,
 )
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.decodable import check_saved_whole
@@ -269,36 +264,3 @@ def _kernels(model: PreTrainedModel) -> dict[str, str]:
     """Return the model's implementations of attention and experts, as `from_pretrained` takes them."""
     named = {name: getattr(model.config, f"_{name}_implementation", None) for name in ("attn", "experts")}
     return {f"{name}_implementation": kernel for name, kernel in named.items() if kernel is not None}
-
-
-def check_new(place: Path, remedy: str) -> None:
-    """Refuse a place that holds a file or a folder that is not empty."""
-    with writing(place):
-        if exists(place) and not (place.is_dir() and not any(place.iterdir())):
-            raise StorageError(f"{place} is there already; {remedy}")
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder`, old content too, on success, and is deleted on failure."""
-    place = folder.absolute()
-    draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
-    with writing(folder):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        draft.mkdir()
-        try:
-            yield draft
-            mode = mode_of_new_files(draft)
-            for each in filter(Path.is_file, draft.rglob("*")):
-                each.chmod(mode)
-            if exists(place):
-                os.replace(place, old)
-            try:
-                os.replace(draft, place)
-            except OSError:
-                if exists(old):
-                    os.replace(old, place)
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
