@@ -93,7 +93,7 @@ def packed_bytes(model: PreTrainedModel, format: Format) -> int:
     sizes = 0
     for names in names_by_weight(model).values():
         weight = model.get_parameter(names[0])
-        fits = format.takes(weight) and all(_multiplies(model, name) for name in names)
+        fits = format.takes(weight) and all(multiplies(model, name) for name in names)
         sizes += format.nbytes(weight.shape) if fits else weight.nbytes
     return sizes
 
