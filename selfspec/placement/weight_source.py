@@ -58,14 +58,14 @@ class StoredWeight:
         """Bytes of the weight in the file."""
         return self.numel * self.dtype.itemsize
 
+    def read(self, files: WeightFiles) -> Tensor:
+        """Read the weight into memory of its own."""
+        return ReadBuffer(self.nbytes).read(files, self)
+
 
 def dtype_in_memory(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of stored numbers in a model of a dtype: parts of packed weights stay as they are."""
     return dtype if stored.is_floating_point else stored
-
-    def read(self, files: WeightFiles) -> Tensor:
-        """Read the weight into memory of its own."""
-        return ReadBuffer(self.nbytes).read(files, self)
 
 
 def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
