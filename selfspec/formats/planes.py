@@ -99,7 +99,8 @@ def by_triton(states: Tensor, join: Callable[[Tensor], Tensor], upper: Tensor, *
 
     def product(rows: Tensor) -> Tensor:
         if len(rows) <= MOST_ROWS and not torch.is_autocast_enabled(rows.device.type):
-            return product_in_planes(rows, upper, *parts)
+            made: Tensor = product_in_planes(rows, upper, *parts)
+            return made
         panels = torch.arange(len(upper), device=upper.device).split(max(1, _PANEL // upper.shape[1]))
         return torch.cat([functional.linear(rows, join(panel)) for panel in panels], -1)
 
@@ -112,7 +113,8 @@ def rows_by_triton(layer: PackedLinear, ids: Tensor, *parts: Tensor) -> Tensor:
 
     made = torch.bfloat16 if layer.dtype == torch.bfloat16 else torch.float32
     found: Tensor = rows_in_planes(layer.in_features, made, ids.flatten(), *parts)
-    return found.to(layer.dtype).view(*ids.shape, layer.in_features)
+    rounded: Tensor = found.to(layer.dtype)
+    return rounded.view(*ids.shape, layer.in_features)
 
 
 @dataclass(frozen=True)
