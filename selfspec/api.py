@@ -60,7 +60,7 @@ from selfspec.model.sizes import bytes_read, cache_bytes_read, widening
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.packed import device_of, exact_format, load_packed
+from selfspec.placement.packed import device_of, format_of_weights, load_packed
 from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
@@ -145,7 +145,7 @@ def load(
     both, the upper plane of a layer may stay and draft, and a target pass gets the lower one: a quarter of the bits.
 
     Args:
-        path: a folder with safetensors files.
+        path: a folder with safetensors files, or one of `selfspec pack`, whose weights stay packed.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
             is no budget.
         weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32, on the
@@ -177,7 +177,7 @@ def load(
                 "context and cache say what a budget has room for; give memory, or leave them out"
             )
         return wrap(load_packed(str(path), weights, dtype, device), given)
-    format = None if weights is None else exact_format(weights)
+    format = format_of_weights(str(path), weights)
     computes = find_device("auto" if device is None else device) if format is None else device_of(format, device)
     source = source_for(computes)
     planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache, format)

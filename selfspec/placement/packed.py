@@ -22,7 +22,7 @@ from selfspec.formats.packed import PackedLinear, PackedWeight, UnsupportedWeigh
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import PACKED, find_device, local_folder, read_config, weight_files
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed_file import PackedFileWriter, PackedInFile, format_in
+from selfspec.placement.packed_file import PackedFileWriter, format_in
 from selfspec.placement.plan import shown_bytes
 from selfspec.placement.skeleton import DeferredTensor, is_packed, names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.weight_source import StoredWeight, WeightFiles, stored_weights
@@ -47,6 +47,14 @@ def has_packed_weights(name: str) -> bool:
     return folder is not None and is_packed(folder)
 
 
+def format_of_weights(name: str, weights: str | None) -> Format | None:
+    """Return the format that weights are asked for in, or else that the folder has them in; None: they are dense."""
+    folder = local_folder(name)
+    if weights is None and folder is not None and is_packed(folder):
+        return format_in(folder)
+    return None if weights is None else exact_format(weights)
+
+
 def load_packed(
     name: str, weights: str | None, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> PreTrainedModel:
@@ -55,11 +63,7 @@ def load_packed(
     Modules stay those of `transformers` and compute the same, to the last bit; their `state_dict` has dense weights. A
     folder of `write_packed` says its format, and is mapped.
     """
-    folder = local_folder(name)
-    if weights is None and folder is not None and is_packed(folder):
-        format = format_in(folder)
-    else:
-        format = exact_format(weights)
+    folder, format = local_folder(name), format_of_weights(name, weights) or exact_format(weights)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     device_of(format, device)
@@ -80,11 +84,9 @@ def device_of(format: Format, device: torch.device | str | None) -> torch.device
 
 def _given(weight: DeferredTensor, format: Format) -> Tensor | nn.Parameter:
     """Return the parameter over a mapped weight, or else the values."""
-    where = weight.stored
-    # Other dtypes round.
-    exact = isinstance(where, PackedInFile) and torch.promote_types(where.dtype, weight.dtype) == weight.dtype
-    if isinstance(where, PackedInFile) and exact and where.format == format:
-        return _parameter(where.format.layer(where.mapped, None, weight.dtype))
+    where = weight.packed
+    if where is not None and where.format == format:
+        return _parameter(format.layer(where.mapped, None, weight.dtype))
     return weight.values()
 
 

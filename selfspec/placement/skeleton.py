@@ -101,6 +101,13 @@ class DeferredTensor(Tensor):
         return step.weight if isinstance(step, _Read) else None
 
     @property
+    def packed(self) -> PackedInFile | None:
+        """The packed weight in a file that this tensor has the values of; None: there is none, or a cast rounds it."""
+        where = self.stored
+        exact = isinstance(where, PackedInFile) and torch.promote_types(where.dtype, self.dtype) == self.dtype
+        return where if isinstance(where, PackedInFile) and exact else None
+
+    @property
     def nbytes_beside(self) -> int:
         """The most bytes that computing the values takes, without the values themselves."""
         return self._step.nbytes() - self.nbytes

@@ -73,7 +73,7 @@ def drafts_inside(format: Format | None) -> dict[str, type[Format]]:
 
 @torch.no_grad()
 def packed_on_disk(made: Skeleton, format: Format, files: WeightFiles) -> dict[str, WeightInFiles]:
-    """Pack the weights of a model that fit, one by one, to a file that is gone with `files`; by their first names.
+    """Locate packed weights by their first names; what no packed folder holds is packed to a file, gone with `files`.
 
     Raises:
         UnsupportedModelError: none fits.
@@ -85,6 +85,10 @@ def packed_on_disk(made: Skeleton, format: Format, files: WeightFiles) -> dict[s
         with NamedTemporaryFile(prefix="selfspec-", suffix=f".{format.name}") as file:
             reason = ""
             for names in logging.tqdm(groups, desc="Packing weights", delay=2):
+                there = made.deferred[names[0]].packed
+                if there is not None and there.format == format:
+                    found[names[0]] = WeightInFiles(there.shape, there.parts, format)
+                    continue
                 weight = made.deferred[names[0]].values()
                 if not format.takes(weight) or not all(multiplies(made.model, each) for each in names):
                     continue

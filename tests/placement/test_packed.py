@@ -342,3 +342,12 @@ def test_adapters_run_over_packed_weights_and_are_not_merged_into_them(folder: P
         with pytest.raises(UnsupportedModelError, match="packed weights keep"):
             adapted.merge_adapter()
         assert torch.equal(adapted(prompt).logits, wanted)
+
+
+def test_packed_folders_stream_within_a_budget(folder: Path) -> None:
+    write_packed(str(folder), folder.parent / "packed")
+    spec = selfspec.load(folder.parent / "packed", 2**40, dtype="float32")
+    prompt = tiny.prompt(6)
+    expected = stock(folder, torch.float32).generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.generate(prompt, max_new_tokens=12, do_sample=False).sequences, expected)
+    assert any(isinstance(weight, PackedWeight) for weight in spec.model.parameters())
