@@ -67,7 +67,7 @@ def memory_of(config: PreTrainedConfig, process: int) -> Memory:
     weights = model.named_parameters(remove_duplicate=False)
     stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), weight.dtype) for name, weight in weights}
     made = Skeleton(model, {}, stored)
-    survey = Survey(made, torch.bfloat16, WeightFiles(), streamable_layers(made), process, CONTEXT, FromDisk())
+    survey = Survey(made, torch.bfloat16, WeightFiles(), streamable_layers(made, {}), process, CONTEXT, FromDisk())
     return survey.memory
 
 

@@ -84,8 +84,7 @@ def fingerprint(model: nn.Module, rounded: torch.dtype = torch.bfloat16) -> str:
 
     Rounded to bfloat16, a checkpoint has one fingerprint in all dtypes but float16; to float32, rounded weights differ.
     """
-    # Scales of packed weights are only in the state dict.
-    # Its variables themselves: weights that are packed are then made dense one by one.
+    # Scales of packed weights are only in the state dict; of its variables, packed ones are made dense one by one.
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     found = {name: sums(value, rounded) for name, value in state.items() if not value.is_meta}
     for path, module in model.named_modules():

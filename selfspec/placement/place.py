@@ -126,9 +126,7 @@ def _stream(
             name: _read(surveyed, weight, [part for part in weight.parts if (name, part) not in lent], pages)
             for name, weight in each.weights.items()
         }
-        stream_module(
-            module, range(first, first + len(lent)), stream, partial(_parameters, each.weights, kept, lent, dtype)
-        )
+        stream_module(module, range(first, first + len(lent)), stream, partial(_lent, each.weights, kept, lent, dtype))
         first += len(lent)
         own = plan.drafts(stays)
         if plan.format is not None and own is not None:
@@ -139,7 +137,7 @@ def _stream(
     return stream
 
 
-def _parameters(
+def _lent(
     weights: Mapping[str, WeightInFiles],
     kept: Mapping[str, Mapping[str, Tensor]],
     lent: Sequence[tuple[str, str]],
