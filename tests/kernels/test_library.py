@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,14 +49,14 @@ def test_states_elsewhere_reach_no_kernel() -> None:
 
 
 def test_why_none_run_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     without = "selfspec was installed without a C++ compiler; install one (g++ or clang++), then selfspec again"
     assert native.absence() == without
     with kernels("none"):
         assert native.absence() == "SELFSPEC_KERNELS=none; unset it to run them"
     with pytest.raises(UnsupportedOptionError, match="no CPU kernels here: selfspec was installed without"):
         native.run_one(native.Kind.END, (), 1)
-    monkeypatch.setattr(native.platform, "machine", lambda: "AMD64")
+    monkeypatch.setattr(platform, "machine", lambda: "AMD64")
     assert "on AMD64; on Windows, install selfspec in WSL" in str(native.absence())
 
 

@@ -147,7 +147,7 @@ def test_planes_of_which_some_are_fetched_give_the_models_own_tokens(
 
 def test_in_16_bits_the_part_that_stays_drafts_as_it_does_in_memory(tmp_path: Path) -> None:
     tiny.llama(dtype=torch.bfloat16, intermediate_size=64).save_pretrained(tmp_path)
-    options = {"draft_length": 3, "runtime": selfspec.runtime.Eager()}
+    options: dict[str, Any] = {"draft_length": 3, "runtime": selfspec.runtime.Eager()}
     spec = selfspec.wrap(in_planes(tmp_path, (0, 5, "upper"), FromDisk()), "upper", **options)
     whole = selfspec.wrap(selfspec.load(tmp_path, weights="planes").model, "upper", **options)
     found, wanted = (each.generate(PROMPTS, MASK, max_new_tokens=24, do_sample=True, seed=5) for each in (spec, whole))

@@ -44,7 +44,7 @@ def memories(draw: st.DrawFn) -> Memory:
 def taken(memory: Memory, plan: Plan) -> int:
     size = memory.least + SLOTS * memory.largest * (plan.resident < len(memory.layers))
     for number, whole in enumerate(memory.layers):
-        fewer = 0 if plan.format in (None, "upper") else memory.substitutes[plan.format][number]  # type: ignore[index]
+        fewer = 0 if plan.format in (None, "upper") else memory.substitutes[plan.format][number]
         part = 0 if plan.part is None else memory.parts[plan.part][number]
         size += {Stays.WHOLE: whole, Stays.PART: part, Stays.NOTHING: fewer}[plan.stays(number)]
     return size
@@ -78,7 +78,7 @@ def test_a_plan_is_within_its_budget_and_keeps_what_it_can(memory: Memory, share
 
 def test_a_part_stays_where_it_fits_before_whole_layers_do_and_copies_draft_for_the_rest() -> None:
     layers = (3 * 2**24,) * 8
-    fewer = {"int8": (2**25 + 2**20,) * 8, "int4": (2**24,) * 8}
+    fewer: dict[str, tuple[int, ...]] = {"int8": (2**25 + 2**20,) * 8, "int4": (2**24,) * 8}
     memory = Memory(0, 2**26, layers, 2**20, fewer, 0, 0, parts={"upper": (2**25,) * 8})
     rest = memory.least + SLOTS * memory.largest
 
