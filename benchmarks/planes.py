@@ -149,7 +149,7 @@ def _report(record: dict[str, Any]) -> str:
 
 
 def _bits(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a checkpoint's weights take in planes, what differs, and how often drafts are accepted."""
+    """Return the bits of a checkpoint's weights in planes, how many differ, and how often drafts are accepted."""
     dense = load_to_device(str(folder), "bfloat16", "cpu")
     packed = selfspec.load(folder, weights="planes", dtype="bfloat16", draft=False).model
     numbers = escapes = nbytes = differ = 0

@@ -436,7 +436,7 @@ class SelfSpeculative:
         return other
 
     def joining_rows(self) -> JoiningRows:
-        """Return what decodes rows that join and leave a batch; `selfspec.serve.engine.Engine` runs them.
+        """Return the decoder of rows that join and leave a batch; `selfspec.serve.engine.Engine` runs them.
 
         Raises:
             UnsupportedModelError: rows of different lengths cannot run side by side.

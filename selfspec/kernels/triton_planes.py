@@ -281,6 +281,6 @@ def _(inputs: int, dtype: torch.dtype, ids: Tensor, *_: Tensor | None) -> Tensor
 
 
 def _parts(upper: Tensor, rows: Tensor, lower: Tensor | None, escapes: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what kernels read, planes as words; what is missing they do not read."""
+    """Return the arguments of kernels, planes as words; a part that is missing is not read."""
     words = upper.view(torch.int32)
     return words, words if lower is None else lower.view(torch.int32), rows, rows if escapes is None else escapes

@@ -1,4 +1,4 @@
-"""Load a checkpoint whose weights stay packed in an exact format, or write them: each is packed before the next."""
+"""Load a checkpoint with its weights packed in an exact format, or write it so: one weight is dense at a time."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def has_packed_weights(name: str) -> bool:
 
 def format_of_weights(name: str, weights: str | None) -> Format | None:
     """Return the format that weights are asked for in, or else that the folder has them in; None: they are dense."""
-    folder = local_folder(name)
-    if weights is None and folder is not None and is_packed(folder):
-        return format_in(folder)
+    if weights is None and has_packed_weights(name):
+        return format_in(Path(name).expanduser())
     return None if weights is None else exact_format(weights)
 
 
@@ -86,7 +85,7 @@ def _given(weight: DeferredTensor, format: Format) -> Tensor | nn.Parameter:
     """Return the parameter over a mapped weight, or else the values."""
     where = weight.packed
     if where is not None and where.format == format:
-        return _parameter(format.layer(where.mapped, None, weight.dtype))
+        return parameter_over(format.layer(where.mapped, None, weight.dtype))
     return weight.values()
 
 
@@ -178,10 +177,11 @@ def _packed(weight: Tensor, format: Format, pages: LargePages) -> nn.Parameter:
     layer = format.layer(format.pack(weight), None, weight.dtype)
     for part in layer.parameters():
         part.data = pages.moved(part.data)
-    return _parameter(layer)
+    return parameter_over(layer)
 
 
-def _parameter(layer: PackedLinear) -> nn.Parameter:
+def parameter_over(layer: PackedLinear) -> nn.Parameter:
+    """Return the parameter that modules hold in place of a packed layer's dense weight."""
     return nn.Parameter(PackedWeight(layer), requires_grad=False)
 
 

@@ -71,8 +71,12 @@ class _About:
 def format_in(folder: Path) -> Format:
     """Return the format of a folder's packed weights, which are not read."""
     file = folder / PACKED
+    # Refuses a file that is cut off.
     stored_weights([file])
-    about = _about(file)
+    return _format_of(_about(file), file)
+
+
+def _format_of(about: _About, file: Path) -> Format:
     kind = formats().get(about.format)
     if kind is None or not kind.exact:
         raise CheckpointError(f"{file} is in the format {about.format!r}, which is not known; {_AGAIN}")
@@ -95,7 +99,7 @@ class PackedFile:
         self._file = folder / PACKED
         stored = stored_weights([self._file])
         about = _about(self._file)
-        self.format, self.source = format_in(folder), about.source
+        self.format, self.source = _format_of(about, self._file), about.source
         self._mapped = _mapped(self._file)
         for name in logging.tqdm(about.sums, desc="Checking packed weights", delay=2):
             if name not in stored or _sum(self._tensor(stored[name])) != about.sums[name]:

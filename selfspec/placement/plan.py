@@ -126,7 +126,7 @@ class Plan:
     part: str | None = None
 
     def stays(self, layer: int) -> Stays:
-        """Return what of a layer is in memory."""
+        """Return which parts of a layer are in memory."""
         if layer < self.resident:
             return Stays.WHOLE
         return Stays.PART if layer < self.resident + self.partly else Stays.NOTHING

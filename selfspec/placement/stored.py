@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from selfspec.errors import StorageError, UnsupportedModelError
 from selfspec.formats.format import Format, formats
-from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError
-from selfspec.placement.packed import multiplies, no_packed_weight
+from selfspec.formats.packed import Packed, UnsupportedWeightError
+from selfspec.placement.packed import multiplies, no_packed_weight, parameter_over
 from selfspec.placement.plan import Stays
 from selfspec.placement.skeleton import Skeleton, names_by_weight
 from selfspec.placement.weight_source import PAGE, StoredWeight, WeightFiles, dtype_in_memory
@@ -51,8 +51,7 @@ class WeightInFiles:
         """Make the parameter that a module holds of the parts, which are in memory."""
         if self.format is None:
             return nn.Parameter(parts[""], requires_grad=False)
-        layer = self.format.layer(Packed(self.shape, parts), None, dtype)
-        return nn.Parameter(PackedWeight(layer), requires_grad=False)
+        return parameter_over(self.format.layer(Packed(self.shape, parts), None, dtype))
 
 
 def bytes_in_memory(part: StoredWeight, dtype: torch.dtype) -> int:

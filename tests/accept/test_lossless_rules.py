@@ -201,7 +201,7 @@ def test_a_draft_has_as_many_tokens_as_its_tree_has_nodes() -> None:
 
 
 def candidates_of(q: Tensor, count: int, replaced: bool) -> Chain:
-    """What siblings are drawn from, each given those before it."""
+    """Return the distribution of each sibling, given those before it."""
     tables = []
     for node in range(count):
         before = all_drafts(len(q), node)

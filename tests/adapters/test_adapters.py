@@ -186,7 +186,7 @@ TestAnyRoundsMamba2 = pytest.mark.contract(
 
 @pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])
 def test_prompts_beside_one_of_a_single_token_leave_their_own_states(architecture: str) -> None:
-    """Of the single token nothing is read before the first round, so no length is common to all rows."""
+    """Read nothing of a single token before the first round, so that no length is common to all rows."""
     model, prompts = shrunken(architecture), tiny.prompt(7, 3, vocabulary=50)
     lengths = (1, 4, 7)
     mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
