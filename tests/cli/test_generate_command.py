@@ -136,9 +136,10 @@ def test_the_checkpoints_sampling_defaults_are_not_used(said: Said, copied: Path
 
 
 def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text: str) -> None:
-    ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--stats"))
+    ending = invoke(*words(folder, "--draft", "int8", "--draft-length", "3", "--stats"))
     assert ending.stdout == expected_text + "\n"
-    for count in ("new tokens", "rounds", "mean accepted length", "acceptance by depth", "seconds", "KV cache"):
+    counts = ("new tokens", "rounds", "mean accepted length", "acceptance by depth", "seconds", "KV cache")
+    for count in (*counts, "substitutes"):
         assert count in ending.stderr
 
 

@@ -58,6 +58,7 @@ COMMANDS = {
         "train layerskip demo --to {tmp}/new": "--text",
         "train layerskip demo --text no.txt --to {tmp}/new": "no.txt",
         "train layerskip demo --text {text} --to {tmp}/new --exits early": "--exits",
+        "train head {stories} --kind eagle9 --text {text} --to {tmp}/new": "eagle3",
     },
     "generate demo --prompt x": {
         "--draft exti:4": "did you mean exit:4",

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.http_server import running
 from helpers.saved_folders import checkpoint_folder
-from helpers.snippets import Said
+from helpers.snippets import Invoke, Said
 from helpers.tokenizers import written
 
 pytest.importorskip("pandas")
@@ -84,11 +84,11 @@ def test_serve(padded: str) -> None:
 
 
 BENCH = "--prompts 2 --context 12 --max-new-tokens 16 --repeats 1 --warm-up 1 --measure quality --temperature 0"
-TRAINING = "--exits 3 --steps 2 --batch 2 --length 16 --held-out-blocks 2 --device cpu"
+TRAINING = "--steps 2 --batch 2 --length 16 --held-out-blocks 2 --device cpu"
 
 
 def typed(words: str, padded: str, place: Path) -> list[str]:
-    return words.format(padded=padded, place=place, to=place / "made").split()
+    return words.format(padded=padded, place=place, text=place / "text.txt", to=place / "made").split()
 
 
 def test_bench(said: Said, padded: str, place: Path) -> None:
@@ -102,27 +102,45 @@ def test_bench(said: Said, padded: str, place: Path) -> None:
     assert not any(arm["quality"]["differs"] for arm in cell["arms"])
 
 
-@pytest.mark.parametrize(
-    ("words", "model", "draft"),
-    [
-        ("quantize {padded} --bits 4 --texts 2 --prompt-file {place}/prompts.jsonl --to {to}", "{padded}", "int4:{to}"),
-        # It proves itself on random tokens, of which none pads.
-        ("export {padded} --draft exit:3 --to {to}", "{padded}", "assistant:{to}"),
-        ("index {padded} --text {place}/texts.jsonl --to {to}", "{padded}", "suffix:{to}"),
-        pytest.param(
-            f"train exit {{padded}} --text {{place}}/text.txt --to {{to}} {TRAINING}",
-            "{padded}",
-            "head:{to}@3",
-            marks=pytest.mark.tools,
-        ),
-        pytest.param(
-            f"train layerskip {{padded}} --text {{place}}/text.txt --to {{to}} {TRAINING} --check-seconds 0",
-            "{to}",
-            "exit:3",
-            marks=pytest.mark.tools,
-        ),
-    ],
-)
-def test_what_is_made_drafts(said: Said, padded: str, place: Path, words: str, model: str, draft: str) -> None:
-    said(*typed(words, padded, place))
-    assert_generates_stock_text(said, *typed(f"{model} {draft}", padded, place))
+# What makes a draft, the model and the draft that it is for, and pieces of what it prints.
+MAKERS = [
+    (
+        "quantize {padded} --bits 4 --texts 2 --prompt-file {place}/prompts.jsonl",
+        "{padded} int4:{to}",
+        "--draft int4:{to}",
+    ),
+    ("quantize {padded} --bits 8", "{padded} int8:{to}", "--draft int8:{to}"),
+    # It proves itself on random tokens, of which none pads.
+    ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
+    ("index {padded} --text {place}/texts.jsonl", "{padded} suffix:{to}", "--draft suffix:{to}"),
+    ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
+    ("train average {padded} {padded} --held-out {text} --length 16", "{to} exit:3", "full model"),
+    (
+        f"train head {{padded}} --kind eagle3 --depth 2 --text {{text}} {TRAINING}",
+        "{padded} eagle:{to}",
+        "token 1|token 2|accepted of a greedy draft|step 2/2",
+    ),
+    pytest.param(
+        f"train exit {{padded}} --exits 2,3 --text {{text}} {TRAINING} --check-seconds 0",
+        *("{padded} head:{to}@3", "exit 2|exit 3|plain decoding|step 2/2"),
+        marks=pytest.mark.tools,
+    ),
+    pytest.param(
+        f"train layerskip {{padded}} --exits 2,3 --text {{text}} {TRAINING} --check-seconds 0",
+        *("{to} exit:3", "exit 2|exit 3|plain decoding|step 2/2"),
+        marks=pytest.mark.tools,
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "drafted", "printed"), MAKERS)
+def test_what_is_made_drafts(
+    invoke: Invoke, said: Said, padded: str, place: Path, words: str, drafted: str, printed: str
+) -> None:
+    ending = invoke(*typed(f"{words} --to {{to}}", padded, place))
+    assert ending.status == 0, ending.stderr
+    for each in printed.split("|"):
+        assert each.format(to=place / "made") in ending.stdout + ending.stderr
+    shown = [line for line in ending.stderr.splitlines() if line]
+    assert len(set(shown)) == len(shown)
+    assert_generates_stock_text(said, *typed(drafted, padded, place))
