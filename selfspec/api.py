@@ -25,7 +25,7 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import check_kind, check_methods, check_weights, checked_path, shown
 from selfspec.control import Control, Controller, CostAware, FixedLength
 from selfspec.control.costs import Costs, CostsByRows, CostsOfReading
-from selfspec.control.profile import DraftChoice, Profile, Setting
+from selfspec.control.profile import DraftChoice, Profile, Setting, named_draft
 from selfspec.decode.generation import (
     Generation,
     JoiningDraft,
@@ -657,12 +657,7 @@ def _named(draft: Drafter | str | bool) -> Drafter | bool:
 
 
 def _drafting(model: PreTrainedModel, draft: Drafter | Profile | str | None) -> Drafter | Profile | None:
-    if not isinstance(draft, str):
-        return draft
-    # Profiles are imported only by calls that read one.
-    from selfspec.control.auto import named_draft
-
-    return named_draft(model, draft)
+    return named_draft(model, draft) if isinstance(draft, str) else draft
 
 
 def _control(draft_length: int | Control | None) -> Control:

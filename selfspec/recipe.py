@@ -22,7 +22,7 @@ from selfspec.version import __version__
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
 
-from selfspec.saved.custom_generate import generate_by
+from selfspec.saved import generate_by
 
 RECIPE = {recipe}
 

@@ -164,8 +164,7 @@ def verify(
 
 def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | Profile | str]) -> list[Drafter]:
     """The drafts, and in place of a profile those that it chooses."""
-    from selfspec.control.auto import named_draft
-    from selfspec.control.profile import Profile, Setting
+    from selfspec.control.profile import Profile, Setting, named_draft
 
     found: list[Drafter] = []
     for each in drafts:

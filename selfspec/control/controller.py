@@ -1,4 +1,4 @@
-"""Define the base of controls, which decide how long drafts are, and whether to draft at all.
+"""Controls, which decide how long drafts are and whether to draft at all: their base, and the simple ones.
 
 A control is configuration; its controller decides for one generation. It reads the draft's scores up to the last token
 drafted, and earlier rounds, but neither the verdict on the current draft nor a clock. So the output stays exact, and a
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from selfspec.arguments import is_whole, shown
+from selfspec.arguments import is_finite, is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.cascade import Gain
@@ -59,6 +59,7 @@ class Controller(DraftController):
         self.rows_apart = rows_apart
         self._assumed = costs
         self._gains: dict[int, LossBudget] = {}
+        self._unfinished: Sequence[bool] = ()
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         """Choose the budget of the next round's draft, given the tokens still wanted, at least 1.
@@ -66,6 +67,7 @@ class Controller(DraftController):
         One token of every round is the target's own, so a depth above `remaining` - 1 is never useful. `unfinished`
         says which of the running rows are unfinished.
         """
+        self._unfinished = unfinished
         return self.most.within(remaining - 1)
 
     def tries(self, match: int) -> bool:
@@ -144,6 +146,64 @@ def check_nodes(nodes: int, length: int) -> None:
             f"nodes of a draft are an integer of at least its length, {length}, and at most {MOST_NODES}, got "
             f"{shown(nodes)}; leave them out for chains"
         )
+
+
+@dataclass(frozen=True)
+class FixedLength(Control):
+    """Drafts with the same length every round.
+
+    When sampling, a row's chains depend only on that row and on what the wrapper knew before the call, so a seed gives
+    the same tokens whatever other rows are in the batch. Trees have one shape for all rows, which depends on all rows.
+
+    Attributes:
+        length: tokens to draft, at least 1; levels of a tree.
+        nodes: tokens to draft in all, at least `length`; more make a tree with at most six children per node. None: a
+            chain.
+    """
+
+    length: int
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+        if self.nodes is not None:
+            check_nodes(self.nodes, self.length)
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        most = Budget(self.length, self.nodes or self.length)
+        return Controller(most, rows_apart=most.nodes == most.depth, costs=costs.in_batch(1))
+
+
+@dataclass(frozen=True)
+class ConfidenceStop(Control):
+    """Drafts until a token's confidence, the largest probability of its q, falls below a threshold in 0..1.
+
+    Under exact rules the token below the threshold stays in the draft. In a batch, drafting ends when no unfinished row
+    is confident. A draft has at most `longest` tokens.
+    """
+
+    threshold: float = 0.5
+    longest: int = 7
+
+    def __post_init__(self) -> None:
+        check_length(self.longest)
+        if not is_finite(self.threshold) or not 0 <= self.threshold <= 1:
+            raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return ConfidentController(self)
+
+
+class ConfidentController(Controller):
+    """Decides for `ConfidenceStop`."""
+
+    def __init__(self, control: ConfidenceStop) -> None:
+        super().__init__(Budget.chain(control.longest))
+        self._threshold = control.threshold
+
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        found = zip(confidences(), self._unfinished, strict=True)
+        return any(unfinished and confidence >= self._threshold for confidence, unfinished in found)
 
 
 MAY_LOSE = 3.0

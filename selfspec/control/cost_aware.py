@@ -97,13 +97,11 @@ class CostAwareController(Controller):
         self._at_once = self._model_at_once = 0.0
         self._on_prompt: float | None = None
         self._at_risk = self._model_at_risk()
-        self._unfinished: Sequence[bool] = ()
         self._reached: list[float] = []
         self._confidences: list[list[float]] = []
         self._branches = False
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        self._unfinished = unfinished
         if len(unfinished) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(unfinished))
             self._prospects = Prospects(self._costs, self.most.depth)

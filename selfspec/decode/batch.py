@@ -17,7 +17,7 @@ from selfspec.device import to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.rows_view import DrawnToken
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import Draws
 from selfspec.runtime.runner import ModelRunner

@@ -45,7 +45,7 @@ from selfspec.decode.output import (
     streamed,
 )
 from selfspec.decode.request import Prepared, Request, prepared_request
-from selfspec.decode.sequences import Sequences
+from selfspec.decode.stopping import Sequences
 from selfspec.draft import Drafter
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.identity import weight_of

@@ -17,8 +17,7 @@ from transformers.generation import InfNanRemoveLogitsProcessor
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.decode.output import ScoreRecords
 from selfspec.decode.processors import Processing, SequentialProcessing, Suppression, Warping, choice_of
-from selfspec.decode.sequences import Prefixes, Sequences
-from selfspec.decode.stopping import Stopping
+from selfspec.decode.stopping import Prefixes, Sequences, Stopping
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft
 from selfspec.runtime.request import Choice

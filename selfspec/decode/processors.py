@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessor, LogitsProcessorList, generation
 
 from selfspec.arguments import check_scores
-from selfspec.decode.sequences import Prefixes, first_end
+from selfspec.decode.stopping import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.request import Choice
 

@@ -18,8 +18,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy, to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import MODEL, Drafter, OwnBytes, drafter
-from selfspec.draft.heads.growing_head import made_once
-from selfspec.draft.rows_view import RowsView, check_text
+from selfspec.draft.rows_view import RowsView, check_text, made_once
 from selfspec.draft.tree_growth import ModelProposer, grow, own_runner
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_to_device

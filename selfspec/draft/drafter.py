@@ -16,7 +16,7 @@ from selfspec.draft.draft import Budget, Draft, Offer, Verdict
 from selfspec.draft.rows_view import RowsView, lengths_of
 from selfspec.formats.format import Format
 from selfspec.model.early_head import DraftHead
-from selfspec.model.features import Features, Point
+from selfspec.model.gated_view import Features, Point
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassResult
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
@@ -176,6 +178,12 @@ def remembered(rows: RowsView, key: Hashable, made: Callable[[], _Made]) -> _Mad
     if key not in rows.memories:
         rows.memories[key] = made()
     return cast(_Made, rows.memories[key])
+
+
+def made_once(rows: RowsView, drafter: Hashable, made: Callable[[PreTrainedModel], _Made]) -> _Made:
+    """Return `made(model)`, made once for each drafter, device and dtype of the model."""
+    model = rows.runner.model
+    return remembered(rows, (drafter, model.device, model.dtype), partial(made, model))
 
 
 def check_text(rows: RowsView, reader: str) -> None:

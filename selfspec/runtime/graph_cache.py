@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.device import Timer
-from selfspec.model.features import Point
-from selfspec.model.gated_view import ExactStates
+from selfspec.model.gated_view import ExactStates, Point
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.process import ProcessLock

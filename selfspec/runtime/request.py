@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.model.early_head import DraftHead
-from selfspec.model.features import Features, Point
-from selfspec.model.gated_view import ExactStates
+from selfspec.model.gated_view import ExactStates, Features, Point
 from selfspec.model.layer_path import LayerPath
 
 Change = Callable[[nn.Module, Adapter], nn.Module]

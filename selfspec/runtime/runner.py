@@ -21,8 +21,7 @@ from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
 from selfspec.model.early_head import DraftHead, plain_head
-from selfspec.model.features import Features, FeatureTap, Point
-from selfspec.model.gated_view import GatedModel, compared_view
+from selfspec.model.gated_view import Features, FeatureTap, GatedModel, Point, compared_view
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions

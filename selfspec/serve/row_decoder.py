@@ -18,7 +18,7 @@ from selfspec.decode.loop import PhaseClock, Prefill, run_round
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round, Stats
 from selfspec.decode.request import read_request
-from selfspec.decode.sequences import Sequences
+from selfspec.decode.stopping import Sequences
 from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Size
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.control.auto import UNCALIBRATED, clear_gain
-from selfspec.control.profile import Profile, Setting, find_profile, folder
+from selfspec.control.profile import UNCALIBRATED, Profile, Setting, clear_gain, find_profile, folder
 from selfspec.draft.heads.folder import SCALE, HeadFolder
 from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name

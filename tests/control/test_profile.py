@@ -17,9 +17,16 @@ from helpers import tiny
 from helpers.studies import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import FixedLength, Profile, wrap
 from selfspec.control import CostAware
-from selfspec.control.auto import uncalibrated_draft
 from selfspec.control.costs import BatchCosts, Costs
-from selfspec.control.profile import VARIABLE, DraftChoice, Setting, default_file, find_profile, folder
+from selfspec.control.profile import (
+    VARIABLE,
+    DraftChoice,
+    Setting,
+    default_file,
+    find_profile,
+    folder,
+    uncalibrated_draft,
+)
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, ProfileError, StorageError

@@ -26,7 +26,7 @@ from selfspec.arguments import check_scores
 from selfspec.control import Control
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
-from selfspec.saved.custom_generate import generate_by
+from selfspec.saved import generate_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

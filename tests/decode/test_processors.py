@@ -26,8 +26,7 @@ from helpers.joints import EOS, Text, drawn, enumerated, holm_rejects, small
 from selfspec.decode.group import BatchSampling, Group, Sampling
 from selfspec.decode.noise import Noise
 from selfspec.decode.processors import PrefixProcessing, Warping, read_processing, without_search
-from selfspec.decode.sequences import Prefixes, Sequences
-from selfspec.decode.stopping import Stopping
+from selfspec.decode.stopping import Prefixes, Sequences, Stopping
 from selfspec.draft import Budget, Drafter
 
 WIDTH, NEW = 10, 20

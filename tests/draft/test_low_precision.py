@@ -19,7 +19,7 @@ from helpers.captures import Again, StandIn, ticking
 from helpers.saved_folders import checkpoint_folder
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.control.auto import uncalibrated_draft
+from selfspec.control.profile import uncalibrated_draft
 from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft

@@ -35,7 +35,7 @@ from selfspec.draft.path_choice import (
     Tried,
     use_path,
 )
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.runtime.request import PassRequest, PassResult
 

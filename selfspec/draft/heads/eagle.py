@@ -18,7 +18,7 @@ from selfspec.draft.heads.layered import LayersConfig, LayersFromFolder
 from selfspec.draft.heads.pairs import LevelProposer
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import HeadError
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 
 _FEWEST_LAYERS = 6
 

@@ -18,11 +18,10 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, assembled, linear_layers
-from selfspec.draft.heads.growing_head import share_of
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, check_for_head, one_layer_config, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import Read
+from selfspec.draft.tree_growth import Read, share_of
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.sizes import cache_bytes_of_token
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder
-from selfspec.draft.heads.growing_head import share_of
 from selfspec.draft.heads.head import bytes_read, check_for_head, layer_config, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter
+from selfspec.draft.tree_growth import share_of
 from selfspec.errors import HeadError
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.sizes import cache_bytes_of_token
 

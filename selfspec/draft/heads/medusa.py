@@ -15,11 +15,10 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
-from selfspec.draft.heads.growing_head import KeepingProposer, made_once, of_levels, share_of
 from selfspec.draft.heads.head import check_for_head, weight_bytes
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import Read
-from selfspec.model.features import Point
+from selfspec.draft.rows_view import RowsView, made_once
+from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels, share_of
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes

@@ -18,14 +18,14 @@ from selfspec.architecture import Adapter, MtpLayout, OfModule
 from selfspec.cache.tree import Tree
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequantised, fill, format_spelled, output_layer
-from selfspec.draft.heads.growing_head import share_of
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, one_layer_config, text_alone, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import share_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import load_model
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import weight_of
 from selfspec.model.registry import find_adapter, mtp_layout
 from selfspec.model.sizes import cache_bytes_of_token

@@ -18,13 +18,12 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft, Verdict
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.heads.growing_head import FeatureProposer, made_once, of_levels
 from selfspec.draft.heads.head import Head, own_bytes
-from selfspec.draft.rows_view import RowsView, check_text
-from selfspec.draft.tree_growth import ModelProposer, Read, own_runner
+from selfspec.draft.rows_view import RowsView, check_text, made_once
+from selfspec.draft.tree_growth import FeatureProposer, ModelProposer, Read, of_levels, own_runner
 from selfspec.formats.format import Format
 from selfspec.model.early_head import plain_head
-from selfspec.model.features import Features, Point
+from selfspec.model.gated_view import Features, Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassRequest, PassResult

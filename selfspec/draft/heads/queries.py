@@ -19,13 +19,12 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.drafter import Drafter, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder
-from selfspec.draft.heads.growing_head import KeepingProposer, made_once, share_of
 from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import Read
+from selfspec.draft.rows_view import RowsView, made_once
+from selfspec.draft.tree_growth import KeepingProposer, Read, share_of
 from selfspec.errors import HeadError
 from selfspec.formats.format import Format
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 
 

@@ -22,12 +22,11 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
-from selfspec.draft.heads.growing_head import KeepingProposer, committed_places, made_once, share_of
 from selfspec.draft.heads.head import check_for_head, weight_bytes
-from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import Read, grow
+from selfspec.draft.rows_view import RowsView, made_once
+from selfspec.draft.tree_growth import KeepingProposer, Read, committed_places, grow, share_of
 from selfspec.errors import HeadError, UnsupportedModelError
-from selfspec.model.features import Features
+from selfspec.model.gated_view import Features
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import Lora, LoraRows, WeightCopy
 from selfspec.model.substitutes import Substitutes

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from selfspec.draft.heads.eagle import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
-from selfspec.model.features import Point
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.tools.train.corpus import Split

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
 from selfspec.measure.acceptance import ExitFigures, Readout
-from selfspec.model.features import FeatureTap, Point
+from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
 from selfspec.model.stock_passes import over_cache

@@ -1,1 +1,0 @@
-"""Generate from folders of saved models."""
