@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import io
 import json
-import os
 import random
 import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,16 +151,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return found
 
 
-@pytest.fixture(scope="session")
-def checkpoints() -> Path:
-    """The folder of trained checkpoints; skips where there is none."""
-    default = Path(__file__).resolve().parent.parent.parent / "shared" / "models"
-    folder = Path(os.environ.get("SELFSPEC_CHECKPOINTS", default))
-    if not folder.is_dir():
-        pytest.skip(f"no folder of checkpoints: set SELFSPEC_CHECKPOINTS (looked for {folder.name})")
-    return folder
-
-
 @pytest.fixture
 def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     """The command line. What commands set for their whole process is undone."""
@@ -187,9 +175,16 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def said(invoke: Invoke) -> Said:
+    """The JSON of a command, which is what its schema declares."""
+
     def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
+        from selfspec.cli.json_schema import OUTPUTS
+
         ending = invoke(*words, "--output", "json", stdin=stdin)
         assert ending.status == 0, ending.stderr
+        # What is no command is a checkpoint, which is inspected.
+        command = " ".join(words[: 2 if words[0] == "train" else 1])
+        OUTPUTS.get(command, OUTPUTS["inspect"]).model_validate_json(ending.stdout, strict=True)
         found: dict[str, Any] = json.loads(ending.stdout)
         return found
 

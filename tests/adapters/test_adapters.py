@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import runpy
-from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import selfspec
 import selfspec.adapters
 from helpers import tiny
 from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.contract import CHECKS, Subject
-from helpers.reference import layers_of
 from helpers.shrunken import shrunken
 from helpers.snippets import ROOT, snippets
 from selfspec.adapters import ADAPTERS
@@ -116,27 +114,6 @@ def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
     for draft in (None, EXIT, SKIP):
         out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, max_new_tokens=14, do_sample=False)
         assert out.sequences.tolist() == wanted.tolist()
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("folder", ["stories260K", "stories3M", "bitllama3M", "pycode10M"])
-def test_a_trained_checkpoint_gives_the_text_of_plain_decoding(checkpoints: FilePath, folder: str) -> None:
-    text = "def add(a, b):\n" if folder == "pycode10M" else "Once upon a time there was a little"
-    if not (checkpoints / folder).is_dir():
-        pytest.skip(f"no checkpoint {folder}")
-    model = AutoModelForCausalLM.from_pretrained(checkpoints / folder, dtype=torch.float32).eval()
-    tokens = AutoTokenizer.from_pretrained(checkpoints / folder)(text, return_tensors="pt").input_ids
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    wanted = model.generate(tokens, **options)
-    depth = len(layers_of(model))
-    for draft in (
-        selfspec.drafts.EarlyExit(depth - 1),
-        selfspec.drafts.LayerSkip(layers=[depth // 2]),
-        selfspec.drafts.LayerSkip(attention=[depth // 2], mlp=[depth - 2]),
-    ):
-        out = selfspec.wrap(model, draft, draft_length=4).generate(tokens, **options)
-        assert out.sequences.tolist() == wanted.tolist()
-        assert out.stats.acceptance_rate > 0.2
 
 
 _RIGHT = "mlp_returns=2)"
@@ -249,28 +226,10 @@ def test_a_chat_continues(architecture: str, way: str) -> None:
         ids = turn(wanted)
 
 
-@pytest.mark.parametrize("architecture", [*HYBRIDS, *STATES_ALONE])
-def test_what_comes_back_is_what_transformers_gives(architecture: str) -> None:
-    spec, model = wrapped(architecture)
-    options = {"attention_mask": torch.ones(2, 8), "return_dict_in_generate": True, **GREEDY}
-    own = spec.generate(words(8, 2), **options).cache
-    stock = getattr(model.generate(words(8, 2), **options), OUTPUT_CACHE)
-    assert own is not None
-    for found, wanted in zip(own.layers, stock.layers, strict=True):
-        assert type(found) is type(wanted)
-        for field in ("keys", "values"):
-            if hasattr(wanted, field):
-                torch.testing.assert_close(getattr(found, field), getattr(wanted, field), rtol=0, atol=1e-4)
-        for field in ("conv_states", "recurrent_states"):
-            for index, state in getattr(wanted, field, {}).items():
-                if state is not None:
-                    torch.testing.assert_close(getattr(found, field)[index], state, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("architecture", ["jamba", "mamba2"])
 def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str) -> None:
     spec, model = wrapped(architecture)
-    first = model.generate(words(8), return_dict_in_generate=True, attention_mask=torch.ones(1, 8), **GREEDY)
+    first = model.generate(words(8, 2), return_dict_in_generate=True, attention_mask=torch.ones(2, 8), **GREEDY)
     more = turn(first.sequences)
     given = more[:, 16:] if architecture in STATES_ALONE else more
     wanted = greedy(model, more)[:, more.shape[1] :]
@@ -279,7 +238,7 @@ def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str
     assert torch.equal(out.sequences[:, given.shape[1] :], wanted)
     assert out.cache is getattr(first, OUTPUT_CACHE)
     empty = DynamicCache(config=model.config)
-    assert spec.generate(words(8), cache=empty, **GREEDY).cache is empty
+    assert spec.generate(words(8, 2), cache=empty, **GREEDY).cache is empty
     again = spec.generate(given, mask, cache=empty, **GREEDY)
     assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
 

@@ -17,21 +17,24 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from pydantic import ValidationError
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 import selfspec
-from helpers.snippets import Invoke
+from helpers.snippets import Invoke, Said
 from selfspec.cli import terminal
 from selfspec.cli.app import app
+from selfspec.cli.json_schema import OUTPUTS, schema_of
 from selfspec.cli.options import grouped, read_draft
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
-from selfspec.draft import Drafter, EarlyExit, LayerSkip
+from selfspec.draft import LayerSkip
 from selfspec.draft.registry import declarations
 from selfspec.errors import DraftConfigError, SelfSpecError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor import KernelState, MachineReport, Packages, Products, findings, read_machine, read_packages
+from selfspec.tools.doctor import KernelState, MachineReport, Packages, Products, findings, read_packages
 from selfspec.tools.lab.study_report import TextFindings
 from selfspec.tools.train.run import CheckedExit, doubts, verdict
 
@@ -81,12 +84,11 @@ def test_the_commands_of_the_documentation_have_their_options(page: str) -> None
         assert options <= {*known, "--help"}, " ".join(words)
 
 
-def test_every_kind_of_draft_is_listed(invoke: Invoke) -> None:
+def test_every_kind_of_draft_is_listed(invoke: Invoke, said: Said) -> None:
     assert "selfspec drafts" in invoke("generate", "--help").stdout
     shown = invoke("drafts").stdout
     assert all(each.form in shown for each in declarations())
-    listed = json.loads(invoke("drafts", "--output", "json").stdout)["drafts"]
-    assert [each["written"] for each in listed] == [each.form for each in declarations()]
+    assert [each["written"] for each in said("drafts")["drafts"]] == [each.form for each in declarations()]
 
 
 def test_without_words_it_helps(invoke: Invoke) -> None:
@@ -114,38 +116,55 @@ def test_help_waits_for_no_heavy_import() -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_the_doctor_says_in_lines_what_it_found(invoke: Invoke) -> None:
+def test_the_doctor_says_in_lines_what_it_found(invoke: Invoke, said: Said) -> None:
     ending = invoke("doctor")
     assert (ending.status, ending.stderr) == (0, "")
     assert ending.stdout.startswith(f"selfspec      {selfspec.__version__}")
-    for said in ("versions      torch", "cores", "CPU kernels   ", "products      torch: ", "extras        "):
-        assert said in ending.stdout
+    for line in ("versions      torch", "cores", "CPU kernels   ", "products      torch: ", "extras        "):
+        assert line in ending.stdout
     assert ("What to change:" in ending.stdout) != ("Nothing here needs a change." in ending.stdout)
+    assert said("doctor")["machine"]["processor"]
+
+
+def commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands(command, f"{name} ")
+        else:
+            yield before + name, command
+
+
+def test_every_command_that_prints_json_is_declared_and_described() -> None:
+    declared = commands(typer.main.get_command(app))
+    assert OUTPUTS.keys() == {
+        name for name, each in declared if any("--output" in parameter.opts for parameter in each.params)
+    }
+    for command in OUTPUTS:
+        schema = schema_of(command)
+        assert schema["description"]
+        assert "Attributes" not in schema["description"]
+        assert "schema_version" in schema["required"]
+        assert not schema["additionalProperties"]
+    schema = schema_of("inspect")
+    assert schema["properties"]["exits"]["description"].startswith("for each exit")
+    assert schema["$defs"]["Weights"]["required"] == ["parameters", "bytes"]
+    assert "plan" not in schema["required"]
+
+
+def test_what_is_not_declared_is_seen(said: Said, folder: str) -> None:
+    printed = said("inspect", folder)
+    lacking = {name: printed[name] for name in printed if name != "layers"}
+    for wrong in ({**printed, "more": 1}, {**printed, "width": "64"}, {**printed, "schema_version": 2}, lacking):
+        with pytest.raises(ValidationError):
+            OUTPUTS["inspect"].model_validate_json(json.dumps(wrong), strict=True)
+
+
+def test_blanks_in_names_mean_nothing() -> None:
+    assert read_draft(" skip: mlp=1, 7-8 ; attn=0") == LayerSkip(attention=[0], mlp=[1, 7, 8])
 
 
 @pytest.mark.parametrize(
-    ("text", "drafter"),
-    [
-        ("none", None),
-        ("exit:4", EarlyExit(layer=4)),
-        (" exit:12 ", EarlyExit(layer=12)),
-        ("skip:attn=3,5;mlp=4;layers=2", LayerSkip(attention=[3, 5], mlp=[4], layers=[2])),
-        ("skip:layers=3-5", LayerSkip(layers=[3, 4, 5])),
-        ("skip: mlp=1, 7-8 ; attn=0", LayerSkip(attention=[0], mlp=[1, 7, 8])),
-    ],
-)
-def test_grammar(text: str, drafter: Drafter | None) -> None:
-    assert read_draft(text) == drafter
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "None", "automatic"),
-        *("exit", "exit:", "exit:-1", "exit:4.0", "exit:4,5", "exit:٣"),
-        *("skip", "skip:", "skip:3", "skip:heads=1", "skip:attn", "skip:attn=", "skip:attn=1,", "skip:attn=5-3"),
-        *("skip:attn=1--3", "skip:attn=0-99999999999", "skip:attn=1;attn=2", "skip:attn=1;"),
-    ],
+    "text", ["", "None", "automatic", "exit", "exit:4,5", "skip", "skip:heads=1", "skip:attn=1,", "skip:attn=1--3"]
 )
 def test_anything_else_is_refused_with_how_to_write_it(text: str) -> None:
     kind = text.partition(":")[0]
@@ -377,7 +396,3 @@ def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch
     found = read_packages()
     assert found.newer == {"torch": "2.15"}
     assert not found.untested
-
-
-def test_the_processor_is_named() -> None:
-    assert read_machine(SpareCores(2, None)).processor

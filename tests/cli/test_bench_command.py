@@ -229,10 +229,8 @@ QUICK_DEMO_COMMAND = ["demo", "--max-new-tokens", "8", "--seconds", "0", "--thre
 
 
 @pytest.mark.tools
-def test_json(invoke: Invoke) -> None:
-    ending = invoke(*QUICK_DEMO_COMMAND, "--draft", "exit:3", "--output", "json")
-    found = json.loads(ending.stdout)
-    assert (ending.status, ending.stderr) == (0, "")
+def test_json(said: Said) -> None:
+    found = said(*QUICK_DEMO_COMMAND, "--draft", "exit:3")
     assert found["identical"]
     assert [text["prompt"] for text in found["texts"]] == list(PROMPTS[:1])
     assert all(text["text"].startswith(text["prompt"]) for text in found["texts"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from helpers import tiny
 from helpers.encoder_decoders import encoder_decoder
 from helpers.snippets import Ending, Invoke
+from selfspec.cli.json_schema import Failed
 from selfspec.control.profile import VARIABLE
 
 # What is typed after `selfspec`, by what it begins with, and a piece of the answer: `{tmp}` is a folder, `{text}` a
@@ -199,9 +200,7 @@ def test_on_the_command_line(
 def test_json_names_the_kind(invoke: Invoke, folder: str, tmp_path: Path, typed: str, kind: str) -> None:
     ending = invoke(*typed.format(tmp=tmp_path, stories=folder).split(), "--output", "json")
     assert ending.status == 2
-    found = json.loads(ending.stdout)
-    assert found.keys() == {"schema_version", "error"}
-    assert found["error"]["type"] == kind
+    assert Failed.model_validate_json(ending.stdout, strict=True).error.type == kind
     assert ending.stderr.splitlines()[-1].startswith("error: ")
 
 

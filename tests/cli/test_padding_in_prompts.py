@@ -19,9 +19,10 @@ pytest.importorskip("pandas")
 
 TEXTS = ("One day</s> a dog and a cat</s> went to the", "Tom</s></s> had a big red ball. He liked to")
 NEW = 12
+PADS = ("pad = eos, inside", "pad = bos = eos, first")
 
 
-@pytest.fixture(params=["pad = eos, inside", "pad = bos = eos, first"])
+@pytest.fixture(params=PADS)
 def padded(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A checkpoint whose padding token is one of its end tokens, and stands in every prompt."""
     folder = tmp_path / "padded"
@@ -114,6 +115,7 @@ MAKERS = [
     ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
     ("index {padded} --text {place}/texts.jsonl", "{padded} suffix:{to}", "--draft suffix:{to}"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
+    (f"train plain {{padded}} --text {{text}} {TRAINING}", "{to} exit:3", "step 2/2"),
     ("train average {padded} {padded} --held-out {text} --length 16", "{to} exit:3", "full model"),
     (
         f"train head {{padded}} --kind eagle3 --depth 2 --text {{text}} {TRAINING}",
@@ -133,14 +135,19 @@ MAKERS = [
 ]
 
 
+@pytest.mark.parametrize(("padded", "output"), list(zip(PADS, ("text", "json"), strict=True)), indirect=["padded"])
 @pytest.mark.parametrize(("words", "drafted", "printed"), MAKERS)
 def test_what_is_made_drafts(
-    invoke: Invoke, said: Said, padded: str, place: Path, words: str, drafted: str, printed: str
+    invoke: Invoke, said: Said, padded: str, place: Path, words: str, drafted: str, printed: str, output: str
 ) -> None:
-    ending = invoke(*typed(f"{words} --to {{to}}", padded, place))
-    assert ending.status == 0, ending.stderr
-    for each in printed.split("|"):
-        assert each.format(to=place / "made") in ending.stdout + ending.stderr
-    shown = [line for line in ending.stderr.splitlines() if line]
-    assert len(set(shown)) == len(shown)
+    command = typed(f"{words} --to {{to}}", padded, place)
+    if output == "json":
+        said(*command)
+    else:
+        ending = invoke(*command)
+        assert ending.status == 0, ending.stderr
+        for each in printed.split("|"):
+            assert each.format(to=place / "made") in ending.stdout + ending.stderr
+        shown = [line for line in ending.stderr.splitlines() if line]
+        assert len(set(shown)) == len(shown)
     assert_generates_stock_text(said, *typed(drafted, padded, place))

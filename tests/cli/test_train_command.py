@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import tiny
 from helpers.snippets import Invoke, Said
 
 
@@ -61,9 +62,7 @@ def test_json_counts_the_tokens_of_all_texts(invoke: Invoke, folder: str, tmp_pa
     assert once["bytes"] == (tmp_path / "corpus").stat().st_size - (twice["bytes"] - once["bytes"])
 
 
-def test_an_exported_checkpoint_is_written_over_where_that_is_asked_for(
-    invoke: Invoke, folder: str, tmp_path: Path
-) -> None:
+def test_an_exported_checkpoint_is_written_over_when_asked(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     to = tmp_path / "draft"
     assert invoke("export", folder, "--draft", "exit:2", "--to", str(to)).status == 0
     again = invoke("export", folder, "--draft", "skip:layers=1", "--to", str(to))
@@ -80,3 +79,9 @@ def test_an_exported_gguf_file(said: Said, folder: str, tmp_path: Path) -> None:
     assert to.stat().st_size == found["size"]
     assert to.read_bytes()[:4] == b"GGUF"
     assert said(*words, "none", "--overwrite")["share"] == 1
+
+
+def test_a_folder_is_packed(said: Said, tmp_path: Path) -> None:
+    tiny.llama().bfloat16().save_pretrained(tmp_path / "model")
+    found = said("pack", str(tmp_path / "model"), "--to", str(tmp_path / "packed"))
+    assert found["packed"] > 0

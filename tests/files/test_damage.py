@@ -29,7 +29,6 @@ from selfspec import Profile
 from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
-from selfspec.draft.registry import parse_draft
 from selfspec.draft.suffixes import CorpusFile
 from selfspec.errors import (
     BenchError,
@@ -345,26 +344,6 @@ def test_studies_are_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(SelfSpecError, match=r"a\.toml"):
         read_study(tmp_path / "a.toml")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "exit:" + "9" * 5000,
-        "skip:layers=" + "9" * 5000,
-        "skip:layers=1-" + "9" * 5000,
-        "lookup+" * 5000 + "exit:4",
-        "exit:4" + "+vocab:file" * 5000,
-        "head:folder@" + "9" * 5000,
-        "head:nul\0",
-        "skip-file:nul\0",
-        "exit:4+vocab:nul\0",
-    ],
-    ids=lambda text: text[:20],
-)
-def test_draft_names_are_refused(text: str) -> None:
-    with pytest.raises(SelfSpecError):
-        parse_draft(text)
 
 
 def test_a_vocabulary_of_tokens_that_no_tensor_holds_is_refused(tmp_path: Path) -> None:
