@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from helpers import tiny
 from helpers.snippets import Invoke, Said
@@ -65,6 +66,8 @@ def test_json_counts_the_tokens_of_all_texts(invoke: Invoke, folder: str, tmp_pa
 def test_an_exported_checkpoint_is_written_over_when_asked(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     to = tmp_path / "draft"
     assert invoke("export", folder, "--draft", "exit:2", "--to", str(to)).status == 0
+    written, own = (AutoTokenizer.from_pretrained(place)("a dog").input_ids for place in (to, folder))
+    assert written == own
     again = invoke("export", folder, "--draft", "skip:layers=1", "--to", str(to))
     assert again.status == 1
     assert "--overwrite" in again.stderr

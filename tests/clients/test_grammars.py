@@ -98,25 +98,6 @@ def test_greedy_text_is_that_of_transformers(
     assert torch.equal(writer.model.generate(**prompts, **greedy(**made()), custom_generate=spec), wanted)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_coupled_samples_are_those_of_plain_decoding(
-    writer: Subject, fresh: Callable[[str, str], Fresh], library: str
-) -> None:
-    made, prompts = fresh(library, "regex"), writer.prompts(PROMPTS)
-    options = greedy(do_sample=True, temperature=0.8, seed=5)
-    plain = selfspec.wrap(writer.model, accept="coupled").generate(**prompts, **options, **made()).sequences
-    width = prompts["input_ids"].shape[1]
-    assert all(re.fullmatch(RECORD.regex, writer.text(row)) for row in plain[:, width:])
-    for name, draft in DRAFTS.items():
-        spec = selfspec.wrap(writer.model, draft, draft_length=3, accept="coupled")
-        out = spec.generate(**prompts, **options, **made())
-        assert torch.equal(out.sequences, plain), name
-        assert out.stats.drafted > 0
-        for rule in RULES:
-            new = spec.generate(**prompts, **options, **made(), accept=rule).sequences[:, width:]
-            assert all(re.fullmatch(RECORD.regex, writer.text(row)) for row in new)
-
-
 @pytest.mark.parametrize("backend", ["outlines_core", "xgrammar", "llguidance"])
 def test_generators_of_outlines_may_be_used_again(writer: Subject, backend: str) -> None:
     generator = outlines.Generator(

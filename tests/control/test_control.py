@@ -92,15 +92,6 @@ def test_the_larger_the_batch_the_sooner_a_draft_stops() -> None:
     assert lengths[0] > lengths[1] > lengths[2]
 
 
-def test_confidence_is_weighed_by_how_often_it_was_right() -> None:
-    controller = CostAware(6).begin(selfspec.Costs(draft=0.3))
-    before = drafted(controller, [0.75] * 6)
-    for _ in range(30):
-        drafted(controller, [0.75] * 6)
-        learned(controller, before, accepted=before)
-    assert drafted(controller, [0.75] * 6) > before
-
-
 def test_a_draft_that_is_better_than_fair_is_trusted_at_confidences_not_seen_before() -> None:
     """One whose own scores are flat, and which stands all the same, as a random model's with a planted acceptance."""
     lengths = {}
@@ -200,20 +191,6 @@ def test_bad_luck_at_the_beginning_does_not_end_what_pays() -> None:
         if length:
             learned(controller, length, accepted=stands)
     assert committed / cost > 1.25
-
-
-def test_drafts_that_pay_again_are_taken_up_again() -> None:
-    controller = CostAware(4).begin(CHEAP)
-    for _ in range(6):
-        learned(controller, max(1, drafted(controller, [0.5] * 4)), accepted=0)
-    rounds = 0
-    while rounds < 100 and not all(drafted(controller, [0.95] * 4) for _ in range(1)):
-        rounds += 1
-    for _ in range(12):
-        length = drafted(controller, [0.95] * 4)
-        if length:
-            learned(controller, length, accepted=length)
-    assert all(drafted(controller, [0.95] * 4) == 4 for _ in range(5))
 
 
 def test_look_ups_are_judged_by_the_length_of_their_match() -> None:
@@ -335,17 +312,6 @@ def test_rows_with_a_match_must_be_enough_to_pay_for_those_without() -> None:
     assert lengths == sorted(lengths)
     controller.budget(100, [True])
     assert controller.look_up_length(1.0) == 7
-
-
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("dear", [1, 4, 16])
-def test_what_a_draft_costs_in_a_batch_is_what_was_measured_there(rows: int, dear: int) -> None:
-    costs = selfspec.BatchCosts(
-        tuple(selfspec.Costs(draft=0.1, verify=3.0 if size == dear else 1.0, rows=size) for size in (1, 4, 16))
-    )
-    controller = CostAware(2).begin(costs)
-    controller.budget(100, [True] * rows)
-    assert controller.tries(0) == (rows != dear)
 
 
 LOOKED_UP = selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 2), selfspec.drafts.EarlyExit(1))

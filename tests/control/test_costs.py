@@ -12,7 +12,7 @@ import selfspec
 from helpers import tiny
 from selfspec.control import Controller, Evidence
 from selfspec.control.cost_aware import CostAware, CostAwareController
-from selfspec.control.costs import Costs, forecast, speedup
+from selfspec.control.costs import Costs, speedup
 from selfspec.draft import Drafter
 
 
@@ -101,13 +101,6 @@ def test_speedup_is_the_formula() -> None:
     expected = (1 - alpha**4) / ((1 - alpha) * (3 * 0.3 + 1.2 + 0.1))
     assert speedup(alpha, gamma, costs) == pytest.approx(expected)
     assert speedup(1.0, gamma, costs) == pytest.approx(4 / 2.2)
-
-
-def test_the_forecast_is_the_best_length() -> None:
-    costs = Costs(draft=0.25)
-    best = forecast(0.8, costs)
-    assert best.speedup == max(speedup(0.8, length, costs) for length in range(1, 9))
-    assert best.speedup == speedup(0.8, best.draft_length, costs)
 
 
 NEW = 64

@@ -29,7 +29,7 @@ from selfspec.control.profile import (
 )
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.errors import DraftConfigError, ProfileError, StorageError
+from selfspec.errors import DraftConfigError, ProfileError
 from selfspec.model.layer_path import LayerPath
 
 
@@ -147,35 +147,6 @@ def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) ->
         Profile.load(file)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x80", "[" * 100_000, "1" * 5000])
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "profile.json"
-    file.write_text(text, encoding="latin-1")
-    with pytest.raises(ProfileError, match="calibrate"):
-        Profile.load(file)
-
-
-def test_a_missing_file_is_refused_with_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="selfspec calibrate MODEL --to"):
-        Profile.load(tmp_path / "none.json")
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        profile_of(llama).save(tmp_path / "file" / "profile.json")
-
-
-def test_a_setting_knows_what_it_is(llama: PreTrainedModel) -> None:
-    setting = Setting.of(llama)
-    assert setting.differences(setting) == {}
-    assert setting.dtype == "float64"
-    assert setting.threads == torch.get_num_threads()
-    assert setting.device
-    other = Setting.of(tiny.llama(seed=1, dtype=torch.float32))
-    assert set(setting.differences(other)) == {"fingerprint", "dtype"}
-
-
 @pytest.fixture
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles"))
@@ -188,13 +159,6 @@ def test_profiles_lie_in_the_users_cache_by_default(monkeypatch: pytest.MonkeyPa
     assert "selfspec" in folder().parts
     monkeypatch.setenv(VARIABLE, "/elsewhere")
     assert folder() == Path("/elsewhere")
-
-
-def test_the_profile_of_a_setting_is_found(profiles: Path, llama: PreTrainedModel) -> None:
-    profile = profile_of(llama)
-    profile.save(default_file(profile.setting))
-    assert default_file(profile.setting).parent == profiles
-    assert find_profile(Setting.of(llama)) == profile
 
 
 def test_a_profile_for_other_threads_is_named(profiles: Path, llama: PreTrainedModel) -> None:

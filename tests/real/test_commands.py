@@ -96,25 +96,6 @@ def test_serve(server: dict[str, Any], smollm2: Real) -> None:
         assert answer.strip() == own.strip()
 
 
-def test_calibrate(said: Said, smollm2: Real, workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Batches of 16 rows would take longer than all other tests together.
-    monkeypatch.setattr("selfspec.tools.calibrate.calibration._BATCHES", (1,))
-    file = tmp_path / "profile.json"
-    words = ("calibrate", smollm2.folder, "--dtype", "float32", "--draft", "exit:24", "--max-new-tokens", "8", *ON_CPU)
-    quick = ("--repeats", "1", "--longest-draft", "2", "--nodes", "0", "--prompts", "1", "--prompt-file", workload)
-    found = said(*words, *quick, "--to", str(file))
-    # Fewer bits are tried beside what was named.
-    assert set(found["greedy"]["draft"].split("+")) <= {"none", "lookup", "exit:24", "int8", "int4"}
-
-
-def test_bench(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
-    words = ("bench", smollm2.folder, "--dtype", "float32", "--arm", "draft", "--draft", "int8", "--draft", "recycle")
-    quick = ("--workload", f"x={workload}", "--prompts", "1", "--context", "64", "--max-new-tokens", "16", *ON_CPU)
-    once = ("--repeats", "1", "--warm-up", "1", "--measure", "speed", "--temperature", "0")
-    cell = said(*words, *quick, *once, "--to", str(tmp_path))["cells"][0]
-    assert len(cell["arms"]) == 4
-
-
 def test_ablate(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
     words = ("ablate", "--model", smollm2.folder, "--draft", "exit:24", "--draft", "skip:attn=12", "--confirm", "2")
     few = ("--draft-length", "2", "--reach", "1", "--workload", f"x={workload}", "--to", str(tmp_path / "study"))
@@ -160,10 +141,6 @@ def test_streamed(real: Callable[[str], Real], model: str, memory: str) -> None:
     found = json.loads(ended.stdout)
     assert found["settings"]["draft"] != "none"
     assert found["token_ids"] == checkpoint.stock(torch.tensor([found["prompt_token_ids"]]), 12)
-
-
-def test_inspect(said: Said, smollm2: Real) -> None:
-    assert said("inspect", smollm2.folder)
 
 
 # Tokens of a text; the larger vocabulary is the slower one.

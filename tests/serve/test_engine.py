@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -210,22 +209,13 @@ def _broken() -> None:
 def test_models_of_states_alone_are_served(name: str) -> None:
     model, asked = shrunken(name, vocab_size=24), [request(number) for number in range(5)]
     spec = selfspec.wrap(model, "lookup")
-    engine, both = Engine(spec, max_rows=2), threading.Event()
-    running: list[int] = []
-    answers: list[list[int]] = [[] for _ in asked]
-
-    def listen(index: int, event: Event) -> None:
-        both.wait(60)
-        running.append(engine.stats().running)
-        if isinstance(event, Committed):
-            answers[index] += event.tokens
-
-    with engine:
-        for index, each in enumerate(asked):
-            engine.submit(each, partial(listen, index))
-        both.set()
-    assert answers == [alone(model, Asked(each)) for each in asked]
-    assert max(running) == 2
+    stepped = Stepped(spec, 2)
+    seen = [stepped.submit(each) for each in asked]
+    stepped.step()
+    assert stepped.scheduler.stats().running == 2
+    stepped.run()
+    assert [each.tokens for each in seen] == [alone(model, Asked(each)) for each in asked]
+    engine = Engine(spec)
     assert engine.longest == 1 << 20
     one = engine._budget.sizes.of(1, 1)
     assert Engine(spec, cache_bytes=one).longest == 1 << 20
@@ -324,16 +314,3 @@ def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(d
     spec.unwrap()
     assert found == [stock(model, text, 30) for text in prompts]
     assert repeated == [stock(model, text, 8) for text in again]
-
-
-def test_a_seeded_row_that_crosses_is_the_same_in_any_company() -> None:
-    spec = selfspec.wrap(phi3(), draft="lookup", draft_length=3)
-    request = RowRequest(
-        texts(55)[0], 40, SamplingParams(temperature=0.9, seed=4, presence_penalty=0.5), frozenset(), 2
-    )
-    with selfspec.Engine(spec, kept_bytes=0) as engine:
-        first = engine.submit(request).tokens(timeout=60)
-        others = [engine.submit(RowRequest(text, 20, GREEDY, frozenset())) for text in texts(60, 70, 10)]
-        assert engine.submit(request).tokens(timeout=60) == first
-        assert all(len(other.tokens(timeout=60)) == 20 for other in others)
-        assert len(first) == 40
