@@ -26,9 +26,10 @@ def run(gate: LoadGate, rows: int, rounds: int, seconds: Callable[[bool], float]
     return drafted
 
 
-@pytest.mark.parametrize(("of_draft", "pays"), [(2.0, True), (4.0, False)])
+@pytest.mark.parametrize(("of_draft", "pays"), [(2.0, True), (2.7, False), (4.0, False)])
 @pytest.mark.parametrize("rows", [2, 7, 64])
 def test_the_faster_kind_of_round_runs(of_draft: float, pays: bool, rows: int) -> None:
+    # Passes of drafts come in many kinds, whose recording is not in the usual round: a small gain is none.
     drafted = run(LoadGate(), rows, 3000, lambda drafts: of_draft if drafts else 1.0)
     later = drafted[200:]
     assert sum(later) / len(later) == pytest.approx(float(pays), abs=0.02)
@@ -70,30 +71,18 @@ def test_a_larger_load_begins_without_drafts_where_a_smaller_one_runs_without() 
     assert any(run(gate, 2, 16, lambda drafts: 2.0 if drafts else 1.0))
 
 
-def test_a_trial_that_is_clear_is_short() -> None:
+def test_a_trial_that_is_clear_is_short_and_its_gains_are_looked_at_again() -> None:
     gate = LoadGate()
     run(gate, 16, 100, lambda drafts: 6.0 if drafts else 1.0)
+    lucky = iter([0.1] * 4)
+    assert sum(run(gate, 16, 1200, lambda drafts: next(lucky, 6.0) if drafts else 1.0)) <= 12
     assert sum(run(gate, 16, 4000, lambda drafts: 6.0 if drafts else 1.0)) <= 8
-
-
-def test_a_small_gain_is_none() -> None:
-    """Passes of drafts come in many kinds, whose recording is not in the usual round."""
-    drafted = run(LoadGate(), 16, 1000, lambda drafts: 2.7 if drafts else 1.0)
-    assert sum(drafted[96:]) < 30
 
 
 def test_plain_rounds_come_first_and_often_enough_to_be_recorded() -> None:
     drafted = run(LoadGate(), 16, 96, lambda drafts: 2.0 if drafts else 1.0)
     assert not any(drafted[:12])
     assert drafted.count(False) >= 64
-
-
-def test_gains_of_a_trial_are_looked_at_again() -> None:
-    gate = LoadGate()
-    run(gate, 16, 100, lambda drafts: 6.0 if drafts else 1.0)
-    lucky = iter([0.1] * 4)
-    drafted = run(gate, 16, 1200, lambda drafts: next(lucky, 6.0) if drafts else 1.0)
-    assert sum(drafted) <= 12
 
 
 def test_rows_that_come_and_go_within_a_load_say_nothing_of_drafts() -> None:

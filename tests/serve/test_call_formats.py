@@ -142,9 +142,13 @@ def test_a_named_template_writes_what_has_tools(name: str) -> None:
     assert "ools" not in template.tokenizer.decode(template.prompt(question))
 
 
-def test_named_templates_without_a_default_name_the_remedy() -> None:
+def test_templates_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"named rag.*--template FILE"):
         ChatTemplate(Published({"rag": HERMES}).tokenizer)
+    tokenizer = Published(BARE).tokenizer
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": {"open_pattern": "(", "close": "b"}}}
+    with pytest.raises(CheckpointError, match="response_template cannot be read"):
+        ChatTemplate(tokenizer)
 
 
 # Four fields of `tool_calls`, as tokenizers bring them, and what is written so.
@@ -192,13 +196,6 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
             assert found[:2] == (thought.rstrip(), CALLS[:count])
         for said in ("It is {5} o'clock.", shape.calls([("nobody", {})]), shape.calls(CALLS)[:11] + " begins a call."):
             assert served(template, thought + said, at_once)[:2] == (thought + said, [])
-
-
-def test_a_response_template_that_is_none() -> None:
-    tokenizer = Published(BARE).tokenizer
-    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": {"open_pattern": "(", "close": "b"}}}
-    with pytest.raises(CheckpointError, match="response_template cannot be read"):
-        ChatTemplate(tokenizer)
 
 
 def test_arguments_are_of_the_types_that_they_may_have() -> None:

@@ -446,7 +446,7 @@ def test_a_broken_engine_is_no_health() -> None:
         assert server.complete().status == 503
 
 
-def test_the_page_of_the_endpoints_needs_nothing_from_elsewhere(server: Running) -> None:
+def test_the_page_of_the_endpoints_needs_nothing_from_elsewhere_and_describes_refusals(server: Running) -> None:
     page = server.ask("/docs").raw.decode()
     assert "http://" not in page
     assert "https://" not in page
@@ -454,10 +454,6 @@ def test_the_page_of_the_endpoints_needs_nothing_from_elsewhere(server: Running)
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= described[
         "paths"
     ].keys()
-
-
-def test_refusals_are_described_as_they_are(server: Running) -> None:
-    described = server.ask("/openapi.json").body
     responses = described["paths"]["/v1/completions"]["post"]["responses"]
     assert responses.keys() == {"200", "4XX", "503"}
     schemas = described["components"]["schemas"]

@@ -156,9 +156,6 @@ def test_echo_scores_the_prompt(server: Running) -> None:
     assert found["token_logprobs"][0] is None
     assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
     assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == ids.shape[1] + 1
-
-
-def test_echo_alone(server: Running) -> None:
     choice = server.complete(prompt=PROMPTS[1], max_tokens=0, echo=True, logprobs=0).body["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (PROMPTS[1], "length")
 

@@ -238,15 +238,12 @@ def test_refused_by_name(bare: Running, ask: Any, fields: dict[str, Any], param:
 
 
 @pytest.mark.parametrize("ask", [Running.complete, Running.chat])
-def test_unknown_models(server: Running, ask: Callable[..., Any]) -> None:
+def test_unknown_models_and_methods(server: Running, ask: Callable[..., Any]) -> None:
     reply = ask(server, model="gpt-9")
     assert reply.status == 404
     assert reply.body["error"]["code"] == "model_not_found"
     assert reply.body["error"]["param"] == "model"
     assert server.ask("/v1/models/gpt-9").status == 404
-
-
-def test_unknown_methods(server: Running) -> None:
     assert server.ask("/v1/completions").status == 405
 
 

@@ -347,9 +347,7 @@ def test_the_least_used_goes_first() -> None:
     assert found.tokens == 18
     kept.shrink(0)
     assert kept.nbytes == 0
-
-
-def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
+    # A longer one takes the place of its beginning.
     text = text_of(30, 1)
     kept = PrefixCache(10 * cache_of(30).nbytes)
     kept.keep(text[:20], cache_of(20))
