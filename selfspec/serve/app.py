@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -65,6 +68,12 @@ _LOGGERS = (LOGGER.name, "uvicorn.error")
 
 # Longest that a request is finished in when its replica is taken away.
 _STOP_SECONDS = 60.0
+
+# The part of the time to stop in which answers may come to their end; in the rest they are given up, and written.
+_OF_STOP_SECONDS = 0.9
+
+# The status of a process that SIGINT ended.
+_INTERRUPTED = 130
 
 
 def create_app(
@@ -274,8 +283,8 @@ def listen(host: str, port: int) -> socket.socket:
 def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float, ready: Callable[[], None]) -> None:
     """Serve on what `listen` bound, and call `ready` once requests are taken.
 
-    SIGTERM or SIGINT: take no more requests, and finish those that run within `stop_seconds`; a second SIGINT ends them
-    at once.
+    SIGTERM or SIGINT: take no more requests, finish those that run, and end the process within `stop_seconds`, whatever
+    still runs; a second SIGINT ends it at once.
     """
     config = uvicorn.Config(
         app,
@@ -286,28 +295,48 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(int(stop_seconds), 1),
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
     with _signals_that_end_well(), _json_log(), bound:
-        _Server(config, served, ready).run([bound])
+        _Server(config, served, stop_seconds, ready).run([bound])
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready, and refuses requests once it is told to stop."""
+    """Tells when it is ready; once it is told to stop, it refuses requests, and the process ends in time."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, served: Served, stop_seconds: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._served = served
+        self._stop_seconds = stop_seconds
         self._ready = ready
+        self._told = threading.Event()
+        # A handler of signals must not start threads: it may interrupt the start of another.
+        threading.Thread(target=self._end_in_time, name="selfspec-stop", daemon=True).start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(_INTERRUPTED)
         self._served.stopping = True
+        if not self.should_exit:
+            self._told.set()
         super().handle_exit(sig, frame)
+
+    def _end_in_time(self) -> None:
+        """End the rows that still run shortly before the time is over, and then the process, which may have threads."""
+        self._told.wait()
+        end = threading.Timer(self._stop_seconds, self._give_up)
+        end.daemon = True
+        end.start()
+        time.sleep(_OF_STOP_SECONDS * self._stop_seconds)
+        self._served.engine.stop(drain=False)
+
+    def _give_up(self) -> None:
+        LOGGER.warning("something still ran when the time to stop was over, and was given up")
+        os._exit(0)
 
 
 @contextmanager
