@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import signal
@@ -10,15 +9,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -103,10 +103,10 @@ def create_app(
         lifespan=lifespan,
     )
     app.include_router(_operation(served))
-    checked = [Depends(_key_check(api_key))]
-    app.include_router(_models(served), dependencies=checked)
-    app.include_router(_tokens(served), dependencies=checked)
-    app.add_middleware(ClientPace, limits=served.limits)
+    reading = _reading(served)
+    app.include_router(_models(served, reading))
+    app.include_router(_tokens(served, reading))
+    app.add_middleware(ClientPace, limits=served.limits, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog, responded=served.metrics.responded)
@@ -139,9 +139,37 @@ def _operation(served: Served) -> APIRouter:
     return router
 
 
-def _models(served: Served) -> APIRouter:
+class _ReadRequest(Request):
+    """A request whose body was read into its model, which FastAPI takes for JSON that is right."""
+
+    content: Any = None
+
+    async def json(self) -> Any:
+        return self.content
+
+
+def _reading(served: Served) -> type[APIRoute]:
+    """Make the kind of routes whose bodies are counted before they are read, and large ones read beside the loop."""
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            answer, field = super().get_route_handler(), self.body_field
+            model: Any = None if field is None else field.field_info.annotation
+
+            async def read(http: Request) -> Response:
+                request = _ReadRequest(http.scope, http.receive)
+                if model is not None and "json" in http.headers.get("content-type", "") and await request.body():
+                    request.content = await served.parse(await request.body(), model)
+                return await answer(request)
+
+            return read
+
+    return Route
+
+
+def _models(served: Served, reading: type[APIRoute]) -> APIRouter:
     """Route the endpoints of OpenAI's and Anthropic's clients."""
-    router = APIRouter(prefix="/v1", tags=["openai"], responses=_REFUSED)
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=_REFUSED, route_class=reading)
 
     def card(name: str) -> dict[str, Any]:
         more = {"created": served.created, "owned_by": "selfspec", "max_model_len": served.engine.longest}
@@ -180,21 +208,23 @@ def _models(served: Served) -> APIRouter:
     return router
 
 
-def _tokens(served: Served) -> APIRouter:
+def _tokens(served: Served, reading: type[APIRoute]) -> APIRouter:
     """Turn text to tokens, and tokens to text, as vLLM's clients ask."""
-    router = APIRouter(tags=["tokens"], responses=_REFUSED)
+    router = APIRouter(tags=["tokens"], responses=_REFUSED, route_class=reading)
+
+    def tokens_of(text: str, specials: bool) -> list[int]:
+        served.check_text(text, "prompt")
+        found: list[int] = served.tokenizer(text, add_special_tokens=specials).input_ids
+        return found
 
     @router.post("/tokenize", summary="Text or messages to tokens")
     async def tokenize(http: Request, request: TokenizeRequest) -> dict[str, Any]:
         served.check(request.model or served.name)
         if request.messages is not None:
-            _, work = await read_chat(served, http, {"model": served.name, "messages": request.messages})
+            _, work = await read_chat(served, http, lambda: {"model": served.name, "messages": request.messages})
             tokens = list(work.prompts[0])
         else:
-            text = request.prompt or ""
-            served.check_text(text, "prompt")
-            specials = request.add_special_tokens
-            tokens = await served.read(lambda: served.tokenizer(text, add_special_tokens=specials).input_ids)
+            tokens = await served.read(lambda: tokens_of(request.prompt or "", request.add_special_tokens))
         texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
         most = served.engine.longest
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
@@ -202,32 +232,13 @@ def _tokens(served: Served) -> APIRouter:
     @router.post("/detokenize", summary="Tokens to text")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         served.check(request.model or served.name)
+        if len(request.tokens) > served.engine.longest:
+            said = f"tokens: there are {len(request.tokens)}, and the context has {served.engine.longest}"
+            raise ApiError(400, said, "tokens", "context_length_exceeded")
         served.check_tokens(request.tokens, "tokens", served.readable)
         return {"prompt": await served.read(lambda: str(served.tokenizer.decode(request.tokens)))}
 
     return router
-
-
-def _key_check(api_key: str | None) -> Any:
-    """Refuse requests without the key."""
-
-    async def check(http: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            # As Anthropic's clients send it.
-            given = http.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.strip().encode(), api_key.encode()):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                None,
-                "invalid_api_key",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from dataclasses import dataclass, fields
 
@@ -45,12 +46,19 @@ class ServerLimits:
                 raise UnsupportedOptionError(f"{each.name} must be above 0, got {value}")
 
 
-class ClientPace:
-    """Reads the whole body before anything else runs, within a size and a time; gives up on who does not read."""
+_KEPT = ("/v1", "/tokenize", "/detokenize")
 
-    def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
+
+class ClientPace:
+    """Reads the whole body before anything else runs, within a size and a time; gives up on who does not read.
+
+    Without `api_key`, where there is one, nothing is read of what needs it.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ServerLimits, api_key: str | None) -> None:
         self._app = app
         self._limits = limits
+        self._api_key = api_key
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +84,7 @@ class ClientPace:
                     {"retry-after": str(RETRY_AFTER)},
                 )
             _check_head(scope)
+            self._check_key(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
             # What the client still sends is not read.
@@ -105,6 +114,18 @@ class ClientPace:
             # The server closes the connection of an answer that is not complete.
             if not gave_up:
                 raise
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._api_key is None or not scope["path"].startswith(_KEPT):
+            return
+        headers = dict(scope["headers"])
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            # As Anthropic's clients send it.
+            given = headers.get(b"x-api-key", b"")
+        if not hmac.compare_digest(given.strip(), self._api_key.encode()):
+            said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, said, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Read the body; None where the client left."""

@@ -6,7 +6,9 @@ Fields that would change an answer are honoured or refused; those that change no
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+import re
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,17 +18,24 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    ValidationError,
     model_validator,
 )
+
+from selfspec.serve.api_error import ApiError, validation_error
 
 MOST_STOPS = 32
 MOST_PROMPTS = 2048
 
+_Each = TypeVar("_Each")
+
+Many = Annotated[list[_Each], Field(fail_fast=True)]
+"""A list whose first wrong item is the only one that is reported."""
+
 Token = Annotated[int, Field(ge=0)]
-_Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Stops = Annotated[
-    Annotated[Stop | None, Tag("text")] | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("list")],
+    Annotated[Stop | None, Tag("text")] | Annotated[Many[Stop], Field(max_length=MOST_STOPS), Tag("list")],
     Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -55,8 +64,11 @@ class Strict(BaseModel):
 
 def _few(values: Any) -> Any:
     if isinstance(values, dict) and len(values) > _MOST_BIASES:
-        raise ValueError(f"more than {_MOST_BIASES} tokens")
+        raise ValueError(f"more than {_MOST_BIASES} entries")
     return values
+
+
+Metadata = Annotated[dict[str, str], BeforeValidator(_few)]
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -113,22 +125,62 @@ class RegexFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
 
 
-class RequestFields(Strict):
-    """A whole request: its text is Unicode."""
+BYTES_PER_ITEM = 8
+"""A body of the most bytes has at most one item for so many of them."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _text_is_unicode(cls, fields: Any) -> Any:
-        # JSON may write halves of pairs, which no tokenizer reads.
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            try:
-                (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
-            except (UnicodeError, RecursionError) as error:
-                raise ValueError(f"{name}: it is no Unicode text, or too deep") from error
-        return fields
+_BYTES_PER_CONTAINER, _MOST_DEPTH = 128, 256
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+_HALF_OF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
-class GenerationFields(RequestFields):
+def parse_body(body: bytes, model: type[_Model], most: int) -> _Model:
+    """Read the JSON of a request of at most `most` items.
+
+    Raises:
+        ApiError: it has more, is nested too deep, is no JSON, or its fields are refused.
+    """
+    _check_items(body, most)
+    try:
+        fields = json.loads(body.decode())
+        if _HALF_OF_PAIR.search(body):
+            _check_unicode(fields)
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False)) from error
+    except ValueError as error:
+        # No JSON, no Unicode, or a number of too many digits.
+        raise ApiError(400, f"the body is not JSON: {error}", None, "invalid_json") from error
+
+
+def _check_items(body: bytes, most: int) -> None:
+    """Refuse a body whose items take far more memory and time than its bytes: objects and lists most of all."""
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = plain.count(b'"') // 2
+    marks = b"" if strings > most else b"".join(plain.split(b'"')[::2])
+    brackets = marks.translate(None, _NO_BRACKETS)
+    items = strings + marks.count(b",") + len(brackets) // 2 * (_BYTES_PER_CONTAINER // BYTES_PER_ITEM)
+    if items > most:
+        objects = most * BYTES_PER_ITEM // _BYTES_PER_CONTAINER
+        said = f"the body has more than {most} texts and numbers, or {objects} objects and lists; send less at once"
+        raise ApiError(400, said, None, "too_large")
+    if max(accumulate(1 if mark in b"[{" else -1 for mark in brackets), default=0) > _MOST_DEPTH:
+        raise ApiError(400, f"the body is nested more than {_MOST_DEPTH} deep", None, "invalid_json")
+
+
+def _check_unicode(fields: Any) -> None:
+    """Refuse halves of pairs, which JSON may write and no tokenizer reads."""
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeError as error:
+            raise ApiError(400, f"{name}: it is no Unicode text", name) from error
+
+
+class GenerationFields(Strict):
     """What both kinds of request may say."""
 
     model: str
@@ -150,7 +202,7 @@ class GenerationFields(RequestFields):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[_Tokens, Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[Many[Token], Field(max_length=MOST_STOPS)] | None = None
     # They change nothing here.
     user: str | None = None
 
@@ -166,9 +218,9 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[
         Annotated[str, Tag("text")]
-        | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
-        | Annotated[_Tokens, Tag("tokens")]
-        | Annotated[list[Annotated[_Tokens, Field(min_length=1)]], Field(fail_fast=True), Tag("lists")],
+        | Annotated[Many[str], Tag("texts")]
+        | Annotated[Many[Token], Tag("tokens")]
+        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Tag("lists")],
         Discriminator(
             _kind_of_prompt,
             custom_error_type="prompt",
@@ -219,13 +271,13 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     # Clients send back what they were sent.
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[Many[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -273,11 +325,11 @@ class NamedTool(Strict):
 class ChatCompletionRequest(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     # What the chat template reads of these, and of nothing else.
@@ -286,13 +338,13 @@ class ChatCompletionRequest(GenerationFields):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     # They change nothing here.
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _means_what_it_says(self) -> ChatCompletionRequest:
@@ -314,12 +366,12 @@ class ChatCompletionRequest(GenerationFields):
         return self
 
 
-class TokenizeRequest(RequestFields):
+class TokenizeRequest(Strict):
     """`POST /tokenize`: a text, or messages as of a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -330,11 +382,11 @@ class TokenizeRequest(RequestFields):
         return self
 
 
-class DetokenizeRequest(RequestFields):
+class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: _Tokens
+    tokens: Many[Token]
 
 
 class RefusalError(BaseModel):

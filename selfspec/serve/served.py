@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from pydantic import BaseModel
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -30,8 +31,10 @@ from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.logprobs import TokenLogprobs
 from selfspec.serve.monitoring import Metrics
+from selfspec.serve.schemas import BYTES_PER_ITEM, parse_body
 
 _Found = TypeVar("_Found")
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -39,6 +42,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # The letters in which byte-level vocabularies write bytes.
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+# Bytes of a body that is read faster than another thread is asked to.
+_SMALL_BODY = 2**15
 
 # The most places whose logits are in memory at once.
 _AT_ONCE = 128
@@ -86,9 +92,15 @@ class Served:
         # Python are not made for several threads.
         self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
         self._compilers = {fast: ThreadPoolExecutor(1 + fast, "selfspec-grammars", _give_way) for fast in (True, False)}
+        self._parser = ThreadPoolExecutor(1, "selfspec-parser")
         self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    async def parse(self, body: bytes, model: type[_Model]) -> _Model:
+        """Read the body of a request, a large one beside the loop; see `read`."""
+        work = partial(parse_body, body, model, self.limits.body_bytes // BYTES_PER_ITEM)
+        return work() if len(body) < _SMALL_BODY else await self._run(self._parser, work)
 
     async def read(self, work: Callable[[], _Found]) -> _Found:
         """Run what reads text beside the loop that serves requests; a typed error becomes an ApiError."""
@@ -140,13 +152,13 @@ class Served:
 
     def check_tokens(self, tokens: Sequence[int], field: str, vocabulary: int) -> None:
         """Refuse token ids of a request's field that are not below `vocabulary`."""
-        wrong = next((token for token in tokens if token >= vocabulary), None)
-        if wrong is not None:
+        wrong = max(tokens, default=0)
+        if wrong >= vocabulary:
             raise ApiError(400, f"{field}: token id {wrong} is outside the vocabulary 0..{vocabulary - 1}", field)
 
     def close(self) -> None:
         """End the threads that read."""
-        for threads in (self._readers, *self._compilers.values(), self._submitter, self._scorer):
+        for threads in (self._parser, self._readers, *self._compilers.values(), self._submitter, self._scorer):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -219,6 +219,56 @@ def test_nobody_waits_behind_the_text_of_another(server: Running, watched: Watch
     assert replies[0].status == 200
 
 
+# Each held up everybody for seconds, the first one for 66, or took hundreds of megabytes.
+MANY: dict[str, tuple[str, dict[str, Any]]] = {
+    "objects": (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "system": [{}] * 300_000},
+    ),
+    "numbers for texts": (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "stop_sequences": list(range(450_000))},
+    ),
+    "unknown fields": ("/v1/completions", {"prompt": "a", **{f"x{number}": 1 for number in range(200_000)}}),
+    "unknown fields within": ("/v1/chat/completions", {"messages": [{f"x{number}": 1 for number in range(200_000)}]}),
+    "short messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}),
+    "long messages": ("/v1/responses", {"input": [{"role": "user", "content": "a " * 150}] * 12_000}),
+    "ids": ("/detokenize", {"tokens": [1] * 1_300_000}),
+    "fewer ids": ("/detokenize", {"tokens": [1] * 500_000}),
+    "text": ("/tokenize", {"prompt": "Lily said " * 390_000}),
+    "texts": ("/v1/completions", {"prompt": ['"\\'] * 500_000}),
+    "nested": ("/v1/completions", {"prompt": json.loads("[" * 300 + "]" * 300)}),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_bodies_of_many_things_keep_nobody_waiting(server: Running, name: str) -> None:
+    path, fields = MANY[name]
+    body = json.dumps({"model": NAME, **fields}).encode()
+    before = metrics(server)["process_resident_memory_bytes"]
+    threads = [meanwhile(lambda: server.ask(path, body)) for _ in range(4)]
+    slowest = 0.0
+    while any(thread.is_alive() for _, thread in threads):
+        begun = time.monotonic()
+        assert server.ask("/health").status == 200
+        slowest = max(slowest, time.monotonic() - begun)
+    assert {replies[0].status for replies, _ in threads} == {400}
+    assert slowest < 2
+    assert metrics(server)["process_resident_memory_bytes"] - before < 300 * 2**20
+
+
+def test_what_many_short_texts_hide_is_counted(server: Running) -> None:
+    for text in ('a"b', "a\\", "[{", ","):
+        assert server.complete(prompt="Once " + text).status == 200
+        assert server.complete(prompt=text * 100, stop=[text * 9] * 32).status == 200
+
+
+def test_without_the_key_no_body_is_read() -> None:
+    with running(api_key="secret") as server, opened(server) as connection:
+        connection.sendall(POST + b"Content-Type: application/json\r\nContent-Length: 4000000\r\n\r\n")
+        assert b" 401 " in read_all(connection)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -257,7 +307,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         (schema({"enum": [f"value {number}" for number in range(20_000)]}), "characters"),
         (schema({"enum": list(range(6000))}), "values"),
-        (schema(nested(400)), "deep"),
+        (schema(nested(90)), "deep"),
         (schema({"type": "object", "properties": {f"p{number}": {} for number in range(600)}}), "properties"),
         (schema({"type": "string", "pattern": "^((a{1,30}b){1,30}c){1,30}$"}), "states"),
         ({"response_format": {"type": "regex", "pattern": "(.{0,200}a.{0,200}b){0,200}"}}, "states"),

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol, TypeVar
 
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -133,7 +134,7 @@ def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]]
     """Count the tokens of prompts, and write their text to the log where that is asked for."""
     note(http.scope, prompt_tokens=sum(map(len, prompts)))
     if served.log_text:
-        note(http.scope, **texts)
+        note(http.scope, **to_jsonable_python(texts, exclude_none=True))
     for prompt in prompts:
         served.metrics.prompt_tokens.observe(len(prompt))
 

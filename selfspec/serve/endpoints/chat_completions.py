@@ -89,8 +89,7 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
             "no_chat_template",
         )
     prompt = await served.read(lambda: _prompt(served, template, request))
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    note_prompts(served, http, [prompt], messages=messages)
+    note_prompts(served, http, [prompt], messages=request.messages)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
     wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
@@ -226,7 +225,7 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
 
 
 async def answer_as(
-    served: Served, http: Request, fields: Mapping[str, Any], renamed: Mapping[str, str], form: Callable[[Work], Form]
+    served: Served, http: Request, fields: Callable[[], Body], renamed: Mapping[str, str], form: Callable[[Work], Form]
 ) -> Response:
     """Answer a chat in another API's form; `renamed` maps fields of a chat to what a refusal calls them there."""
     try:
@@ -243,13 +242,17 @@ async def answer_as(
         raise
 
 
-async def read_chat(served: Served, http: Request, fields: Mapping[str, Any]) -> tuple[ChatCompletionRequest, Work]:
+async def read_chat(served: Served, http: Request, fields: Callable[[], Body]) -> tuple[ChatCompletionRequest, Work]:
     """Read fields of a chat request, those that are not None, into what the engine has to do."""
-    try:
-        given = {name: value for name, value in fields.items() if value is not None}
-        request = ChatCompletionRequest.model_validate(given)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from error
+
+    def read() -> ChatCompletionRequest:
+        try:
+            given = {name: value for name, value in fields().items() if value is not None}
+            return ChatCompletionRequest.model_validate(given)
+        except ValidationError as error:
+            raise validation_error(error.errors()) from error
+
+    request = await served.read(read)
     return request, await chat_work(served, http, request)
 
 

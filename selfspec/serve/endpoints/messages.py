@@ -15,7 +15,7 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
 from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat, text_of
-from selfspec.serve.schemas import RequestFields, Strict
+from selfspec.serve.schemas import MOST_STOPS, Many, Stop, Strict
 from selfspec.serve.served import Served
 
 _RENAMED = {"stop": "stop_sequences"}
@@ -49,7 +49,7 @@ class ResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -60,7 +60,7 @@ class AnthropicMessage(Strict):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
+    content: str | Many[AnyBlock]
 
 
 class AnthropicTool(Block):
@@ -93,13 +93,13 @@ class Thinking(Strict):
     type: Literal["disabled"]
 
 
-class CountRequest(RequestFields):
+class CountRequest(Strict):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
 
@@ -131,7 +131,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     # They change nothing here.
     metadata: dict[str, Any] | None = None
@@ -141,13 +141,16 @@ class MessagesRequest(CountRequest):
 async def message(served: Served, http: Request, request: MessagesRequest) -> Response:
     """Answer a request."""
     alike = request.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
-    fields = {**request.chat(), **alike, "stop": request.stop_sequences or None}
+
+    def fields() -> Body:
+        return {**request.chat(), **alike, "stop": request.stop_sequences or None}
+
     return await answer_as(served, http, fields, _RENAMED, lambda work: MessageForm(served, work))
 
 
 async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:
     """Count the tokens of a conversation."""
-    _, work = await read_chat(served, http, request.chat())
+    _, work = await read_chat(served, http, request.chat)
     return {"input_tokens": work.prompt_tokens}
 
 

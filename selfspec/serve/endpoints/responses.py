@@ -15,7 +15,7 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
 from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, text_of
-from selfspec.serve.schemas import CalledFunction, Function, NamedFunction, RequestFields, Strict
+from selfspec.serve.schemas import CalledFunction, Function, Many, Metadata, NamedFunction, Strict
 from selfspec.serve.served import Served
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -26,8 +26,8 @@ class InputText(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Many[Any] | None = None
+    logprobs: Many[Any] | None = None
 
 
 class InputMessage(Strict):
@@ -35,7 +35,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Many[InputText]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -55,7 +55,7 @@ class InputResult(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Many[InputText]
     id: str | None = None
     status: str | None = None
 
@@ -102,11 +102,11 @@ class Reasoning(Strict):
     effort: str | None = None
 
 
-class ResponsesRequest(RequestFields):
+class ResponsesRequest(Strict):
     """`POST /v1/responses`."""
 
     model: str
-    input: str | Annotated[list[Item], Field(fail_fast=True, min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -114,7 +114,7 @@ class ResponsesRequest(RequestFields):
     seed: int | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
+    tools: Many[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -124,8 +124,8 @@ class ResponsesRequest(RequestFields):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     # They change nothing here.
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    metadata: dict[str, str] | None = None
+    include: Many[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     user: str | None = None
     service_tier: str | None = None
@@ -139,15 +139,19 @@ async def respond(served: Served, http: Request, request: ResponsesRequest) -> R
     choice = request.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else None
     tools = [{"type": "function", "function": _function(tool)} for tool in request.tools or ()]
-    fields = {
-        **request.model_dump(include={"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}),
-        "messages": _messages(request),
-        "max_tokens": request.max_output_tokens,
-        "tools": tools or None,
-        "tool_choice": named or choice,
-        "response_format": _format(request.text),
-        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
-    }
+    alike = {"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}
+
+    def fields() -> Body:
+        return {
+            **request.model_dump(include=alike),
+            "messages": _messages(request),
+            "max_tokens": request.max_output_tokens,
+            "tools": tools or None,
+            "tool_choice": named or choice,
+            "response_format": _format(request.text),
+            "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+        }
+
     return await answer_as(served, http, fields, _RENAMED, lambda work: ResponseForm(served, request, work))
 
 
