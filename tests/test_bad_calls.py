@@ -79,7 +79,8 @@ def _each(name: str, values: list[Any], call: Callable[[Ground, Any], object], *
 # fmt: off
 # Wrapping.
 _each("wrap model", NO_MODELS, lambda g, v: selfspec.wrap(v))
-_each("wrap draft", [3, drafts.EarlyExit, True, b"x", ["exit:2"], 1.5], lambda g, v: selfspec.wrap(g.model, v))
+_each("wrap draft", [3, drafts.EarlyExit, True, b"x", ["exit:2"], 1.5, "auto:\0", "head:" + "9" * 5000],
+    lambda g, v: selfspec.wrap(g.model, v))
 _each("wrap length", [*NO_COUNTS, "many"], lambda g, v: selfspec.wrap(g.model, "exit:2", draft_length=v), None)
 _each("wrap accept", [3, True, b"x", ["token"], "x", 1.5, Typical], lambda g, v: selfspec.wrap(g.model, accept=v))
 _each("wrap adapter", [3, 0, "llama", True, selfspec.Adapter], lambda g, v: selfspec.wrap(g.model, adapter=v))
@@ -88,11 +89,9 @@ _each("drafting", [3, drafts.EarlyExit, True, b"x"], lambda g, v: g.spec.draftin
 _each("drafting length", NO_COUNTS, lambda g, v: g.spec.drafting("exit:2", v), None)
 _each("plain length", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, draft_length=v), None)
 ASKED: dict[str, Any] = {"inputs": tiny.prompt(5), "max_new_tokens": 3}
-_each("generate length", NO_COUNTS, lambda g, v: g.spec.generate(**ASKED, draft_length=v), None)
 _each("stream length", NO_COUNTS, lambda g, v: g.spec.stream(**ASKED, draft_length=v), None)
 _each("custom_generate length", NO_COUNTS,
     lambda g, v: g.model.generate(**ASKED, custom_generate=g.spec, draft_length=v), None)
-_each("generate seed", [1.5, "1", [1], 2**70], lambda g, v: g.spec.generate(**ASKED, do_sample=True, seed=v))
 _each("to", ["gpu", "cuda:99", 3, 1.5, None, "meta", True, b"cpu", "\uff13"],
     lambda g, v: selfspec.wrap(tiny.llama()).to(v))
 
@@ -128,9 +127,6 @@ for part in ("attention", "mlp", "layers"):
          [10**30], range(10**12), itertools.count()],
         _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, drafts.LayerSkip(**layers))),
     )
-CALLS["LayerSkip all"] = lambda g: selfspec.wrap(g.model, drafts.LayerSkip(layers=range(tiny.DEPTH)))
-CALLS["LayerSkip none"] = lambda g: selfspec.wrap(g.model, drafts.LayerSkip())
-CALLS["LayerSkip twice"] = lambda g: selfspec.wrap(g.model, drafts.LayerSkip(attention=[1], layers=[1]))
 _each("LowPrecision bits", [2, 16, "8", 8.0, True, None, [8]], lambda g, v: drafts.LowPrecision(v))
 _each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: drafts.LowPrecision(4, v))
 _each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: drafts.LowPrecision(8, v))
@@ -181,10 +177,7 @@ CALLS["Cascade of one kind"] = lambda g: drafts.Cascade(drafts.PromptLookup(), d
 CALLS["Cascade of one kind inside"] = lambda g: drafts.Cascade(
     drafts.PromptLookup(), drafts.Cascade(drafts.Recycling(), drafts.PromptLookup())
 )
-_each("Union", NO_DRAFTERS, lambda g, v: drafts.Union(drafts.Recycling(), v))
-CALLS["Union of none"] = lambda g: drafts.Union()
-CALLS["Union of equals"] = lambda g: drafts.Union(drafts.Recycling(), drafts.Recycling())
-CALLS["Union of exits"] = lambda g: drafts.Union(drafts.EarlyExit(1), drafts.EarlyExit(1))
+_each("Union", [*NO_DRAFTERS, drafts.Recycling()], lambda g, v: drafts.Union(drafts.Recycling(), v))
 
 # Rules, controls, costs, runtimes.
 _each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))
@@ -278,11 +271,18 @@ ROWS: dict[str, list[Any]] = {
 }
 # What errors of a group say: requests name the field.
 SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} | {
-    "wrap model": "transformers model|a torch module", "wrap draft": "draft", "wrap length": "draft length",
-    "wrap accept": "accept|choose one of", "wrap adapter": "adapter", "wrap runtime": "runtime",
+    "wrap model": "transformers model|a torch module", "wrap draft": "draft|cannot be read",
+    "wrap length": "draft length", "wrap accept": "accept|choose one of", "wrap adapter": "adapter",
+    "wrap runtime": "runtime",
     "EarlyExit": "exit layer", "LayerSkip attention": "attention|skip set", "LayerSkip mlp": "mlp|skip set",
     "LayerSkip layers": "layers|skip set", "PromptLookup shortest": "longest <= 64",
     "PromptLookup longest": "longest <= 64", "Cascade first": "cascade", "Cascade then": "cascade",
+    "Recycling candidates": "1 to 64", "Recycling longest": "1 to 16", "Recycling most_bytes": "8192 to",
+    "Suffixes most_bytes": "most_bytes must be an integer from 0 to", "FixedLength nodes": "at least its length, 3",
+    "ReducedVocabulary": "must list token ids, at least one and none twice|token [0-9]+",
+    "LowPrecision bits": "8 and 4", "LowPrecision group": "choose one of 32, 64, 128, 256",
+    "LowPrecision head": "write True", "LowPrecision fewer": "give an EarlyExit or a LayerSkip",
+    "LowPrecision layers": "at least one|list of layer numbers|out of range|layer",
     "ConfidenceStop": "threshold", "ConfidenceStop longest": "draft length", "CostAware": "draft length",
     "CostAware costs": "costs", "Costs": "draft", "BatchCosts": "costs",
 } | {f"Costs {part}": part for part in ("verify", "widening", "overhead", "out_of_step", "rows", "each_row")}

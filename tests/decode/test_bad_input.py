@@ -24,8 +24,7 @@ from helpers import tiny
 from helpers.drafting import assert_alike
 from selfspec.arguments import check_scores
 from selfspec.control import Control
-from selfspec.draft.registry import parse_draft
-from selfspec.errors import DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
+from selfspec.errors import PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.saved import generate_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -356,31 +355,6 @@ def test_prompts_and_masks_without_a_meaning_are_refused(name: str, ids: Callabl
         if isinstance(mask, Tensor) and not (mask.is_meta or mask.is_sparse):
             with pytest.raises(PromptError, match=name):
                 spec.model.generate(ids(), attention_mask=mask, custom_generate=spec, max_new_tokens=3)
-
-
-# Names of drafts.
-
-NAMES = [
-    "", " ", "exit", "exit:", "exit:-1", "exit:2.0", "exit:٣", "exit:" + "9" * 5000, "exit:2,3", "skip:",
-    "skip:attn=", "skip:attn=3;attn=4", "skip:attn=5-3", "skip:attn=0-99999", "skip:attn=" + "9" * 5000,
-    "skip:layers=0-" + "9" * 5000, "skip:norm=3", "skip:" + "attn=1;" * 5000, "lookup+", "lookup+lookup",
-    "lookup+none", "lookup+" * 5000 + "exit:2", "exit:2" + "+vocab:x" * 5000, "+vocab:x", "none+vocab:x",
-    "skip-file:\0", "head:\0", "exit:2+vocab:\0", "auto+exit:2", "beam", "exit:2\0",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", NAMES, ids=lambda text: repr(text[:20]))
-def test_names_of_drafts_are_understood_or_refused(text: str) -> None:
-    with nothing_runs() as spec:
-        for make in (parse_draft, partial(selfspec.wrap, spec.model)):
-            with pytest.raises(DraftConfigError, match=r"draft .*understood|name each draft once|cannot be read"):
-                make(text)
-
-
-@pytest.mark.parametrize("name", ["auto:\0", "head:" + "9" * 5000, "head:x@" + "9" * 5000])
-def test_names_of_files_that_cannot_be_are_refused(name: str) -> None:
-    with nothing_runs() as spec, pytest.raises(SelfSpecError):
-        selfspec.wrap(spec.model, name)
 
 
 # What looks odd and means something in transformers means the same here.

@@ -305,12 +305,6 @@ def test_a_draft_token_that_spoils_the_block_is_not_shown_to_processors() -> Non
     assert processor.calls == 18
 
 
-def test_scores_that_ask_for_no_prefix_take_the_fast_path(llama: PreTrainedModel) -> None:
-    assert read_processing(LogitsProcessorList(), frozenset(), 9) == Warping(LogitsProcessorList())
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)])
-    assert isinstance(read_processing(processors, frozenset(), 9), PrefixProcessing)
-
-
 def test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes() -> None:
     def lengths_and_last(ids: Tensor, scores: Tensor) -> Tensor:
         assert len(ids) == len(scores) == 2

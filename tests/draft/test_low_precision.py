@@ -22,7 +22,6 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.control.profile import uncalibrated_draft
 from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
@@ -45,12 +44,6 @@ EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
 def model() -> PreTrainedModel:
     """Large enough for the kernels."""
     return tiny.llama(num_hidden_layers=5, hidden_size=64, intermediate_size=128, dtype=torch.float32)
-
-
-def test_eight_bits_draft_almost_as_the_model_does(model: PreTrainedModel) -> None:
-    spec = selfspec.wrap(model, selfspec.drafts.LowPrecision(), draft_length=3)
-    output = spec.generate(tiny.prompt(9, 6), max_new_tokens=48, do_sample=True, seed=0)
-    assert output.stats.acceptance_rate > 0.9
 
 
 def other_layers(model: PreTrainedModel) -> None:
@@ -392,27 +385,6 @@ def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:
     assert eight == pytest.approx(0.25, abs=0.02)
     assert four == pytest.approx(0.125, abs=0.02)
     assert selfspec.drafts.LowPrecision(fewer=EarlyExit(2)).cost(model, adapter) < eight
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: selfspec.drafts.LowPrecision(3), "8 and 4"),
-        (lambda: selfspec.drafts.LowPrecision(4, group_size=32.0), "choose one of 32, 64, 128, 256"),  # type: ignore[arg-type]
-        (lambda: selfspec.drafts.LowPrecision(head=1), "write True"),  # type: ignore[arg-type]
-        (lambda: parse_draft("int8+exit:"), "not understood"),
-        (lambda: selfspec.drafts.LowPrecision(layers=[]), "at least one"),
-        (lambda: selfspec.drafts.LowPrecision(layers="3"), "list of layer numbers"),  # type: ignore[arg-type]
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(layers=[99])), "out of range"),
-        (lambda: selfspec.wrap(tiny.llama(), selfspec.drafts.LowPrecision(fewer=EarlyExit(99))), "out of range"),
-        (lambda: selfspec.drafts.LowPrecision(layers=[3], fewer=EarlyExit(2)).check(4), "leaves none"),
-        (lambda: selfspec.drafts.LowPrecision(fewer=2), "give an EarlyExit or a LayerSkip"),  # type: ignore[arg-type]
-        (lambda: parse_draft("int8+exit:2+skip:layers=1"), "at most one draft runs a model"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make: Any, match: str) -> None:
-    with pytest.raises(DraftConfigError, match=match):
-        make()
 
 
 def test_it_cannot_be_teacher_forced() -> None:
