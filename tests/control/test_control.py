@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import outcome
-from helpers.joints import Warp, assert_rows_are_stock, p_values
-from helpers.tiny_joint import PROMPT, TOKENS, network
+from helpers.joints import PAIR, THREE, Warp, assert_rows_are_stock, network, p_values
 from selfspec.control import Control, Controller, CostAware, Evidence
 from selfspec.draft import Budget, Draft, RowVerdict
 
@@ -332,5 +331,5 @@ def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
 ) -> None:
     # One row at a time, so that its own tokens decide, and not the mean of many.
     spec = selfspec.wrap(network(seed=1), draft, draft_length=control, accept=rule)
-    (fit,) = p_values(spec, Warp(temperature=1.2), tokens=TOKENS, prompts=[PROMPT], rows=1, batches=600).values()
+    (fit,) = p_values(spec, Warp(temperature=1.2), tokens=THREE, prompts=[PAIR], rows=1, batches=600).values()
     assert fit > 0.003

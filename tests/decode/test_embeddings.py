@@ -22,9 +22,8 @@ from transformers.generation import LogitsProcessor
 import selfspec
 from helpers import tiny
 from helpers.drafting import assert_alike
-from helpers.pictures import PICTURED, Pictured, pictured
 from helpers.saved_folders import installed  # noqa: F401 - a fixture
-from helpers.shrunken import shrunken
+from helpers.shrunken import PICTURED, Pictured, pictured, shrunken
 from selfspec.cache.masks import smallest_window
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.compat import OUTPUT_CACHE

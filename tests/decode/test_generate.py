@@ -11,23 +11,27 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 import selfspec
-from helpers import tiny, tiny_joint
+from helpers import tiny
 from helpers.captures import StandIn
 from helpers.drafting import Altered, Oracle, Propose, Remembering, poisoning
 from helpers.joints import (
     BATCHES,
+    MANY,
+    PAIR,
     PROMPTS,
     ROWS,
+    THREE,
     Warp,
+    brief_joint,
     holm_rejects,
     joint,
+    network,
     p_value,
     p_values,
     padded,
     small,
 )
 from helpers.tiny import in_turns
-from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree
 from selfspec.draft import Budget, Draft, Drafter, RowsView, Stateless
 from selfspec.runtime import Runtime
@@ -277,8 +281,8 @@ WARM, SHARP = Warp(temperature=1.5), Warp(temperature=0.7)
 FILTERED = Warp(temperature=1.4, top_k=4, top_p=0.85)
 
 
-def prompts(rows: int = tiny_joint.ROWS) -> Tensor:
-    return torch.tensor(PROMPT).expand(rows, -1)
+def prompts(rows: int = MANY) -> Tensor:
+    return torch.tensor(PAIR).expand(rows, -1)
 
 
 def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
@@ -315,8 +319,8 @@ def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: W
 
     # Kernels in fewer bits take no smaller width.
     width = 32 if isinstance(drafter, selfspec.drafts.LowPrecision) else 8
-    spec = selfspec.wrap(network(width=width), Altered(drafter, keeping), draft_length=TOKENS)
-    next(spec.stream(prompts(2 * tiny_joint.ROWS), max_new_tokens=TOKENS + 1, seed=0, **warp.options))
+    spec = selfspec.wrap(network(width=width), Altered(drafter, keeping), draft_length=THREE)
+    next(spec.stream(prompts(2 * MANY), max_new_tokens=THREE + 1, seed=0, **warp.options))
     (draft,) = kept
     assert p_value(map(tuple, draft.tokens.tolist()), chance_by_q(draft)) > 1e-3
 
@@ -326,12 +330,12 @@ def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: W
 def test_rows_of_one_prompt_are_independent_samples(rule: str) -> None:
     model, found = network(), {}
     single: dict[tuple[int, ...], float] = {}
-    for text, chance in tiny_joint.joint(model, WARM).items():
+    for text, chance in brief_joint(model, WARM).items():
         single[text[:2]] = single.get(text[:2], 0.0) + chance
     together = {one + other: single[one] * single[other] for one in single for other in single}
     for length in (1, 2):
         spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(1), draft_length=length, accept=rule)
-        out = spec.generate(prompts(2 * tiny_joint.ROWS), max_new_tokens=2, seed=length, **WARM.options)
+        out = spec.generate(prompts(2 * MANY), max_new_tokens=2, seed=length, **WARM.options)
         texts = list(map(tuple, out.sequences[:, 2:].tolist()))
         pairs = (one + other for one, other in zip(texts[::2], texts[1::2], strict=True))
         found[str(length)] = p_value(pairs, together)

@@ -19,9 +19,8 @@ from helpers import tiny
 from helpers.any_rounds import FIRST_WORD
 from helpers.drafting import GREEDY, Altered, Propose, Remembering, stock
 from helpers.exact import trees
-from helpers.joints import Warp, holm_rejects, p_values
+from helpers.joints import PAIR, THREE, Warp, holm_rejects, network, p_values
 from helpers.shrunken import shrunken
-from helpers.tiny_joint import PROMPT, TOKENS, network
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
 from selfspec.control.costs import Costs, CostsByRows
@@ -233,7 +232,7 @@ def test_samples_follow_the_exact_joint(rule: str) -> None:
     found = {}
     for name, parents in (("fork", (-1, -1, 0, 0, 1)), ("uneven", (-1, -1, 1, 1, 1))):
         spec = selfspec.wrap(network(width=16), EarlyExit(1), draft_length=Given(Tree(parents)), accept=rule)
-        (found[name],) = p_values(spec, Warp(), prompts=[PROMPT], rows=4096, batches=1, tokens=TOKENS).values()
+        (found[name],) = p_values(spec, Warp(), prompts=[PAIR], rows=4096, batches=1, tokens=THREE).values()
     assert holm_rejects(found, 0.01) == []
 
 

@@ -203,3 +203,27 @@ def holm_rejects(p_values: Mapping[str, float], level: float) -> list[str]:
             break
         rejected.append(name)
     return rejected
+
+
+PAIR, THREE, MANY = (1, 2), 3, 8192
+"""A prompt, new tokens and rows for `network`."""
+
+
+def network(seed: int = 0, width: int = 8, context: int = tiny.CONTEXT) -> PreTrainedModel:
+    """Two layers of a small width over five tokens: thousands of rows a second."""
+    return tiny.llama(
+        vocab_size=5,
+        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=width,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        initializer_range=0.6,
+        max_position_embeddings=context,
+        seed=seed,
+    )
+
+
+def brief_joint(model: PreTrainedModel, warp: Warp) -> dict[tuple[int, ...], float]:
+    """Probability of every text of `THREE` tokens after `PAIR`."""
+    return joint(model, PAIR, warp, tokens=THREE)

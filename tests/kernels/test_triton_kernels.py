@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tiny, triton_checks, triton_planes
+from helpers import tiny, triton_checks
 from selfspec import kernels
 from selfspec.formats import int4, int8, rounding
 from selfspec.formats.format import formats
@@ -102,12 +102,12 @@ def test_a_device_gives_the_products_of_the_rounded_weights(
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_planes.OFF_BY, ids=str)
-@pytest.mark.parametrize("rows", triton_planes.ROWS)
+@pytest.mark.parametrize("dtype", triton_checks.PLANES_OFF_BY, ids=str)
+@pytest.mark.parametrize("rows", triton_checks.PLANE_ROWS)
 def test_weights_in_planes_on_a_device(rows: int, dtype: torch.dtype, cuda: str) -> None:
-    triton_planes.check_bits(cuda)
-    triton_planes.check(rows, dtype, cuda)
-    triton_planes.check_order(rows, dtype, cuda)
+    triton_checks.check_bits_of_planes(cuda)
+    triton_checks.check_planes(rows, dtype, cuda)
+    triton_checks.check_order_of_planes(rows, dtype, cuda)
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -214,8 +214,8 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
             rounded["scales"],
             rounded.parts.get("zeros"),
         )
-    planes = {part: Planes().pack(torch.zeros(64, 128))[part] for part in triton_planes.PARTS}
-    for rows, parts in product((1, 3), (triton_planes.PARTS, ("upper", "rows"))):
+    planes = {part: Planes().pack(torch.zeros(64, 128))[part] for part in triton_checks.PLANE_PARTS}
+    for rows, parts in product((1, 3), (triton_checks.PLANE_PARTS, ("upper", "rows"))):
         product_in_planes(torch.zeros(rows, 128, dtype=dtype), *map(planes.get, parts))
     for to in (torch.bfloat16, torch.float32):
         rows_in_planes(128, to, torch.arange(2), *planes.values())
@@ -233,7 +233,7 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("parts", [triton_planes.PARTS, ("upper", "rows")], ids=["whole", "upper"])
+@pytest.mark.parametrize("parts", [triton_checks.PLANE_PARTS, ("upper", "rows")], ids=["whole", "upper"])
 def test_one_row_over_planes_reads_16_bytes_at_once_and_waits_for_no_thread(
     parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

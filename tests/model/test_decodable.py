@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 
 import selfspec
 from helpers import tiny
-from helpers.pictures import pictured
-from helpers.shrunken import shrunken
+from helpers.shrunken import pictured, shrunken
 from selfspec import api
 from selfspec.adapters import ADAPTERS
 from selfspec.architecture import Adapter

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteriaList
 
 import selfspec
-from helpers import tiny, tiny_joint
-from helpers.joints import Warp, holm_rejects, p_value
+from helpers import tiny
+from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import Alternating, Asked, Breaking, Seen, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
@@ -317,7 +317,7 @@ WARPS = (Warp(), Warp(temperature=0.6), Warp(temperature=1.4, top_k=4))
 
 def draws(draft: str, accept: str | None) -> dict[str, float]:
     """How well rows of each kind fit their joint, p-values: drawn ones of several settings, and coupled ones."""
-    model = tiny_joint.network()
+    model = network()
     name, length = DRAFTS[draft]
     engine = Stepped(selfspec.wrap(model, name, draft_length=length, accept=accept), 32, 64)
     drawn: dict[Warp, list[Seen]] = {warp: [] for warp in WARPS}
@@ -329,14 +329,14 @@ def draws(draft: str, accept: str | None) -> dict[str, float]:
         # Beside them rows of other lengths, which change how long drafts are, and greedy ones.
         engine.submit(RowRequest((3, 1, 4), 1 + number % 9, SamplingParams(temperature=0.0 if number % 2 else 2.0)))
     engine.run()
-    joints = {warp: tiny_joint.joint(model, warp) for warp in WARPS}
+    joints = {warp: brief_joint(model, warp) for warp in WARPS}
     found = {str(warp): p_value(_texts(seen), joints[warp]) for warp, seen in drawn.items()}
     return {**found, "coupled": p_value(_texts(coupled), joints[WARPS[0]])}
 
 
 def _request(warp: Warp, seed: int | None) -> RowRequest:
     sampling = SamplingParams(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
-    return RowRequest(tiny_joint.PROMPT, tiny_joint.TOKENS, sampling)
+    return RowRequest(PAIR, THREE, sampling)
 
 
 def _texts(seen: Sequence[Seen]) -> list[tuple[int, ...]]:

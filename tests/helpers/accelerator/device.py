@@ -4,7 +4,7 @@ What makes a device hard to use is true of it too. Its tensors do not mix with t
 takes them. Whoever reads a value waits, and waits are counted, with who waited; so are operations that are launched,
 and bytes that are copied. What is copied without waiting comes late, and until then nonsense lies where it goes. Fresh
 memory holds nonsense, too. Memory is counted, and can run out at any allocation. A capture refuses what a graph cannot
-repeat: see `graphs`.
+repeat.
 
 Operations run at once, by the CPU's kernels on the same bytes: what is late are copies alone.
 """
@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from helpers.accelerator.graphs import Capture, Graph, Pool
 from helpers.accelerator.streams import (
     SIZES_ONLY,
+    Capture,
     Event,
+    Graph,
     Late,
     Memory,
+    Pool,
     Stream,
     Streams,
     device_tensor,

@@ -1,0 +1,367 @@
+"""On the stand-in for an accelerator: the model's own text by every draft, one wait a round; and what it catches."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device import command
+from device.stage import Bench, Case, Stage
+from device.stages import STAGES
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import published_heads, tiny
+from helpers.accelerator.device import Accelerator, present
+from helpers.captures import ticking
+from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
+from helpers.serving import assert_joining_rows_are_stock, small
+from selfspec.device import HostCopy, backend, to_device
+from selfspec.draft.registry import parse_draft
+from selfspec.errors import UnsupportedOptionError
+from selfspec.model.checkpoint import find_device
+from selfspec.runtime.graph_cache import GraphCache
+
+pytestmark = pytest.mark.accelerator
+
+NEW = 14
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+SAMPLED: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 9,
+    "seed": 1,
+    "accept": "block",
+    "eos_token_id": None,
+}
+# Sizes that kernels for fewer bits take.
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
+NAMES = ["none", "exit:1", "skip:attn=1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1", "assistant"]
+TREES = ["exit:1", "recycle", "suffix", "union:suffix+recycle+exit:1"]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with present() as found:
+        yield found
+
+
+def model_on(accelerator: Accelerator, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = tiny.llama(**SIZES, **options).to(accelerator.device)
+    return model
+
+
+def draft_named(name: str, accelerator: Accelerator) -> Any:
+    if name == "assistant":
+        return selfspec.drafts.Assistant(model_on(accelerator, seed=1))
+    return parse_draft(name)
+
+
+def prompts(accelerator: Accelerator, rows: int) -> Tensor:
+    """Texts that repeat themselves, so that there is something to look up."""
+    return tiny.prompt(4, rows, vocabulary=20).repeat(1, 3).to(accelerator.device)
+
+
+def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, ids: Tensor, most: int = 1) -> None:
+    """Check greedy text against the model's, and how often rounds wait, greedily and sampled."""
+    expected = spec.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
+    for options in (GREEDY, SAMPLED):
+        generation = spec.stream(ids, torch.ones_like(ids), max_new_tokens=NEW, **options)
+        next(generation)
+        while True:
+            with accelerator.counted() as counts:
+                committed = next(generation, None)
+            if committed is None:
+                break
+            assert counts.waits <= most, counts.waited
+        if options is GREEDY:
+            assert torch.equal(generation.output().sequences, expected)
+
+
+def captured(model: PreTrainedModel, name: str, ids: Tensor) -> GraphCache:
+    """Check greedy text of passes that are captured, and give their programs."""
+    runtime = selfspec.runtime.CudaGraphs(after=0, bucket=32)
+    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=runtime)
+    spec.programs = GraphCache(spec.runtime, ticking())
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+    assert not spec.programs.refusals
+    return spec.programs
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((name, 3) for name in NAMES), *((name, selfspec.FixedLength(3, nodes=7)) for name in TREES)],
+    ids=str,
+)
+def test_greedy_text_is_the_models_own_and_a_round_waits_once(
+    accelerator: Accelerator, name: str, length: int | selfspec.FixedLength, rows: int
+) -> None:
+    model, draft = model_on(accelerator), draft_named(name, accelerator)
+    spec = selfspec.wrap(model, draft, draft_length=length, runtime=selfspec.runtime.Eager())
+    # What is put beside tokens that the model drew depends on them, and so does the shape of the tree.
+    assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_keys_are_chosen_without_a_wait_and_read_by_captured_passes(accelerator: Accelerator, rows: int) -> None:
+    model = model_on(accelerator, max_position_embeddings=256)
+    ids, name = prompts(accelerator, rows).repeat(1, 12), "exit:1+top:128"
+    spec = selfspec.wrap(model, name, draft_length=3, runtime=selfspec.runtime.Eager())
+    assert_one_wait(spec, accelerator, ids)
+    assert any(kind.path.view.top_keys == 128 for kind in captured(model, name, ids).proved)
+
+
+@pytest.mark.parametrize("kind", published_heads.FAMILIES)
+def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_path: Path, kind: str) -> None:
+    model, draft = published_heads.with_head(kind, tmp_path)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model.to(accelerator.device)
+    ids = prompts(accelerator, 2).clamp(max=19)
+    spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
+    if kind.startswith("mtp"):
+        # Its experts are chosen by values, and whoever chooses them waits.
+        options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **GREEDY}
+        assert torch.equal(spec.generate(ids, **options).sequences, model.generate(ids, **options))
+        return
+    assert_one_wait(spec, accelerator, ids)
+
+
+@pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
+def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
+    assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
+
+
+@pytest.mark.parametrize("name", ["exit:1", "recycle"])
+def test_where_memory_runs_out_the_model_is_as_it_was_and_the_next_call_is_right(
+    accelerator: Accelerator, name: str
+) -> None:
+    model, ids = model_on(accelerator), prompts(accelerator, 2)
+    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=selfspec.runtime.Eager())
+    options: dict[str, Any] = {"max_new_tokens": 5, **GREEDY}
+    # Until nothing more is learnt from this text, so that every call asks for as much.
+    for _ in range(3):
+        with accelerator.counted() as counts:
+            expected = spec.generate(ids, **options).sequences.tolist()
+    state = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    every = max(counts.allocations // 12, 1)
+    for number in count(1, every):
+        if number > counts.allocations:
+            break
+        before = accelerator.allocated
+        with accelerator.counted():
+            accelerator.fails_at = number
+            with pytest.raises(torch.OutOfMemoryError):
+                spec.generate(ids, **options)
+            accelerator.fails_at = None
+            gc.collect()
+        assert accelerator.allocated == before
+        assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
+        assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+    assert spec.generate(ids, **options).sequences.tolist() == expected
+
+
+# Joined by others, and drawn from the joint.
+
+
+def test_rows_that_join_and_leave_are_what_they_are_alone(accelerator: Accelerator) -> None:
+    spec = selfspec.wrap(small().to(accelerator.device), "recycle", draft_length=2, runtime=selfspec.runtime.Eager())
+    assert_joining_rows_are_stock(spec, [(1, 2, 3), (4, 5), (6, 7, 8, 9)])
+
+
+def test_sampled_text_follows_the_joint(accelerator: Accelerator) -> None:
+    warp, on_host = Warp(temperature=0.8), network()
+    joint = brief_joint(on_host, warp)
+    ids = torch.tensor([PAIR] * 1500).to(accelerator.device)
+    options: dict[str, Any] = {
+        "max_new_tokens": THREE,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **warp.options,
+    }
+    found = {}
+    for rule, length in (("token", selfspec.FixedLength(2, nodes=4)), ("block", 2), ("coupled", 2)):
+        model, runtime = network().to(accelerator.device), selfspec.runtime.Eager()
+        spec = selfspec.wrap(model, "exit:1", draft_length=length, accept=rule, runtime=runtime)
+        drawn = spec.generate(ids, torch.ones_like(ids), seed=1, **options).sequences[:, len(PAIR) :]
+        found[rule] = p_value(map(tuple, drawn.tolist()), joint)
+    assert holm_rejects(found, 0.01) == []
+
+
+# The stand-in catches what a device would punish: each planted bug is seen.
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda found: found[0].item(),
+    "tolist": lambda found: found.tolist(),
+    "bool": lambda found: bool(found[0] > 0),
+    "nonzero": lambda found: found.nonzero(),
+    "chosen by a mask": lambda found: found[found > 0],
+    "written by a mask": lambda found: found.index_put_((found > 0,), torch.tensor(0.0)),
+    "copied into": lambda found: torch.empty(4).copy_(found),
+    "made from numbers": lambda found: torch.tensor([1], device=found.device),
+    "chosen by places of the host": lambda found: found[torch.tensor([0, 1])],
+    "copied from memory that is not locked": lambda found: torch.zeros(4).to(found.device, non_blocking=True),
+}
+MIXES: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda found: found + torch.ones(4),
+    "mask": lambda found: found.masked_fill(torch.ones(4, dtype=torch.bool), 0.0),
+    "rows": lambda found: found.index_select(0, torch.tensor([0])),
+    "embedding": lambda found: embedding(torch.tensor([0]), found[:, None]),
+    "one after the other": lambda found: torch.cat([found, torch.ones(4)]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_who_reads_waits(accelerator: Accelerator, read: Callable[[Tensor], Any]) -> None:
+    found = torch.ones(4, device=accelerator.device)
+    assert accelerator.counts.waits == 0
+    read(found)
+    assert accelerator.counts.waits >= 1
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_the_hosts_tensors_do_not_mix_with_the_devices(accelerator: Accelerator, mix: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        mix(torch.ones(4, device=accelerator.device))
+
+
+def test_what_was_copied_without_waiting_is_nonsense_until_somebody_waits(accelerator: Accelerator) -> None:
+    found = torch.arange(4, device=accelerator.device)
+    late, values = found.to("cpu", non_blocking=True), found.double().to("cpu", non_blocking=True)
+    assert late.tolist() != [0, 1, 2, 3]
+    assert values.isnan().all()
+    backend(accelerator.device).current_stream().synchronize()
+    assert late.tolist() == values.tolist() == [0, 1, 2, 3]
+
+
+def test_what_was_asked_for_before_somebody_waited_is_there_without_another_wait(accelerator: Accelerator) -> None:
+    found = torch.arange(3, device=accelerator.device)
+    early, late = HostCopy(found), found + 1
+    late.tolist()
+    with accelerator.counted() as counts:
+        assert early.read().tolist() == [0, 1, 2]
+    assert counts.waits == 0
+    with accelerator.counted() as counts:
+        assert HostCopy(late).read().tolist() == [1, 2, 3]
+    assert counts.waits == 1
+
+
+def test_memory_that_a_copy_still_reads_is_not_changed(accelerator: Accelerator) -> None:
+    source = torch.zeros(4, pin_memory=True)
+    found = source.to(accelerator.device, non_blocking=True)
+    source.fill_(1.0)
+    with pytest.raises(AssertionError, match="still to read"):
+        found.tolist()
+
+
+def test_memory_is_counted_and_runs_out_where_it_is_told_to(accelerator: Accelerator) -> None:
+    before = accelerator.allocated
+    found = torch.zeros(100, device=accelerator.device)
+    view = found[10:]
+    del found
+    assert accelerator.allocated - before == 400
+    del view
+    assert accelerator.allocated == before
+    accelerator.fails_at = accelerator.counts.allocations + 2
+    kept = [torch.zeros(1, device=accelerator.device)]
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.append(torch.zeros(1, device=accelerator.device))
+    accelerator.capacity = accelerator.allocated + 3
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(1, device=accelerator.device)
+
+
+class _Captured:
+    """A graph of an operation on one tensor."""
+
+    def __init__(self, accelerator: Accelerator, launch: Callable[[Tensor], Tensor], given: Tensor) -> None:
+        module = backend(accelerator.device)
+        self.graph = module.CUDAGraph()
+        with module.stream(module.Stream()):
+            self.graph.capture_begin(pool=module.graph_pool_handle())
+            try:
+                self.output = launch(given)
+            finally:
+                self.graph.capture_end()
+
+
+def test_a_graph_computes_from_what_lies_at_its_addresses(accelerator: Accelerator) -> None:
+    given = torch.ones(3, device=accelerator.device)
+    captured = _Captured(accelerator, lambda found: found.add_(1) * 2, given)
+    assert given.tolist() == [1.0] * 3
+    assert captured.output.isnan().all()
+    given.copy_(torch.tensor([5.0, 6.0, 7.0]))
+    captured.graph.replay()
+    assert captured.output.tolist() == [12.0, 14.0, 16.0]
+    assert given.tolist() == [6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        lambda found: found * found.sum().item(),
+        lambda found: found[found > 0],
+        lambda found: found + torch.tensor([1.0, 2.0, 3.0], device=found.device),
+        lambda found: found + to_device([1.0, 2.0, 3.0], found.device),
+    ],
+    ids=["a value", "a mask", "numbers", "numbers in locked memory"],
+)
+def test_a_capture_refuses_what_a_graph_cannot_repeat(
+    accelerator: Accelerator, launch: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        _Captured(accelerator, launch, torch.ones(3, device=accelerator.device))
+
+
+def test_once_it_is_gone_no_device_of_a_number_is_found() -> None:
+    with present():
+        pass
+    with pytest.raises(UnsupportedOptionError, match="not available here"):
+        find_device(3)
+
+
+# The kit for a device, from stage to stage: of each a case or two, in miniature.
+
+STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
+# All others take minutes here. The two stages of costs differ in the shape alone.
+CHOSEN = {
+    "first": ["graphs, exit"],
+    "pieces": ["products, 8 bits", "products, 4 bits", "attention of blocks", "attention over new lengths"],
+    "waits": ["graphs, exit:2, 3 tokens, greedy"],
+    "costs-1B": ["graphs, exit:1, 16 tokens"],
+}
+
+
+def chosen(stage: Stage, bench: Bench) -> Iterator[Case]:
+    return (case for case in stage.cases(bench) if case.name in CHOSEN[stage.name])
+
+
+@pytest.mark.usefixtures("verbosity_as_before")
+def test_the_kit_runs_from_stage_to_stage(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = tuple(replace(stage, cases=partial(chosen, stage)) for stage in STAGES)
+    monkeypatch.setattr(command, "STAGES", stages)
+    words = [*CHOSEN, "--device", str(accelerator.device), "--miniature", "--model", STORIES, "--to", str(tmp_path)]
+    assert command.main(words) == 0
+    for stage, names in CHOSEN.items():
+        cases = json.loads((tmp_path / f"{stage}.json").read_text())["cases"]
+        assert list(cases) == names
+        # It lacks what is CUDA's alone, and no case as a whole.
+        assert [case["reason"] for case in cases.values() if case["reason"] is not None] == []
+        assert {case["environment"]["device"] for case in cases.values()} == {"stand-in"}
+    assert "**failed**" not in (tmp_path / "summary.md").read_text()
