@@ -17,8 +17,9 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.summary import without_weights
 from selfspec.placement.plan import Bandwidth, Memory, parse_bytes, plan_memory
 from selfspec.placement.skeleton import Skeleton
+from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles
 from selfspec.placement.survey import Survey, streamable_layers
-from selfspec.placement.weight_source import FromDisk, StoredWeight, WeightFiles
+from selfspec.placement.weight_source import FromDisk
 
 BUDGETS = ("6 GiB", "8 GiB", "12 GiB", "24 GiB")
 CONTEXT = 4096
@@ -65,7 +66,8 @@ def memory_of(config: PreTrainedConfig, process: int) -> Memory:
     config.dtype = torch.bfloat16
     model = without_weights(config)
     weights = model.named_parameters(remove_duplicate=False)
-    stored = {name: StoredWeight(Path(), 0, tuple(weight.shape), weight.dtype) for name, weight in weights}
+    tensors = {name: StoredTensor(Path(), 0, tuple(weight.shape), weight.dtype) for name, weight in weights}
+    stored = {name: StoredWeight.dense(tensor) for name, tensor in tensors.items()}
     made = Skeleton(model, {}, stored)
     survey = Survey(made, torch.bfloat16, WeightFiles(), streamable_layers(made, {}), process, CONTEXT, FromDisk())
     return survey.memory

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from selfspec.serve.engine import Engine
     from selfspec.tools.calibrate.calibration import calibrate
     from selfspec.tools.lab.inline import ablate, bench
+    from selfspec.tools.pack import pack
 
 __all__ = [
     "Adapter",
@@ -39,6 +40,7 @@ __all__ = [
     "drafts",
     "errors",
     "load",
+    "pack",
     "rules",
     "runtime",
     "wrap",
@@ -54,6 +56,7 @@ _HOMES = {
     "control.costs": ["BatchCosts", "Costs"],
     "decode.output": ["GenerateOutput"],
     "serve.engine": ["Engine"],
+    "tools.pack": ["pack"],
     "api": ["SelfSpeculative", "load", "wrap"],
 }
 _MODULES = {"demo": "measure.embedded", "drafts": "draft", "errors": "errors", "rules": "accept", "runtime": "runtime"}

@@ -13,8 +13,8 @@ from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from selfspec.placement.packed import PackedFolder
     from selfspec.tools.export.exported import Exported
+    from selfspec.tools.pack import PackedFolder
 
 Format = Literal["transformers", "gguf"]
 Kept = Literal["auto", "f32", "f16", "bf16", "q8_0"]
@@ -115,10 +115,10 @@ def pack(
     processes share them. The draft `upper` reads half of them. Weights have to be of bfloat16 precision, as almost all
     published ones are; others stay as they are. Stock transformers does not read the folder: keep the source for it.
     """
-    from selfspec.placement.packed import write_packed
+    from selfspec.tools.pack import pack as packed
 
     prepare_process(threads)
-    done = write_packed(model_place(model), to, weights)
+    done = packed(model_place(model), to, weights=weights)
     if output == "text":
         console().print(
             f"{done.folder}: {done.bytes:,} bytes for {done.source_bytes:,} of the source, {done.packed} weights of "

@@ -20,10 +20,10 @@ from selfspec.cli.app import app
 from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.placement.packed import PackedFolder
 from selfspec.tools.doctor import MachineReport, Packages, Products
 from selfspec.tools.export.exported import Exported
 from selfspec.tools.lab.turns import Score
+from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
 from selfspec.tools.train.run import CheckedExit
 

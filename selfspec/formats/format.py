@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError
+from selfspec.formats.packed import Packed, PackedLinear, PackedStack, PackedWeight, UnsupportedWeightError, fixed
 
 GROUP = "selfspec.formats"
 """The group of entry points in which other packages name their formats: `name = module:Class`."""
@@ -86,6 +86,12 @@ class Format(ABC):
     def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
         """Pack a weight, `[out, in]`, with little error on inputs `x` with `moments = x^T x`, `[in, in]` in float32."""
         return self.pack(weight)
+
+    def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+        """Return the parameter that modules hold in place of a dense weight; transposed: as `[..., in, out]`."""
+        is_one = len(packed.shape) == 2
+        layer = self.layer(packed, None, dtype) if is_one else PackedStack(packed, self.layer, dtype)
+        return fixed(PackedWeight(layer, transposed))
 
     def check(self, packed: Packed) -> None:
         """Refuse parts, read from a file, that `pack` never makes of a weight of this shape.

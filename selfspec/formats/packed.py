@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class PackedLinear(nn.Module, ABC):
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         (self.out_features, self.in_features), self.dtype = packed.shape, dtype
+        self.shape = packed.shape
         self.register_parameter("bias", None if bias is None else fixed(bias.detach()))
 
     @abstractmethod
@@ -82,27 +83,76 @@ class PackedLinear(nn.Module, ABC):
         return product if self.bias is None else product + self.bias
 
 
+class PackedStack(nn.Module):
+    """Holds the packed weight of all experts of a mixture, `[experts, out, in]`."""
+
+    def __init__(self, packed: Packed, kind: type[PackedLinear], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.kind, self.dtype = packed.shape, kind, dtype
+        for name, part in packed.parts.items():
+            self.register_parameter(name, fixed(part))
+
+    def expert(self, number: int, bias: Tensor | None = None) -> PackedLinear:
+        """Make the layer of one expert over its part of the weight."""
+        packed = Packed(self.shape, {name: part.detach() for name, part in self.named_parameters()})
+        return self.kind(packed.of_expert(number), bias, self.dtype)
+
+    def join(self) -> Tensor:
+        """Compute the dense weight."""
+        return torch.stack([self.expert(number).join() for number in range(self.shape[0])])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parameters())
+
+
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class PackedWeight(Tensor):
-    """Stands for the dense weight of a packed layer, whose values exist only while an operation reads them.
+    """Stands for the dense weight of a packed layer or stack, whose values exist only while an operation reads them.
 
     Modules that hold it in place of their weight compute what they did, to the last bit. It cannot be written to.
+
+    Attributes:
+        transposed: whether modules hold it as `[..., in, out]`.
+        turned: whether this is a view with the last two dimensions of what modules hold exchanged.
     """
 
-    layer: PackedLinear
+    layer: PackedLinear | PackedStack
+    transposed: bool
+    turned: bool
 
     @staticmethod
-    def __new__(cls, layer: PackedLinear) -> PackedWeight:
-        shape, device = (layer.out_features, layer.in_features), next(layer.parameters()).device
-        made: PackedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)
-        made.layer = layer
+    def __new__(cls, layer: PackedLinear | PackedStack, transposed: bool = False, turned: bool = False) -> PackedWeight:
+        like = torch.empty(layer.shape, device="meta")
+        if transposed:
+            like = torch.empty(like.mT.shape, device="meta")
+        if turned:
+            like = like.mT
+        made: PackedWeight = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=layer.dtype, device=next(layer.parameters()).device
+        )
+        made.layer, made.transposed, made.turned = layer, transposed, turned
         return made
 
     @property
+    def kind(self) -> type[PackedLinear]:
+        """The layer that multiplies by it."""
+        return self.layer.kind if isinstance(self.layer, PackedStack) else type(self.layer)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of its parts."""
+        return self.layer.nbytes
+
+    def _of(self, layer: PackedLinear | PackedStack) -> PackedWeight:
+        return type(self)(layer, self.transposed, self.turned)
+
+    @property
     def data(self) -> Tensor:
-        return type(self)(self.layer)
+        return self._of(self.layer)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -118,7 +168,7 @@ class PackedWeight(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), (self.layer,)
+        return type(self), (self.layer, self.transposed, self.turned)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({type(self.layer).__name__}, {list(self.shape)}, {self.dtype})"
@@ -126,7 +176,16 @@ class PackedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _SAME:
-            return cls(args[0].layer)
+            return args[0]._of(args[0].layer)
+        if func is torch.ops.aten.transpose.int and {each % args[0].ndim for each in args[1:]} == _LAST[args[0].ndim]:
+            return cls(args[0].layer, args[0].transposed, not args[0].turned)
+        of_experts = _BY_EXPERT.get(func)
+        if of_experts is not None and any(
+            isinstance(each, cls) and isinstance(each.layer, PackedStack) for each in args[:2]
+        ):
+            found = of_experts(*args, **(kwargs or {}))
+            if found is not None:
+                return found
         if func is torch.ops.aten.embedding.default and isinstance(args[0], cls):
             ids = args[1]
             # Kernels give NaN for these, and stock embeddings an error, which on other devices would wait for them.
@@ -137,6 +196,7 @@ class PackedWeight(Tensor):
                 and not 0 <= int(ids.min()) <= int(ids.max()) < len(args[0])
             ):
                 raise IndexError("index out of range in self")
+            assert isinstance(args[0].layer, PackedLinear)
             return args[0].layer.rows_of(ids)
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(given, cls):
@@ -148,8 +208,48 @@ class PackedWeight(Tensor):
 
 def dense(value: Any) -> Any:
     """Return the values of a packed weight; anything else as it is."""
+    if not isinstance(value, PackedWeight):
+        return value
+    values = value.layer.join()
     # Views go by the strides that a packed weight says it has.
-    return value.layer.join().contiguous() if isinstance(value, PackedWeight) else value
+    held = (values.mT if value.transposed else values).contiguous()
+    return held.mT if value.turned else held
+
+
+# The last two dimensions, by the number of all.
+_LAST = {2: {0, 1}, 3: {1, 2}}
+
+
+# Stock experts read their weights by these operations: only those of the experts that tokens are sent to are made.
+def _selected(weight: PackedWeight, dim: int, number: int) -> Tensor | None:
+    assert isinstance(weight.layer, PackedStack)
+    return weight._of(weight.layer.expert(number % weight.shape[0])) if dim == 0 else None
+
+
+def _indexed(weight: PackedWeight, indices: Sequence[Tensor | None]) -> Tensor | None:
+    if len(indices) != 1 or indices[0] is None or indices[0].ndim != 1 or indices[0].dtype == torch.bool:
+        return None
+    return torch.stack([dense(weight[number]) for number in indices[0].tolist()])
+
+
+def _grouped(
+    states: Tensor, weight: PackedWeight, ends: Tensor | None = None, bias: Tensor | None = None, dtype: Any = None
+) -> Tensor | None:
+    if states.ndim != 2 or ends is None or bias is not None or dtype not in (None, states.dtype):
+        return None
+    found, first = states.new_zeros(len(states), weight.shape[-1]), 0
+    for number, end in enumerate(ends.tolist()):
+        if end > first:
+            torch.mm(states[first:end], dense(weight[number]), out=found[first:end])
+        first = end
+    return found
+
+
+_BY_EXPERT: dict[Any, Callable[..., Tensor | None]] = {
+    torch.ops.aten.select.int: _selected,
+    torch.ops.aten.index.Tensor: _indexed,
+    torch.ops.aten._grouped_mm.default: _grouped,
+}
 
 
 class PackedExperts(nn.Module):

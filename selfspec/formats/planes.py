@@ -124,6 +124,7 @@ class Planes(Format):
     `upper` and `lower` are bytes, `[out, blocks * 64]` and half as many; `rows`, `[2, out]` in int32, bases of the
     exponents and then how many escapes rows up to this one have; `escapes`, `[escapes]` in int32, the place of the byte
     in its row in the upper 16 bits and the weight in the lower ones. `selfspec/kernels/planes.h` says how blocks lie.
+    Parts of a mixture's experts are stacked; their lists of escapes are as long as the longest.
     """
 
     name = "planes"
@@ -139,35 +140,38 @@ class Planes(Format):
 
     def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
         if not self.fits(shape):
-            raise RuntimeError(f"{list(shape)}: planes keep weights of two dimensions, with columns in 16 bits")
-        outputs, inputs = shape
+            raise RuntimeError(f"{list(shape)}: planes keep two or three dimensions, with columns in 16 bits")
+        *experts, outputs, inputs = shape
         padded = -(-inputs // BLOCK) * BLOCK
         parts = {
-            "upper": torch.empty(outputs, padded, dtype=torch.uint8, device=device),
-            "lower": torch.empty(outputs, padded // 2, dtype=torch.uint8, device=device),
-            "rows": torch.empty(2, outputs, dtype=torch.int32, device=device),
-            "escapes": torch.empty(0, dtype=torch.int32, device=device),
+            "upper": torch.empty(*experts, outputs, padded, dtype=torch.uint8, device=device),
+            "lower": torch.empty(*experts, outputs, padded // 2, dtype=torch.uint8, device=device),
+            "rows": torch.empty(*experts, 2, outputs, dtype=torch.int32, device=device),
+            "escapes": torch.empty(*experts, 0, dtype=torch.int32, device=device),
         }
         return Packed(torch.Size(shape), parts)
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
-        return len(shape) == 2 and shape[-1] < _MOST_INPUTS
+        return len(shape) in (2, 3) and shape[-1] < _MOST_INPUTS
 
     def check(self, packed: Packed) -> None:
         super().check(packed)
-        ends, escapes = packed["rows"][1], packed["escapes"]
-        counts, places = ends.diff(prepend=ends.new_zeros(1)), escapes >> 16 & 0xFFFF
-        if ends[-1] != len(escapes) or (counts < 0).any() or (places >= packed["upper"].shape[1]).any():
+        ends, escapes = packed["rows"][..., 1, :], packed["escapes"]
+        counts = ends.diff(prepend=torch.zeros_like(ends[..., :1]))
+        lists = escapes.shape[:-1] == ends.shape[:-1] and escapes.shape[-1] >= ends[..., -1].max()
+        if not lists or (counts < 0).any() or ((escapes >> 16 & 0xFFFF) >= packed["upper"].shape[-1]).any():
             raise UnsupportedWeightError("escapes are outside of its rows")
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Packed:
-        """Pack a weight, `[out, in]`, without losing a bit.
+        """Pack a weight, `[..., out, in]`, without losing a bit.
 
         Raises:
             UnsupportedWeightError: it has more bits than bfloat16 keeps, or takes no fewer bytes so.
         """
         weight = dense(weight.detach())
+        if weight.ndim == 3:
+            return _stacked([self.pack(each) for each in weight])
         packed = self.empty(weight.shape, weight.device)
         found = []
         for some in some_rows(weight, _AT_ONCE):
@@ -182,6 +186,15 @@ class Planes(Format):
             raise UnsupportedWeightError(f"{share:.0%} outside of the 15 octaves of its rows")
         packed["rows"][1].copy_(packed["rows"][1].cumsum(0))
         return Packed(packed.shape, {**packed.parts, "escapes": escapes})
+
+
+def _stacked(experts: Sequence[Packed]) -> Packed:
+    """Return the packed weights of experts as one; end lists of escapes with zeros, which no row has."""
+    longest = max(len(each["escapes"]) for each in experts)
+    ended = [functional.pad(each["escapes"], (0, longest - len(each["escapes"]))) for each in experts]
+    lists = {part: [each[part] for each in experts] for part in Planes.parts} | {"escapes": ended}
+    shape = torch.Size((len(experts), *experts[0].shape))
+    return Packed(shape, {part: torch.stack(each) for part, each in lists.items()})
 
 
 def bits_of(weight: Tensor) -> Tensor:

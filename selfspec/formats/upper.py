@@ -60,14 +60,14 @@ class Upper(Format):
         return Packed(torch.Size(shape), {})
 
     def takes(self, weight: Tensor) -> bool:
-        return isinstance(weight, PackedWeight) and isinstance(weight.layer, PlanesLinear)
+        return isinstance(weight, PackedWeight) and issubclass(weight.kind, PlanesLinear)
 
     @property
     def sizes(self) -> str:
         return "in planes: selfspec.load(path, weights='planes')"
 
     def pack(self, weight: Tensor) -> Packed:
-        if not isinstance(weight, PackedWeight) or not isinstance(weight.layer, PlanesLinear):
+        if not isinstance(weight, PackedWeight) or not self.takes(weight):
             raise RuntimeError("a weight that is not in planes has no upper plane")
-        layer = weight.layer
-        return Packed(weight.shape, {"upper": layer.upper.detach(), "rows": layer.rows.detach()})
+        parts = dict(weight.layer.named_parameters())
+        return Packed(weight.layer.shape, {part: parts[part].detach() for part in self.parts})

@@ -40,12 +40,12 @@ DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 PACKED = "packed.safetensors"
 """The file of a folder whose weights `selfspec pack` packed."""
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json")
+_JSON_FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
 # Smaller weights load too fast for a progress bar.
 _BAR_FROM_BYTES = 2**30
 
@@ -87,7 +87,7 @@ def read_config(name: str) -> PreTrainedConfig:
     """Read the configuration of a checkpoint, without its weights and tokenizer."""
     folder = local_folder(name)
     if folder is None:
-        check_on_hub(name, _CONFIG)
+        check_on_hub(name, CONFIG)
     else:
         _check_config_files(folder)
     try:
@@ -207,7 +207,7 @@ def _source(name: str) -> str:
 
 
 def _check_config_files(folder: Path) -> None:
-    if not (folder / _CONFIG).is_file():
+    if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     for file in _JSON_FILES:
         if (folder / file).is_file():

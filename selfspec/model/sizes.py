@@ -186,7 +186,7 @@ def _layer_price(
 def _bits_of(path: LayerPath, weight: Tensor) -> float:
     """Return the bits of a substitute's weight divided by those of the weight itself."""
     assert path.copy is not None
-    return path.copy.format.bits / (8 * weight.element_size())
+    return path.copy.format.bits * weight.numel() / (8 * weight.nbytes)
 
 
 def _sum(price: Callable[[Tensor], float], weights: Iterable[Tensor]) -> float:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.architecture import Adapter
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedExperts, PackedLinear, PackedWeight
+from selfspec.formats.packed import Packed, PackedExperts, PackedLinear, PackedStack, PackedWeight
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.early_head import plain_head
 from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
@@ -90,9 +90,13 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Made:
-    """Holds a substitute, if any, and places, versions and samples of its weights, which may be replaced and freed."""
+    """Holds a substitute, if any, and places, versions and samples of its weights, which may be replaced and freed.
+
+    `nbytes` is what it takes beside the model.
+    """
 
     substitute: Substitute | None
+    nbytes: int
     places: tuple[object, ...]
     versions: tuple[int, ...]
     samples: tuple[Tensor, ...]
@@ -139,7 +143,7 @@ class Substitutes:
         """Bytes that all substitutes take."""
         with self._lock:
             kept = list(self._made.values())
-        return sum(made.substitute.nbytes for made in kept if made.substitute is not None)
+        return sum(made.nbytes for made in kept)
 
     @torch.inference_mode(False)
     def load(self, file: SubstituteFile, copy: WeightCopy, model: nn.Module) -> None:
@@ -175,7 +179,7 @@ class Substitutes:
 
         For paths over `copy`; made as `own`, if it differs.
         """
-        transposed = _kind(module).transposed
+        transposed = kind_of(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
             self._keep(module, name, copy, [self._packed(name, weight, own or copy) for weight in laid_out], own)
@@ -235,6 +239,7 @@ class Substitutes:
                     weight.data = self._pages.moved(weight.data)
         made = self._made[copy, name] = _Made(
             substitute,
+            0 if substitute is None or not format.copies else substitute.nbytes,
             tuple(product.place for product in products),
             tuple(product.version for product in products),
             tuple(product.sample.detach().clone() for product in products),
@@ -296,22 +301,22 @@ def no_substitutes(model: nn.Module, format: Format) -> DraftConfigError:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class WeightKind:
     """Says how a kind of module keeps weights: names of weights and biases, and whether they lie as `[in, out]`."""
 
     names: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
 
 
-def _kind(module: nn.Module) -> _Kind:
+def kind_of(module: nn.Module) -> WeightKind:
     """Return how a module keeps its replaceable weights; without names: it has none."""
     if type(module) is Conv1D or _is_linear(module):
-        return _Kind((("weight", "bias"),), type(module) is Conv1D)
+        return WeightKind((("weight", "bias"),), type(module) is Conv1D)
     # `use_experts_implementation` of transformers sets this on modules that keep all experts in one weight.
     if vars(module).get("_is_expert_parallel") is False and not module.has_post_expert_norm:
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        return _Kind(((up, f"{up}_bias"), ("down_proj", "down_proj_bias")), bool(module.is_transposed))
-    return _Kind()
+        return WeightKind(((up, f"{up}_bias"), ("down_proj", "down_proj_bias")), bool(module.is_transposed))
+    return WeightKind()
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -351,7 +356,7 @@ def _products(module: nn.Module) -> tuple[_Product, ...]:
     part = local_part(module)
     if part is not None:
         return (_Product("weight", part.weight, part.bias),)
-    kind, found = _kind(module), []
+    kind, found = kind_of(module), []
     for name, bias in kind.names:
         weight: Any = getattr(module, name, None)
         if type(weight) not in (nn.Parameter, PackedWeight) or not weight.dtype.is_floating_point:
@@ -379,10 +384,26 @@ def _made(
     except RuntimeError:
         # Kernels raise for sizes and devices that they do not take.
         return None
+    return _experts(module, up, down)
+
+
+def _experts(module: nn.Module, up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
     # The function between the products may be a method of the module; drop the weights of its copy.
     experts: Any = copied(module)
     experts.__dict__["_parameters"] = {}
     return PackedExperts(up, experts._apply_gate if experts.has_gate else experts.act_fn, down)
+
+
+def experts_over_packed(module: nn.Module) -> PackedExperts | None:
+    """Return experts that multiply by the packed weights which a module holds; None: it holds none, or has others."""
+    names, linears = kind_of(module).names, []
+    for name, bias in names if len(names) == 2 else ():
+        weight, biases = getattr(module, name), getattr(module, bias, None)
+        if not isinstance(weight, PackedWeight) or not isinstance(weight.layer, PackedStack):
+            return None
+        numbers = range(weight.shape[0])
+        linears.append([weight.layer.expert(each, None if biases is None else biases[each]) for each in numbers])
+    return _experts(module, *linears) if linears else None
 
 
 def _by_expert(format: Format, packed: Packed, product: _Product) -> list[PackedLinear]:

@@ -26,9 +26,9 @@ from selfspec.placement.drafts import Placement, format_of
 from selfspec.placement.packed import set_packed
 from selfspec.placement.plan import Plan, Stays, parse_bytes, plan_memory, shown_bytes
 from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight
-from selfspec.placement.stored import WeightInFiles, bytes_in_memory, drafts_inside
+from selfspec.placement.stored import ReadBuffer, StoredWeight, bytes_in_memory, drafts_inside
 from selfspec.placement.survey import StreamableModule, Survey, survey
-from selfspec.placement.weight_source import FromDisk, ReadBuffer, WeightSource
+from selfspec.placement.weight_source import FromDisk, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
 
 
@@ -92,7 +92,7 @@ def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _read(surveyed: Survey, weight: WeightInFiles, parts: Sequence[str], pages: LargePages) -> dict[str, Tensor]:
+def _read(surveyed: Survey, weight: StoredWeight, parts: Sequence[str], pages: LargePages) -> dict[str, Tensor]:
     """Read parts of a packed weight to stay in memory."""
     places = {part: weight.parts[part] for part in parts}
     return {
@@ -138,7 +138,7 @@ def _stream(
 
 
 def _lent(
-    weights: Mapping[str, WeightInFiles],
+    weights: Mapping[str, StoredWeight],
     kept: Mapping[str, Mapping[str, Tensor]],
     lent: Sequence[tuple[str, str]],
     dtype: torch.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError, UnsupportedOptionError
-from selfspec.model.checkpoint import PACKED, dtype_of_index, load_model, weight_files
-from selfspec.placement.packed_file import PackedFile, PackedInFile
-from selfspec.placement.weight_source import StoredWeight, WeightFiles, stored_weights
-
-WeightInFile = StoredWeight | PackedInFile
+from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
+from selfspec.placement.stored import StoredWeight, WeightFiles, is_packed, packed_weights, stored_tensors
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _CAST = torch.ops.aten._to_copy.default
@@ -29,7 +26,7 @@ _CAST = torch.ops.aten._to_copy.default
 class _Read:
     """Reads a weight as it is stored in a file."""
 
-    weight: WeightInFile
+    weight: StoredWeight
     files: WeightFiles
     on_change: Callable[[], None]
 
@@ -37,7 +34,7 @@ class _Read:
         return self.weight.read(self.files)
 
     def nbytes(self) -> int:
-        return self.weight.nbytes
+        return self.weight.shape.numel() * self.weight.dtype.itemsize
 
     def reads(self) -> list[_Read]:
         return [self]
@@ -88,12 +85,12 @@ class DeferredTensor(Tensor):
         return made
 
     @classmethod
-    def of(cls, weight: WeightInFile, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
+    def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
         """Make a tensor for a weight in a file; `on_change` is called before a change in place is refused."""
-        return cls(_Read(weight, files, on_change), torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+        return cls(_Read(weight, files, on_change), weight.like())
 
     @property
-    def stored(self) -> WeightInFile | None:
+    def stored(self) -> StoredWeight | None:
         """The weight in a file that this tensor reads, perhaps with a cast; None: it is computed."""
         step = self._step
         if isinstance(step, _Call) and step.operation is _CAST:
@@ -101,11 +98,17 @@ class DeferredTensor(Tensor):
         return step.weight if isinstance(step, _Read) else None
 
     @property
-    def packed(self) -> PackedInFile | None:
+    def packed(self) -> StoredWeight | None:
         """The packed weight in a file that this tensor has the values of; None: there is none, or a cast rounds it."""
         where = self.stored
-        exact = isinstance(where, PackedInFile) and torch.promote_types(where.dtype, self.dtype) == self.dtype
-        return where if isinstance(where, PackedInFile) and exact else None
+        if where is None or where.format is None or torch.promote_types(where.dtype, self.dtype) != self.dtype:
+            return None
+        return where
+
+    @property
+    def dtype_in_files(self) -> torch.dtype:
+        """The dtype that holds every value which this tensor is computed from."""
+        return reduce(torch.promote_types, [read.weight.dtype for read in self._step.reads()])
 
     @property
     def nbytes_beside(self) -> int:
@@ -209,11 +212,6 @@ class Skeleton:
         return max((weight.nbytes_beside for weight in self.deferred.values()), default=0)
 
 
-def is_packed(folder: Path) -> bool:
-    """Return whether a folder has packed weights, as `selfspec pack` writes them."""
-    return (folder / PACKED).is_file()
-
-
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
     """Make the model of a checkpoint with `transformers`, without its weights; dtype None: the checkpoint's own."""
     if (folder / "adapter_config.json").is_file():
@@ -221,8 +219,10 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "
             "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
         )
-    weights: Mapping[str, WeightInFile] = (
-        PackedFile(folder).weights if is_packed(folder) else stored_weights(weight_files(folder, config))
+    weights = (
+        packed_weights(folder, files)
+        if is_packed(folder)
+        else {name: StoredWeight.dense(each) for name, each in stored_tensors(weight_files(folder, config)).items()}
     )
     model = _loaded(folder, config, dtype, weights, files)
     model.config.name_or_path = str(folder)
@@ -238,7 +238,8 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         if isinstance(weight, DeferredTensor):
             deferred[names[0]] = weight
             where = weight.stored
-            if isinstance(where, StoredWeight) and where.dtype in DTYPES and weight.dtype == model.config.dtype:
+            is_dense = where is not None and where.format is None and where.dtype in DTYPES
+            if where is not None and is_dense and weight.dtype == model.config.dtype:
                 stored |= dict.fromkeys(names, where)
             empty = torch.empty_like(weight, device="meta")
             set_weight(model, names, nn.Parameter(empty, requires_grad=False))
@@ -268,7 +269,7 @@ def _loaded(
     folder: Path,
     config: PreTrainedConfig,
     dtype: torch.dtype | None,
-    weights: Mapping[str, WeightInFile],
+    weights: Mapping[str, StoredWeight],
     files: WeightFiles,
 ) -> PreTrainedModel:
     """Return the model with deferred weights, except those that its class changes in place after loading."""

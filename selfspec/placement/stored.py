@@ -1,38 +1,89 @@
-"""Weights in files: dense ones, and packed ones, of which each part may be fetched by itself."""
+"""Weights in files: where the parts of each lie, reads of them, and the file that `selfspec pack` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging
 
-from selfspec.errors import StorageError, UnsupportedModelError
+from selfspec.errors import CheckpointError, StorageError
+from selfspec.files.json_text import parsed
 from selfspec.formats.format import Format, formats
-from selfspec.formats.packed import Packed, UnsupportedWeightError
-from selfspec.placement.packed import multiplies, no_packed_weight, parameter_over
+from selfspec.formats.packed import Packed, UnsupportedWeightError, dense
+from selfspec.model.checkpoint import CONFIG, PACKED
+from selfspec.model.identity import sums
 from selfspec.placement.plan import Stays
-from selfspec.placement.skeleton import Skeleton, names_by_weight
-from selfspec.placement.weight_source import PAGE, StoredWeight, WeightFiles, dtype_in_memory
+
+# Direct reads begin and end at multiples of this, in files and in memory.
+PAGE = 4096
+# Reads of this size reach the speed of the disk.
+_MOST_AT_ONCE = 1 << 26
+DTYPES_IN_FILES = {
+    **str_to_torch_dtype,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+}
 
 
 @dataclass(frozen=True)
-class WeightInFiles:
-    """Locates the parts of a weight, `[..., out, in]`, by name; a dense weight is one part, `""`, without a format."""
+class StoredTensor:
+    """Locates a tensor in a file by its first byte."""
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Locates the parts of a packed weight, `[..., out, in]`, by name; a dense weight is one part, `""`.
+
+    Attributes:
+        dtype: of its values.
+        format: None: it is dense.
+        transposed: whether modules hold it as `[..., in, out]`.
+    """
 
     shape: torch.Size
-    parts: Mapping[str, StoredWeight]
+    dtype: torch.dtype
+    parts: Mapping[str, StoredTensor]
     format: Format | None = None
+    transposed: bool = False
 
     @classmethod
-    def dense(cls, weight: StoredWeight) -> WeightInFiles:
+    def dense(cls, tensor: StoredTensor) -> StoredWeight:
         """Locate a weight that is stored as it is."""
-        return cls(torch.Size(weight.shape), {"": weight})
+        return cls(torch.Size(tensor.shape), tensor.dtype, {"": tensor})
+
+    def like(self) -> Tensor:
+        """Make a tensor without values, as modules hold the weight."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_like(made.mT, memory_format=torch.contiguous_format) if self.transposed else made
 
     def fetched(self, stays: Stays = Stays.NOTHING) -> list[str]:
         """Return the parts that are fetched where something stays of a layer."""
@@ -47,14 +98,30 @@ class WeightInFiles:
         """Count the bytes of some parts, or of all, in a model of a dtype."""
         return sum(bytes_in_memory(self.parts[part], dtype) for part in (self.parts if parts is None else parts))
 
+    def mapped(self, files: WeightFiles) -> dict[str, Tensor]:
+        """Return all parts as tensors over the mapped file."""
+        return {name: files.mapped(part) for name, part in self.parts.items()}
+
     def parameter(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Parameter:
         """Make the parameter that a module holds of the parts, which are in memory."""
         if self.format is None:
             return nn.Parameter(parts[""], requires_grad=False)
-        return parameter_over(self.format.layer(Packed(self.shape, parts), None, dtype))
+        return self.format.parameter(Packed(self.shape, parts), dtype, self.transposed)
+
+    def read(self, files: WeightFiles) -> Tensor:
+        """Read the dense weight into memory of its own."""
+        if self.format is None:
+            return ReadBuffer(self.parts[""].nbytes).read(files, self.parts[""])
+        found: Tensor = dense(self.parameter(self.mapped(files), self.dtype))
+        return found
 
 
-def bytes_in_memory(part: StoredWeight, dtype: torch.dtype) -> int:
+def dtype_in_memory(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of stored numbers in a model of a dtype: parts of packed weights stay as they are."""
+    return dtype if stored.is_floating_point else stored
+
+
+def bytes_in_memory(part: StoredTensor, dtype: torch.dtype) -> int:
     """Count the bytes of a stored part in a model of a dtype."""
     return part.numel * dtype_in_memory(part.dtype, dtype).itemsize
 
@@ -70,48 +137,205 @@ def drafts_inside(format: Format | None) -> dict[str, type[Format]]:
     }
 
 
-@torch.no_grad()
-def packed_on_disk(made: Skeleton, format: Format, files: WeightFiles) -> dict[str, WeightInFiles]:
-    """Locate packed weights by their first names; what no packed folder holds is packed to a file, gone with `files`.
-
-    Raises:
-        UnsupportedModelError: none fits.
-        StorageError: the folder of temporary files has no room.
-    """
-    found: dict[str, WeightInFiles] = {}
-    groups = [names for names in names_by_weight(made.model).values() if names[0] in made.deferred]
-    try:
-        with NamedTemporaryFile(prefix="selfspec-", suffix=f".{format.name}") as file:
-            reason = ""
-            for names in logging.tqdm(groups, desc="Packing weights", delay=2):
-                there = made.deferred[names[0]].packed
-                if there is not None and there.format == format:
-                    found[names[0]] = WeightInFiles(there.shape, there.parts, format)
-                    continue
-                weight = made.deferred[names[0]].values()
-                if not format.takes(weight) or not all(multiplies(made.model, each) for each in names):
-                    continue
-                try:
-                    packed = format.pack(weight)
-                except UnsupportedWeightError as error:
-                    reason = f" ({names[0]} is {error})"
-                    continue
-                parts = {part: _written(file, values) for part, values in packed.parts.items()}
-                found[names[0]] = WeightInFiles(packed.shape, parts, format)
-            file.flush()
-            files.keep_open(Path(file.name))
-    except OSError as error:
-        raise StorageError(
-            f"packed weights cannot be written ({error.strerror}): set TMPDIR to a folder on a disk with room for them"
-        ) from error
-    if not found:
-        raise UnsupportedModelError(no_packed_weight(made.model, format, reason))
+def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return the places of a checkpoint's tensors, by name. Only headers are read."""
+    found = {}
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+                size = os.fstat(opened.fileno()).st_size
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
+        # Sorted by name: the first floating-point dtype is the model's if nothing else says it.
+        for name in sorted(set(header) - {"__metadata__"}):
+            entry = header[name]
+            if entry["dtype"] not in DTYPES_IN_FILES:
+                raise CheckpointError(
+                    f"{name} in {file} is {entry['dtype']}; within a memory budget tensors are "
+                    f"{', '.join(DTYPES_IN_FILES)}: load the checkpoint without one"
+                )
+            first, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end > size:
+                raise CheckpointError(f"{file} is truncated: it ends before {name} does; copy or download it again")
+            found[name] = StoredTensor(file, first, tuple(entry["shape"]), DTYPES_IN_FILES[entry["dtype"]])
     return found
 
 
-def _written(file: Any, values: Tensor) -> StoredWeight:
-    """Write a tensor from the next page on."""
-    file.seek(-(-file.tell() // PAGE) * PAGE)
-    start = file.tell()
-    file.write(values.contiguous().numpy().data)
-    return StoredWeight(Path(file.name), start, tuple(values.shape), values.dtype)
+class ReadBuffer:
+    """Holds memory that tensors are read into, one at a time, with room for the largest."""
+
+    def __init__(self, size: int) -> None:
+        # Anonymous memory begins at a page.
+        self._memory = mmap.mmap(-1, _up(size) + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def read(self, files: WeightFiles, tensor: StoredTensor) -> Tensor:
+        """Read a tensor into this memory; the one read before is overwritten."""
+        first = tensor.start - tensor.start % PAGE
+        files.read_into(memoryview(self._memory)[: _up(tensor.start + tensor.nbytes - first)], tensor, first)
+        read = self._bytes[tensor.start - first :][: tensor.nbytes]
+        # A file aligns its tensors no better than its header.
+        aligned = read if tensor.start % tensor.dtype.itemsize == 0 else read.clone()
+        return aligned.view(tensor.dtype).view(tensor.shape)
+
+
+class WeightFiles:
+    """Keeps the files of a checkpoint open for direct reads, or mapped, until nothing refers to it."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, int] = {}
+        self._mapped: dict[Path, Tensor] = {}
+        self._opening = threading.Lock()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the process the module's names may be gone.
+        for opened in self._opened.values():
+            close(opened)
+
+    def read_into(self, memory: memoryview, tensor: StoredTensor, first: int) -> None:
+        """Fill memory with bytes of the tensor's file from `first` on, at least to the tensor's end."""
+        done, least = 0, tensor.start + tensor.nbytes - first
+        try:
+            opened = self._open(tensor.file)
+            while done < least:
+                read = os.preadv(opened, [memory[done : done + _MOST_AT_ONCE]], first + done)
+                if not read:
+                    raise StorageError(f"{tensor.file} ends too early: was it changed? Copy it again, and load again")
+                done += read
+        except OSError as error:
+            raise StorageError(
+                f"{tensor.file} cannot be read ({error.strerror}); see whether its disk is there, and load again"
+            ) from error
+
+    def mapped(self, tensor: StoredTensor) -> Tensor:
+        """Return a tensor over its mapped file, whose pages are those of every process that maps it."""
+        if tensor.file not in self._mapped:
+            with tensor.file.open("rb") as opened:
+                # Torch warns of memory that it has no way to write to; written pages would be copies.
+                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._mapped[tensor.file] = torch.frombuffer(memory, dtype=torch.uint8)
+        found = self._mapped[tensor.file][tensor.start : tensor.start + tensor.nbytes]
+        return found.view(tensor.dtype).view(tensor.shape)
+
+    def keep_open(self, file: Path) -> None:
+        """Open a file that may be deleted before it is read."""
+        self._open(file)
+
+    def _open(self, file: Path) -> int:
+        with self._opening:
+            if file not in self._opened:
+                try:
+                    self._opened[file] = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+                except OSError:
+                    # Some file systems have no direct reads.
+                    self._opened[file] = os.open(file, os.O_RDONLY)
+            return self._opened[file]
+
+
+def _up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+METADATA = "packed"
+"""Where the metadata of a packed file has what describes it."""
+_AGAIN = "pack the checkpoint again: selfspec pack"
+# Fields of a configuration that say nothing of what the weights are.
+_OF_NO_WEIGHT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    """Describes a packed weight in a file: `[..., out, in]`, the dtype of its values, and how modules hold it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class PackedMetadata:
+    """Describes a packed file.
+
+    Attributes:
+        source: fingerprint of the model.
+        config: digests of the fields of its config.json.
+        sums: of the bits of each tensor.
+    """
+
+    version: Literal[2]
+    format: str
+    source: str
+    config: dict[str, str]
+    weights: dict[str, PackedShape]
+    sums: dict[str, str]
+
+    def kind(self, file: Path) -> Format:
+        """Return the format of the weights."""
+        kind = formats().get(self.format)
+        if kind is None or not kind.exact:
+            raise CheckpointError(f"{file} is in the format {self.format!r}, which is not known; {_AGAIN}")
+        return kind()
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether a folder has packed weights, as `selfspec pack` writes them."""
+    return (folder / PACKED).is_file()
+
+
+def format_in(folder: Path) -> Format:
+    """Return the format of a folder's packed weights, which are not read."""
+    file = folder / PACKED
+    # Refuses a file that is cut off.
+    stored_tensors([file])
+    return _metadata(file).kind(file)
+
+
+def packed_weights(folder: Path, files: WeightFiles) -> dict[str, StoredWeight]:
+    """Locate the weights of a packed folder. CheckpointError: a part is missing or changed, or config.json is."""
+    file = folder / PACKED
+    stored, about = stored_tensors([file]), _metadata(file)
+    format = about.kind(file)
+    digests = config_digests(folder)
+    changed = sorted(each for each in {**digests, **about.config} if digests.get(each) != about.config.get(each))
+    if changed:
+        raise CheckpointError(
+            f"the weights in {file} belong to another config.json: of this one {', '.join(changed[:5])} is changed; "
+            f"restore it, or {_AGAIN}"
+        )
+    for name in logging.tqdm(about.sums, desc="Checking packed weights", delay=2):
+        if name not in stored or bits_sum(files.mapped(stored[name])) != about.sums[name]:
+            raise CheckpointError(f"{file} is damaged: {name} is not what was written; {_AGAIN}")
+    parts = {name: stored[name] for name in about.sums}
+    found: dict[str, StoredWeight] = {}
+    for name, each in about.weights.items():
+        located = {part: parts.pop(f"{name}.{part}") for part in format.parts}
+        weight = StoredWeight(torch.Size(each.shape), DTYPES_IN_FILES[each.dtype], located, format, each.transposed)
+        try:
+            format.check(Packed(weight.shape, weight.mapped(files)))
+        except UnsupportedWeightError as error:
+            raise CheckpointError(f"{file} is damaged: of a weight {error}; {_AGAIN}") from error
+        found[name] = weight
+    return found | {name: StoredWeight.dense(tensor) for name, tensor in parts.items()}
+
+
+def config_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256, cut short, of each field of a folder's config.json that says what the weights are."""
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in config.items() if name not in _OF_NO_WEIGHT}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def bits_sum(values: Tensor) -> str:
+    """Return a checksum of the bits of a tensor."""
+    return hashlib.sha256(sums(values.reshape(-1).view(torch.uint8)).numpy().tobytes()).hexdigest()[:16]
+
+
+def _metadata(file: Path) -> PackedMetadata:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    try:
+        return parsed(str(header.get("__metadata__", {}).get(METADATA, "")), PackedMetadata)
+    except ValueError as error:
+        raise CheckpointError(f"{file} does not describe packed weights ({error}); {_AGAIN}") from error

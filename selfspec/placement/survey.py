@@ -19,10 +19,11 @@ from selfspec.model.checkpoint import local_folder, read_config
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import layer_caches
 from selfspec.model.substitutes import substitutable_weights
+from selfspec.placement.packed import packed_on_disk
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays, tokens_at_once
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
-from selfspec.placement.stored import WeightInFiles, drafts_inside, packed_on_disk
-from selfspec.placement.weight_source import WeightFiles, WeightSource
+from selfspec.placement.stored import StoredWeight, WeightFiles, drafts_inside
+from selfspec.placement.weight_source import WeightSource
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
@@ -42,7 +43,7 @@ class StreamableModule:
     """Describes a module that can be streamed: its weights, by name in it, and bytes of its substitute, by format."""
 
     name: str
-    weights: dict[str, WeightInFiles]
+    weights: dict[str, StoredWeight]
     substitutes: dict[str, int]
 
 
@@ -67,7 +68,7 @@ class Survey:
     source: WeightSource
     cache: CacheKind = "exact"
     own: OwnBytes = field(default_factory=OwnBytes)
-    packed: Mapping[str, WeightInFiles] = field(default_factory=dict)
+    packed: Mapping[str, StoredWeight] = field(default_factory=dict)
 
     @property
     def inside(self) -> dict[str, type[Format]]:
@@ -81,8 +82,8 @@ class Survey:
 
     def bandwidth(self) -> Bandwidth:
         """Measure how fast weights are streamed and multiplied."""
-        parts = [part for weight in self.packed.values() for part in weight.parts.values()]
-        return self.source.bandwidth(parts or list(self.skeleton.stored.values()), self.files)
+        weights = (self.packed or self.skeleton.stored).values()
+        return self.source.bandwidth([part for each in weights for part in each.parts.values()], self.files)
 
     def may_keep(self, cache: CacheKind) -> bool:
         """Return whether keys and values can be kept in this way."""
@@ -144,12 +145,12 @@ class Survey:
             },
         )
 
-    def _is_copied(self, weight: WeightInFiles) -> bool:
+    def _is_copied(self, weight: StoredWeight) -> bool:
         """Return whether a module makes a copy of a weight that is fetched, to multiply by it."""
         in_slots = self.source.dtype_in_slots
         return any(in_slots(part.dtype, self.dtype) != self.dtype for part in weight.parts.values())
 
-    def _largest_part(self, weight: WeightInFiles) -> int:
+    def _largest_part(self, weight: StoredWeight) -> int:
         parts = [weight.parts[part] for part in weight.fetched()]
         return max(part.numel * self.source.dtype_in_slots(part.dtype, self.dtype).itemsize for part in parts)
 
@@ -185,13 +186,12 @@ def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource)
         )
 
 
-def streamable_layers(made: Skeleton, packed: Mapping[str, WeightInFiles]) -> tuple[tuple[StreamableModule, ...], ...]:
+def streamable_layers(made: Skeleton, packed: Mapping[str, StoredWeight]) -> tuple[tuple[StreamableModule, ...], ...]:
     """Return the streamable modules of each layer; those of the head are a layer after the last.
 
     Where weights are packed, others are not streamed.
     """
-    dense = {name: WeightInFiles.dense(weight) for name, weight in made.stored.items()}
-    places = packed or dense
+    places = packed or made.stored
     adapter = find_adapter(made.model)
     prefix = ".".join(adapter.path(made.model))
     depth = len(adapter.decoder_layers(made.model))

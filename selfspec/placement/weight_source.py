@@ -2,161 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
 from selfspec.cache.shared_layer import CacheKind
-from selfspec.errors import CheckpointError, StorageError, UnsupportedOptionError
+from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.plan import SLOTS, Bandwidth, shown_bytes
+from selfspec.placement.stored import ReadBuffer, StoredTensor, WeightFiles, dtype_in_memory
 from selfspec.placement.weight_stream import DeviceCopies, HostMemory, Slot
 from selfspec.process import give_large_blocks_back, machine_bytes, resident_bytes
-
-# Direct reads begin and end at multiples of this, in files and in memory.
-PAGE = 4096
-# Reads of this size reach the speed of the disk.
-_MOST_AT_ONCE = 1 << 26
-DTYPES_IN_FILES = {
-    **str_to_torch_dtype,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-}
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """Locates a weight in a safetensors file by its first byte, with the shape and dtype that it is stored in."""
-
-    file: Path
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it has."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight in the file."""
-        return self.numel * self.dtype.itemsize
-
-    def read(self, files: WeightFiles) -> Tensor:
-        """Read the weight into memory of its own."""
-        return ReadBuffer(self.nbytes).read(files, self)
-
-
-def dtype_in_memory(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of stored numbers in a model of a dtype: parts of packed weights stay as they are."""
-    return dtype if stored.is_floating_point else stored
-
-
-def stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
-    """Return the places of a checkpoint's tensors, by name. Only headers are read."""
-    found = {}
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
-                size = os.fstat(opened.fileno()).st_size
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
-        # Sorted by name: the first floating-point dtype is the model's if nothing else says it.
-        for name in sorted(set(header) - {"__metadata__"}):
-            entry = header[name]
-            if entry["dtype"] not in DTYPES_IN_FILES:
-                raise CheckpointError(
-                    f"{name} in {file} is {entry['dtype']}; within a memory budget tensors are "
-                    f"{', '.join(DTYPES_IN_FILES)}: load the checkpoint without one"
-                )
-            first, end = (8 + length + offset for offset in entry["data_offsets"])
-            if end > size:
-                raise CheckpointError(f"{file} is truncated: it ends before {name} does; copy or download it again")
-            found[name] = StoredWeight(file, first, tuple(entry["shape"]), DTYPES_IN_FILES[entry["dtype"]])
-    return found
-
-
-class ReadBuffer:
-    """Holds memory that weights are read into, one at a time, with room for the largest."""
-
-    def __init__(self, size: int) -> None:
-        # Anonymous memory begins at a page.
-        self._memory = mmap.mmap(-1, _up(size) + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def read(self, files: WeightFiles, weight: StoredWeight) -> Tensor:
-        """Read a weight into this memory; the weight read before is overwritten."""
-        first = weight.start - weight.start % PAGE
-        files.read_into(memoryview(self._memory)[: _up(weight.start + weight.nbytes - first)], weight, first)
-        read = self._bytes[weight.start - first :][: weight.nbytes]
-        # A file aligns its weights no better than its header.
-        aligned = read if weight.start % weight.dtype.itemsize == 0 else read.clone()
-        return aligned.view(weight.dtype).view(weight.shape)
-
-
-class WeightFiles:
-    """Keeps the files of a checkpoint open for direct reads, until nothing refers to it."""
-
-    def __init__(self) -> None:
-        self._opened: dict[Path, int] = {}
-        self._opening = threading.Lock()
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # At the end of the process the module's names may be gone.
-        for opened in self._opened.values():
-            close(opened)
-
-    def read_into(self, memory: memoryview, weight: StoredWeight, first: int) -> None:
-        """Fill memory with bytes of the weight's file from `first` on, at least to the weight's end."""
-        done, least = 0, weight.start + weight.nbytes - first
-        try:
-            opened = self._open(weight.file)
-            while done < least:
-                read = os.preadv(opened, [memory[done : done + _MOST_AT_ONCE]], first + done)
-                if not read:
-                    raise StorageError(f"{weight.file} ends too early: was it changed? Copy it again, and load again")
-                done += read
-        except OSError as error:
-            raise StorageError(
-                f"{weight.file} cannot be read ({error.strerror}); see whether its disk is there, and load again"
-            ) from error
-
-    def keep_open(self, file: Path) -> None:
-        """Open a file that may be deleted before it is read."""
-        self._open(file)
-
-    def _open(self, file: Path) -> int:
-        with self._opening:
-            if file not in self._opened:
-                try:
-                    self._opened[file] = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-                except OSError:
-                    # Some file systems have no direct reads.
-                    self._opened[file] = os.open(file, os.O_RDONLY)
-            return self._opened[file]
-
-
-def _up(size: int) -> int:
-    return -(-size // PAGE) * PAGE
-
 
 # Bytes of weights that are moved and multiplied to measure speed: a multiple of 4096.
 _PROBED = 1 << 27
@@ -185,14 +46,14 @@ class WeightSource(ABC):
         """Return the dtype of a weight in its slot, from its stored dtype and the model's dtype."""
 
     @abstractmethod
-    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+    def bandwidth(self, stored: Sequence[StoredTensor], files: WeightFiles) -> Bandwidth:
         """Measure how fast weights are streamed and multiplied."""
 
     def check_streamed(self, size: int) -> None:  # noqa: B027 - the disk has room for its files
         """Refuse more bytes of streamed weights than there is room for."""
 
     @abstractmethod
-    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+    def slots(self, weights: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
         """Make `SLOTS` slots that weights are fetched into."""
 
 
@@ -215,12 +76,12 @@ class FromDisk(WeightSource):
     def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return stored
 
-    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+    def bandwidth(self, stored: Sequence[StoredTensor], files: WeightFiles) -> Bandwidth:
         if not stored:
             # Nothing is streamed.
             memory = _product_bytes_a_second(torch.zeros(_PROBED // 4096, 1024))
             return Bandwidth(memory, memory)
-        probed: list[StoredWeight] = []
+        probed: list[StoredTensor] = []
         for weight in sorted(stored, key=lambda weight: -weight.nbytes):
             if probed and sum(each.nbytes for each in probed) + weight.nbytes > _PROBED:
                 break
@@ -237,7 +98,7 @@ class FromDisk(WeightSource):
         memory = _product_bytes_a_second(read.reshape(-1, read.shape[-1] if read.ndim else 1))
         return Bandwidth(memory, sum(weight.nbytes for weight in probed) / seconds)
 
-    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+    def slots(self, weights: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
         # One thread: sequential reads reach the speed of the disk, and two reads never write to the same memory.
         reader = ThreadPoolExecutor(1, "selfspec-weights")
         return [_DiskSlot(weights, dtype, files, reader) for _ in range(SLOTS)]
@@ -258,7 +119,7 @@ class FromHost(WeightSource):
     def dtype_in_slots(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return dtype_in_memory(stored, dtype)
 
-    def bandwidth(self, stored: Sequence[StoredWeight], files: WeightFiles) -> Bandwidth:
+    def bandwidth(self, stored: Sequence[StoredTensor], files: WeightFiles) -> Bandwidth:
         copies = self._copies
         host, memory = HostMemory(_PROBED, copies), copies.device_memory(_PROBED)
         weight = torch.zeros(_PROBED // 4096, 2048, dtype=torch.bfloat16, device=self.device)
@@ -283,7 +144,7 @@ class FromHost(WeightSource):
                 f"{shown_bytes(there)}; raise memory=, so that less is streamed"
             )
 
-    def slots(self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
+    def slots(self, weights: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
         kept = _HostWeights(weights, dtype, files, self._copies)
         size = max(weight.nbytes for weight in kept.weights)
         return [_DeviceSlot(kept, self._copies, size) for _ in range(SLOTS)]
@@ -309,7 +170,7 @@ def source_for(device: torch.device) -> WeightSource:
 
 class _DiskSlot(Slot):
     def __init__(
-        self, weights: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles, reader: ThreadPoolExecutor
+        self, weights: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles, reader: ThreadPoolExecutor
     ) -> None:
         self._weights, self._dtype, self._files, self._reader = weights, dtype, files, reader
         self._buffer = ReadBuffer(max(weight.nbytes for weight in weights))
@@ -336,7 +197,7 @@ class _HostWeights:
     """Holds weights in memory of the host, ready to copy to a device."""
 
     def __init__(
-        self, stored: Sequence[StoredWeight], dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
+        self, stored: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles, copies: DeviceCopies
     ) -> None:
         dtypes = [dtype_in_memory(weight.dtype, dtype) for weight in stored]
         sizes = [

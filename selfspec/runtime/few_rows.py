@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.pytorch_utils import Conv1D
 
-from selfspec.formats.packed import PackedWeight
+from selfspec.formats.packed import PackedLinear, PackedWeight
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
+from selfspec.model.substitutes import experts_over_packed
 from selfspec.model.view import copied, is_streamed, runs_as_written, same_code, view_of, view_running, view_with
 
 Pays = Callable[[int, int], bool]
@@ -68,8 +70,11 @@ def has_avx512() -> bool:
 def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
     if type(module) is nn.Linear and is_streamed(module):
         return view_running(module, partial(_lent, pays, module))
-    if type(module) is nn.Linear and isinstance(module.weight, PackedWeight) and _runs_torchs_product():
+    if type(module) in (nn.Linear, Conv1D) and isinstance(module.weight, PackedWeight) and _runs_torchs_product():
         return view_running(module, partial(_packed, module))
+    experts = experts_over_packed(module)
+    if experts is not None:
+        return experts
     if not is_plain(module):
         return None
     product: Product = _stock
@@ -87,9 +92,10 @@ def _lent(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
         return given
 
 
-def _packed(linear: nn.Linear, states: Tensor) -> Tensor:
+def _packed(linear: nn.Linear | Conv1D, states: Tensor) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, PackedWeight)
+    assert isinstance(weight.layer, PackedLinear)
     product = weight.layer.product(states)
     return product if linear.bias is None else product + linear.bias
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import torch
 from torch import Size
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,14 +17,16 @@ from selfspec.control.profile import UNCALIBRATED, Profile, Setting, clear_gain,
 from selfspec.draft.heads.folder import SCALE, HeadFolder
 from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name
-from selfspec.errors import HeadError, ProfileError
+from selfspec.errors import CheckpointError, HeadError, ProfileError
+from selfspec.formats.format import Format
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import ModelSummary
-from selfspec.model.checkpoint import find_device, local_folder
+from selfspec.model.checkpoint import find_device, local_folder, weight_files
 from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
 from selfspec.model.sizes import widening
-from selfspec.placement.packed import exact_format, has_bfloat16_precision, packed_bytes
-from selfspec.placement.skeleton import is_packed
+from selfspec.placement.packed import exact_format, is_transposed
+from selfspec.placement.skeleton import names_by_weight
+from selfspec.placement.stored import StoredTensor, is_packed, stored_tensors
 from selfspec.placement.weight_source import source_for
 
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
@@ -149,6 +153,39 @@ def _packed_bytes(place: str, model: PreTrainedModel) -> int | None:
     if folder is None or is_packed(folder) or not has_bfloat16_precision(folder, model.config):
         return None
     return packed_bytes(model, exact_format("planes"))
+
+
+def packed_bytes(model: PreTrainedModel, format: Format) -> int:
+    """Return the bytes of a model's weights, packed where they fit, without what depends on values."""
+    sizes = 0
+    for names in names_by_weight(model).values():
+        weight, transposed = model.get_parameter(names[0]), is_transposed(model, names)
+        laid_out = weight.mT if transposed else weight
+        fits = transposed is not None and format.takes(laid_out)
+        sizes += format.nbytes(laid_out.shape) if fits else weight.nbytes
+    return sizes
+
+
+# Weights of a checkpoint that are looked at, and their first bytes.
+_LOOKED_AT, _FIRST = 8, 1 << 16
+
+
+def has_bfloat16_precision(folder: Path, config: PreTrainedConfig) -> bool:
+    """Return whether some weights of a checkpoint, by their first numbers, have no more bits than bfloat16."""
+    try:
+        weights = [each for each in stored_tensors(weight_files(folder, config)).values() if len(each.shape) > 1]
+    except CheckpointError:
+        return False
+    return bool(weights) and all(map(_looks_short, weights[:: max(1, len(weights) // _LOOKED_AT)]))
+
+
+def _looks_short(weight: StoredTensor) -> bool:
+    if weight.dtype != torch.float32:
+        return weight.dtype == torch.bfloat16
+    with weight.file.open("rb") as opened:
+        opened.seek(weight.start)
+        first = bytearray(opened.read(min(weight.nbytes, _FIRST)))
+    return not (torch.frombuffer(first, dtype=torch.int32) & 0xFFFF).any()
 
 
 def _profile(place: str, class_name: str) -> Profile | None:

@@ -17,8 +17,9 @@ from selfspec.errors import StorageError, UnsupportedOptionError
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
 from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.stored import WeightFiles
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_source import FromDisk, FromHost, WeightFiles, source_for
+from selfspec.placement.weight_source import FromDisk, FromHost, source_for
 from selfspec.placement.weight_stream import DeviceCopies, HostMemory
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -34,13 +35,14 @@ from selfspec.kernels import native
 from selfspec.measure.summary import without_weights
 from selfspec.model.checkpoint import PACKED, load_to_device, read_config
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed import has_bfloat16_precision, pack_weights, packed_bytes, write_packed
+from selfspec.placement.packed import pack_weights
 from selfspec.runtime import Native
+from selfspec.tools.prospects import has_bfloat16_precision, packed_bytes
 
 ARCHITECTURES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "phi",
     "phi3", "falcon", "opt", "bloom", "mpt", "olmo2", "granite", "cohere", "starcoder2", "mixtral", "qwen3_moe",
-    "deepseek_v3",
+    "deepseek_v3", "gpt_oss",
 )  # fmt: skip
 
 
@@ -61,6 +63,10 @@ def logits(model: PreTrainedModel, tokens: int = 9) -> torch.Tensor:
     return found
 
 
+def _is_small(name: str) -> bool:
+    return name.endswith(("mlp.gate.weight", "router.weight", "bias", "_bias"))
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_stock_model_computes_the_same_bits(name: str) -> None:
     model = shrunken(name).bfloat16()
@@ -68,9 +74,13 @@ def test_the_stock_model_computes_the_same_bits(name: str) -> None:
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.05)
     expected, state = logits(model), copy.deepcopy(model.state_dict())
+    text = model.generate(tiny.prompt(6), max_new_tokens=6, do_sample=False)
     pack_weights(model, Planes())
-    assert any(isinstance(weight, PackedWeight) for weight in model.parameters())
+    kept = [name for name, weight in model.named_parameters() if not isinstance(weight, PackedWeight)]
+    # Routers, and what is no product.
+    assert not [name for name in kept if model.get_parameter(name).ndim > 1 and not _is_small(name)]
     assert torch.equal(logits(model), expected)
+    assert torch.equal(model.generate(tiny.prompt(6), max_new_tokens=6, do_sample=False), text)
     after = model.state_dict()
     assert after.keys() == state.keys()
     assert all(torch.equal(after[each], state[each]) and type(after[each]) is torch.Tensor for each in state)
@@ -87,6 +97,26 @@ def test_texts_are_those_of_the_stock_model(folder: Path, draft: Any, dtype: Any
     assert torch.equal(spec.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
     if spec.model.dtype != torch.bfloat16:
         assert torch.equal(spec.generate(prompt, max_new_tokens=12, do_sample=False).sequences, expected)
+
+
+@pytest.mark.parametrize("draft", [False, "upper", "int8", "lookup+upper"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_conv1d_and_experts_decode_and_draft_over_planes(tmp_path: Path, name: str, draft: Any) -> None:
+    shrunken(name, torch.bfloat16).save_pretrained(tmp_path)
+    spec, model = (
+        selfspec.load(tmp_path, weights="planes", draft=draft, dtype="float32"),
+        stock(tmp_path, torch.float32),
+    )
+    in_planes = [name for name, weight in spec.model.named_parameters() if isinstance(weight, PackedWeight)]
+    assert any(name.endswith(("mlp.c_fc.weight", "experts.gate_up_proj")) for name in in_planes)
+    prompt = tiny.prompt(6)
+    expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(spec.model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+    found = spec.generate(prompt, max_new_tokens=24, do_sample=False, draft_length=3)
+    assert torch.equal(found.sequences, expected)
+    if draft:
+        assert found.stats.accepted > 0
+        assert (found.stats.substitute_bytes > 0) == (draft == "int8")
 
 
 @pytest.mark.kernels
@@ -222,14 +252,14 @@ def test_the_upper_plane_drafts_for_weights_in_planes_alone(folder: Path) -> Non
         selfspec.wrap(stock(folder), "upper")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_packed_folders_are_mapped_and_give_the_bits_of_their_source(tmp_path: Path, name: str) -> None:
     model = shrunken(name).bfloat16()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 8)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    written = write_packed(str(tmp_path / "model"), tmp_path / "packed")
+    written = selfspec.pack(tmp_path / "model", tmp_path / "packed")
     found = selfspec.load(tmp_path / "packed", draft="upper").model
     weights = [weight for weight in found.parameters() if isinstance(weight, PackedWeight)]
     assert written.packed == len({id(weight.layer) for weight in weights})
@@ -249,21 +279,37 @@ def _flipped(file: Path, place: int) -> None:
     file.write_bytes(content)
 
 
+def _changed(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_config_may_name_another_dtype_but_packed_weights_are_not_rounded_to_it(folder: Path) -> None:
+    packed = folder.parent / "packed"
+    selfspec.pack(folder, packed)
+    _changed(packed, dtype="float32", transformers_version="5")
+    assert selfspec.load(packed).model.dtype == torch.float32
+    with pytest.raises(UnsupportedModelError, match=r"in torch\.float16"):
+        selfspec.load(packed, dtype="float16")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda file: _flipped(file, -1), "is damaged: .* not what was written; pack the checkpoint again"),
+        (lambda file: _flipped(file, -200), "is damaged: .* not what was written; pack the checkpoint again"),
         (lambda file: _flipped(file, -5000), "is damaged"),
         (lambda file: file.write_bytes(file.read_bytes()[:-64]), "truncated"),
         (lambda file: file.write_bytes(b""), "cannot be read"),
         (lambda file: save_file({"a": torch.zeros(2)}, file), "does not describe packed weights"),
         (lambda file: file.write_bytes(file.read_bytes().replace(b'\\"planes\\"', b'\\"plones\\"')), "checksum"),
         (lambda file: shrunken("qwen3").config.save_pretrained(file.parent), "belong to another config.json"),
+        (lambda file: _changed(file.parent, rms_norm_eps=1e-3), "belong to another config.json: .* rms_norm_eps is"),
+        (lambda file: _changed(file.parent, new_field=1), "of this one new_field is changed; .* selfspec pack"),
     ],
 )
 def test_damaged_packed_folders_are_refused(folder: Path, change: Callable[[Path], object], words: str) -> None:
     packed = folder.parent / "packed"
-    write_packed(str(folder), packed)
+    selfspec.pack(folder, packed)
     change(packed / PACKED)
     with pytest.raises(CheckpointError, match=words):
         selfspec.load(packed)
@@ -284,15 +330,15 @@ def test_what_cannot_be_written_packed_leaves_nothing(
     source = of(folder)
     there = sorted(folder.parent.iterdir())
     with pytest.raises(error, match=words):
-        write_packed(str(source), folder.parent / to)
+        selfspec.pack(source, folder.parent / to)
     assert sorted(folder.parent.iterdir()) == there
 
 
 def test_packing_needs_room_and_takes_a_checkpoint_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = folder.parent / "packed"
-    write_packed(str(folder), packed)
+    selfspec.pack(folder, packed)
     with pytest.raises(CheckpointError, match="packed already"):
-        write_packed(str(packed), folder.parent / "again")
+        selfspec.pack(packed, folder.parent / "again")
     # Stock transformers has no way to read it, and says so.
     with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(packed)
@@ -300,7 +346,7 @@ def test_packing_needs_room_and_takes_a_checkpoint_once(folder: Path, monkeypatc
         load_to_device(str(packed))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10))
     with pytest.raises(StorageError, match="its disk has"):
-        write_packed(str(folder), folder.parent / "again")
+        selfspec.pack(folder, folder.parent / "again")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +391,7 @@ def test_adapters_run_over_packed_weights_and_are_not_merged_into_them(folder: P
 
 
 def test_packed_folders_stream_within_a_budget(folder: Path) -> None:
-    write_packed(str(folder), folder.parent / "packed")
+    selfspec.pack(folder, folder.parent / "packed")
     spec = selfspec.load(folder.parent / "packed", 2**40, dtype="float32")
     prompt = tiny.prompt(6)
     expected = stock(folder, torch.float32).generate(prompt, max_new_tokens=12, do_sample=False)

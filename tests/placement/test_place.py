@@ -39,8 +39,9 @@ from selfspec.model.identity import fingerprint
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import PlannedCheckpoint, default_draft, place, plan_checkpoint
 from selfspec.placement.plan import SLOTS, Bandwidth, Plan, shown_bytes
+from selfspec.placement.stored import ReadBuffer, StoredTensor, WeightFiles
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_source import FromDisk, FromHost, ReadBuffer, StoredWeight, WeightFiles, WeightSource
+from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
@@ -176,7 +177,7 @@ def test_packed_weights_that_the_disk_has_no_room_for_are_a_typed_error(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("selfspec.placement.stored._written", full)
+    monkeypatch.setattr("selfspec.placement.packed._written", full)
     with pytest.raises(StorageError, match=r"No space left.*set TMPDIR"):
         selfspec.load(tmp_path, "8GiB", weights="planes")
 
@@ -380,7 +381,7 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
     passes: list[int] = []
     stock = ReadBuffer.read
 
-    def counted(buffer: ReadBuffer, files: WeightFiles, weight: StoredWeight) -> torch.Tensor:
+    def counted(buffer: ReadBuffer, files: WeightFiles, weight: StoredTensor) -> torch.Tensor:
         passes.append(weight.nbytes)
         return stock(buffer, files, weight)
 

@@ -23,8 +23,9 @@ from helpers import tiny
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.placement.place import place
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, Stays, parse_bytes, plan_memory, shown_bytes
+from selfspec.placement.stored import ReadBuffer, WeightFiles, stored_tensors
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_source import FromDisk, ReadBuffer, WeightFiles, stored_weights
+from selfspec.placement.weight_source import FromDisk
 
 DISK = Bandwidth(memory=10e9, stream=1e9)
 FORMATS = ("int8", "int4")
@@ -163,7 +164,7 @@ def test_weights_are_read_as_they_were_saved(
     saved = {f"w{number}": torch.randn(shape, dtype=torch.float64).to(dtype) for number, shape in enumerate(shapes)}
     # Header lengths move the weights to other offsets.
     save_file(saved, file, {"note": "x" * (3 if odd else 8)})
-    found = stored_weights([file])
+    found = stored_tensors([file])
     assert set(found) == set(saved)
     files, buffer = WeightFiles(), ReadBuffer(max(weight.nbytes for weight in found.values()))
     for name, weight in found.items():
@@ -171,10 +172,10 @@ def test_weights_are_read_as_they_were_saved(
 
 
 def test_a_weight_of_more_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.placement.weight_source._MOST_AT_ONCE", 4096)
+    monkeypatch.setattr("selfspec.placement.stored._MOST_AT_ONCE", 4096)
     weight = torch.randn(5000)
     save_file({"w": weight}, tmp_path / "model.safetensors")
-    found = stored_weights([tmp_path / "model.safetensors"])["w"]
+    found = stored_tensors([tmp_path / "model.safetensors"])["w"]
     assert torch.equal(ReadBuffer(found.nbytes).read(WeightFiles(), found), weight)
 
 
@@ -188,14 +189,14 @@ def file(tmp_path: Path) -> Path:
 def test_truncated_files_are_refused_before_anything_is_read(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"truncated.*copy or download it again"):
-        stored_weights([file])
+        stored_tensors([file])
 
 
 def test_numbers_that_torch_has_not_are_refused(file: Path) -> None:
-    assert stored_weights([file])["w"].dtype == torch.int8
+    assert stored_tensors([file])["w"].dtype == torch.int8
     file.write_bytes(file.read_bytes().replace(b'"I8"', b'"I9"'))
     with pytest.raises(CheckpointError, match=r"w in .* is I9"):
-        stored_weights([file])
+        stored_tensors([file])
 
 
 # What allocators hold on to is not in tensors.

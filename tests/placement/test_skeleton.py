@@ -23,8 +23,9 @@ from selfspec.errors import CheckpointError
 from selfspec.model.checkpoint import load_model, read_config
 from selfspec.placement.place import place
 from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.stored import ReadBuffer
 from selfspec.placement.survey import survey
-from selfspec.placement.weight_source import FromDisk, ReadBuffer
+from selfspec.placement.weight_source import FromDisk
 
 
 def check_same_tensors(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -37,7 +38,7 @@ def check_same_tensors(folder: Path, dtype: torch.dtype | None = None) -> PreTra
     assert not report["mismatched_keys"]
     surveyed = survey(str(folder), dtype, 128, FromDisk())
     streamed = surveyed.skeleton.stored.items()
-    read = {name: ReadBuffer(where.nbytes).read(surveyed.files, where).to(surveyed.dtype) for name, where in streamed}
+    read = {name: where.read(surveyed.files).to(surveyed.dtype) for name, where in streamed}
     placed = place(surveyed, Plan(len(surveyed.layers), 0, None, 0, Bandwidth(1, 1), 1))
     assert type(placed) is type(stock)
     assert surveyed.dtype == stock.config.dtype
