@@ -59,31 +59,19 @@ class Rank:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """Holds a tree as tensors. Place 0 is the last committed token, place i + 1 is node i.
-
-    Attributes:
-        parents: place of each node's parent, `[nodes]`.
-        children: children of each place in order, -1 after the last, `[places, most children]`.
-        last_children: last child of each place, -1 at leaves.
-        inner: places with children, without place 0.
-        turns: `[nodes]`, falling in the order that judges children before their parent; 1 for the last.
-        by_turn: place with each turn; 0 for turn 0.
-        paths: places from the root to each place, which is repeated to fill up, `[places, depth + 1]`.
-        ancestors: True if a node (first axis) has another (second axis) on its path; each has itself.
-        earlier_siblings: True if a node (first axis) comes after a sibling (second axis).
-    """
+    """Holds a tree as tensors. Place 0 is the last committed token, place i + 1 is node i."""
 
     places: Tensor
     depths: Tensor
-    parents: Tensor
-    children: Tensor
-    last_children: Tensor
-    inner: Tensor
-    turns: Tensor
-    by_turn: Tensor
-    paths: Tensor
-    ancestors: Tensor
-    earlier_siblings: Tensor
+    parents: Tensor  # place of each node's parent, `[nodes]`
+    children: Tensor  # children of each place in order, -1 after the last, `[places, most children]`
+    last_children: Tensor  # last child of each place, -1 at leaves
+    inner: Tensor  # places with children, without place 0
+    turns: Tensor  # `[nodes]`, falling in the order that judges children before their parent; 1 for the last
+    by_turn: Tensor  # place with each turn; 0 for turn 0
+    paths: Tensor  # places from the root to each place, which is repeated to fill up, `[places, depth + 1]`
+    ancestors: Tensor  # True if a node (first axis) has another (second axis) on its path; each has itself
+    earlier_siblings: Tensor  # True if a node (first axis) comes after a sibling (second axis)
     ranks: tuple[Rank, ...]
 
 

@@ -16,17 +16,11 @@ from selfspec.device import to_device
 
 @dataclass(frozen=True)
 class OpenBlock:
-    """Holds an open block as tensors whose shapes depend only on the number of nodes: one recording serves many trees.
+    """Holds an open block as tensors whose shapes depend on the number of nodes alone, so a recording serves many."""
 
-    Attributes:
-        start: slot of the last committed token, `[batch, 1]`, or `[1, 1]` where all cursors are equal.
-        depths: 0 for the last committed token, then the depth of each node, `[nodes + 1]`.
-        sees: True where a token (row) sees another (column): itself and its ancestors, `[nodes + 1, nodes + 1]`.
-    """
-
-    start: Tensor
-    depths: Tensor
-    sees: Tensor
+    start: Tensor  # slot of the last committed token, `[batch, 1]`, or `[1, 1]` where all cursors are equal
+    depths: Tensor  # 0 for the last committed token, then the depth of each node, `[nodes + 1]`
+    sees: Tensor  # True where a token (row) sees another (column): itself and its ancestors, `[nodes + 1, nodes + 1]`
 
     @staticmethod
     def tables(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,35 +68,23 @@ class Cursors:
 
     A pass reads `width` nodes of the block, from node `first` on. Node -1, the last committed token, lies in the slot
     at the cursor; node i lies `i + 1` slots further. `seq_lens` are the cursors.
-
-    Attributes:
-        offsets: position id minus the number of a token in the text, for each row.
-        held: number of rows with storage, now or from the next pass on; those of `seq_lens` come first.
-        room: committed tokens that a row has slots for.
-        tree: the tree of the open block; None: it is a chain of any length.
-        read: how many tokens of the block passes have read.
-        limit: the most tokens a row may come to hold.
-        device: where positions are made.
-        aligned: the side on which passes find the rows of a ragged batch aligned.
-        bucket: passes of a round look at a multiple of this number of slots, or at all slots.
-        slack: the most nodes of a draft.
     """
 
     def __init__(
         self, batch: int, limit: int, slack: int, device: torch.device, aligned: Literal["left", "right"], bucket: int
     ) -> None:
         self.seq_lens = [0] * batch
-        self.offsets = [0] * batch
-        self.held = batch
-        self.tree: Tree | None = None
+        self.offsets = [0] * batch  # position id minus the number of a token in the text, for each row
+        self.held = batch  # number of rows with storage, now or from the next pass on; those of `seq_lens` come first
+        self.tree: Tree | None = None  # the tree of the open block; None: it is a chain of any length
         self.first = -1
-        self.read = 0
-        self.limit = limit
-        self.device = device
-        self.aligned = aligned
-        self.bucket = bucket
-        self.slack = slack
-        self.room = self._whole(min(_SMALLEST_ROOM, limit))
+        self.read = 0  # how many tokens of the block passes have read
+        self.limit = limit  # the most tokens a row may come to hold
+        self.device = device  # where positions are made
+        self.aligned = aligned  # the side on which passes find the rows of a ragged batch aligned
+        self.bucket = bucket  # passes of a round look at a multiple of this number of slots, or at all slots
+        self.slack = slack  # the most nodes of a draft
+        self.room = self._whole(min(_SMALLEST_ROOM, limit))  # committed tokens that a row has slots for
         self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
         # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})

@@ -36,21 +36,13 @@ _LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": Hos
 
 @dataclass(frozen=True)
 class Slots:
-    """Holds the tensors that say where a pass reads and writes keys and values.
+    """Holds the tensors that say where a pass reads and writes keys and values."""
 
-    Attributes:
-        slot_mapping: slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`.
-        positions: their position ids, same shape.
-        visible: numbers of the slots that the pass looks at, `[visible]`, from 0.
-        buffers: keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`.
-        block: the open block of the tokens; None: each sees all slots before its own.
-    """
-
-    slot_mapping: Tensor
-    positions: Tensor
-    visible: Tensor
-    buffers: tuple[Tensor, ...]
-    block: OpenBlock | None = None
+    slot_mapping: Tensor  # slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`
+    positions: Tensor  # their position ids, same shape
+    visible: Tensor  # numbers of the slots that the pass looks at, `[visible]`, from 0
+    buffers: tuple[Tensor, ...]  # keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`
+    block: OpenBlock | None = None  # the open block of the tokens; None: each sees all slots before its own
     attended: Seen = EVERYTHING
 
     @property

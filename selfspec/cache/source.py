@@ -20,22 +20,14 @@ from selfspec.device import to_device
 
 
 class Source:
-    """Holds the encoder's output for some rows, and cross-attention's keys and values.
-
-    Attributes:
-        outputs: tensors of the encoder's output, `[rows, places, ...]` each.
-        mask: marks places that hold input, as the model's `forward` takes it; None: all.
-        inputs: input of the encoder before rows were repeated; None: unknown.
-        text: input tokens of each row, if encoder and decoder share a vocabulary; else None.
-        cross: keys and values of cross-attention, for the layers that have made them.
-    """
+    """Holds the encoder's output for some rows, and cross-attention's keys and values."""
 
     def __init__(self, outputs: ModelOutput, mask: Tensor | None) -> None:
-        self.outputs = outputs
-        self.mask = mask
-        self.inputs: Tensor | None = None
-        self.text: list[list[int]] | None = None
-        self.cross = DynamicCache()
+        self.outputs = outputs  # tensors of the encoder's output, `[rows, places, ...]` each
+        self.mask = mask  # marks places that hold input, as the model's `forward` takes it; None: all
+        self.inputs: Tensor | None = None  # input of the encoder before rows were repeated; None: unknown
+        self.text: list[list[int]] | None = None  # input tokens of each row, if they are tokens of the decoder, too
+        self.cross = DynamicCache()  # keys and values of cross-attention, for the layers that have made them
         self._as_tensors: ReadSource | None = None
 
     @property
@@ -89,17 +81,11 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadSource:
-    """Holds the tensors of a source whose layers have all made their keys and values.
+    """Holds the tensors of a source whose layers have all made their keys and values."""
 
-    Attributes:
-        states: the encoder's last states, `[rows, places, hidden]`.
-        mask: marks places that hold input, `[rows, 1, 1, places]`, or as the model takes it; None: all.
-        cross: keys and values of each layer in turn, `[rows, heads, places, head_dim]`.
-    """
-
-    states: Tensor
-    mask: Tensor | None
-    cross: tuple[Tensor, ...]
+    states: Tensor  # the encoder's last states, `[rows, places, hidden]`
+    mask: Tensor | None  # marks places that hold input, `[rows, 1, 1, places]`, or as the model takes it; None: all
+    cross: tuple[Tensor, ...]  # keys and values of each layer in turn, `[rows, heads, places, head_dim]`
 
     def flat(self) -> tuple[Tensor, ...]:
         """Return all tensors: states, mask, then keys and values."""

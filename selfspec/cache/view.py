@@ -50,18 +50,12 @@ WHOLE = CacheView()
 
 @dataclass(frozen=True)
 class Seen:
-    """Holds a view, and the tensors that say what the tokens of one pass attend to through it.
-
-    Attributes:
-        top: slots that rows see, as from `TopSlots.seen`; None: all.
-        copied: number of first slots of each row that are read from copies, `[batch]`; None: no copies.
-        copies: levels and factors of each layer's keys and values, see `through_copy`.
-    """
+    """Holds a view, and the tensors that say what the tokens of one pass attend to through it."""
 
     view: CacheView = WHOLE
-    top: Tensor | None = None
-    copied: Tensor | None = None
-    copies: tuple[Tensor, ...] = ()
+    top: Tensor | None = None  # slots that rows see, as from `TopSlots.seen`; None: all
+    copied: Tensor | None = None  # how many first slots of each row are read from copies, `[batch]`; None: none
+    copies: tuple[Tensor, ...] = ()  # levels and factors of each layer's keys and values, see `through_copy`
 
     @property
     def places(self) -> tuple[Tensor, ...]:

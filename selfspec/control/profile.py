@@ -48,21 +48,14 @@ class DraftChoice:
 
 @dataclass(frozen=True)
 class Setting:
-    """Identifies where costs and acceptance rates were measured; in other settings they differ.
-
-    Attributes:
-        fingerprint: of the weights.
-        device: the device's own name.
-        threads: of the CPU; 0 on other devices, where threads hardly matter.
-        kernels: True if the CPU kernels run.
-    """
+    """Identifies where costs and acceptance rates were measured; in other settings they differ."""
 
     model: str
-    fingerprint: str
-    device: str
+    fingerprint: str  # of the weights
+    device: str  # the device's own name
     dtype: str
-    threads: int
-    kernels: bool
+    threads: int  # of the CPU; 0 on other devices, where threads hardly matter
+    kernels: bool  # True if the CPU kernels run
     selfspec: str
     torch: str
     transformers: str
@@ -108,24 +101,15 @@ _WHAT_DIFFERS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """Holds the draft that was the fastest for one kind of decoding.
+    """Holds the draft that was the fastest for one kind of decoding."""
 
-    Attributes:
-        draft: its name, as on the command line; `none` if plain decoding was the fastest.
-        longest: the most tokens of a draft, or levels of a tree; each draft's length follows from the costs.
-        costs: of its rounds, measured in batches of some sizes; None for plain decoding.
-        speedup: confirmed speed-up over plain decoding: median, low, high.
-        most_rows: the most rows at which it beat plain decoding; None: it did in all batches tried.
-        nodes: the most tokens of a tree, siblings included; None: chains were as fast.
-    """
-
-    draft: str
-    longest: PositiveInt
-    costs: BatchCosts | None
+    draft: str  # its name, as on the command line; `none` if plain decoding was the fastest
+    longest: PositiveInt  # the most tokens of a draft, or levels of a tree; each draft's length follows from the costs
+    costs: BatchCosts | None  # of its rounds, measured in batches of some sizes; None for plain decoding
     temperature: FiniteFloat
-    speedup: tuple[FiniteFloat, FiniteFloat, FiniteFloat]
-    most_rows: PositiveInt | None = None
-    nodes: PositiveInt | None = None
+    speedup: tuple[FiniteFloat, FiniteFloat, FiniteFloat]  # confirmed speed-up over plain decoding: median, low, high
+    most_rows: PositiveInt | None = None  # most rows at which it beat plain decoding; None: in all batches tried it did
+    nodes: PositiveInt | None = None  # the most tokens of a tree, siblings included; None: chains were as fast
 
 
 @dataclass(frozen=True)

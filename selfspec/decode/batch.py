@@ -28,32 +28,23 @@ class Batch:
     """Holds rows that run side by side, in groups that join and leave between rounds; drafters see it as a `RowsView`.
 
     Rows are numbered across all groups. Tensors hold the running rows, in the order of their numbers.
-
-    Attributes:
-        cache: keys and values of all committed tokens except each row's last, which no pass has read yet.
-        last_tokens: last committed token of each running row, `[rows, 1]`.
-        first_logits: of each prompt's last token, `[rows, 1, vocab]`, for the first round; None: it has a pass.
-        first_embeddings: last embedding of each prompt, `[rows, 1, hidden]`, for the first round; None: none is left.
-        nonfinite_rows: rows with logits not finite after a draft token; they get a round without a draft before ending.
-        prefill_width: tokens of each prompt that one pass may read; None: all.
-        taps: points of the target whose states the drafters ask for.
-        proposers: by the `id` of their drafter.
     """
 
     runner: ModelRunner
-    cache: SharedCache
+    cache: SharedCache  # keys and values of all committed tokens except each row's last, which no pass has read yet
     groups: Sequence[Group]
     noise: Noise
     controller: Controller
-    last_tokens: Tensor
-    first_logits: Tensor | None = None
-    first_embeddings: Tensor | None = None
+    last_tokens: Tensor  # last committed token of each running row, `[rows, 1]`
+    first_logits: Tensor | None = None  # of prompts' last tokens, `[rows, 1, vocab]`, until the first round has them
+    first_embeddings: Tensor | None = None  # prompts' last, `[rows, 1, hidden]`, until the first round reads them
+    # With logits not finite after a draft token: they get a round without a draft before ending.
     nonfinite_rows: list[int] = field(default_factory=list)
     memories: dict[Hashable, object] = field(default_factory=dict)
     programs: GraphCache | None = None
-    prefill_width: int | None = None
-    taps: tuple[Point, ...] = ()
-    proposers: dict[int, Proposer] = field(default_factory=dict)
+    prefill_width: int | None = None  # tokens of each prompt that one pass may read; None: all
+    taps: tuple[Point, ...] = ()  # points of the target whose states the drafters ask for
+    proposers: dict[int, Proposer] = field(default_factory=dict)  # by the `id` of their drafter
     sampling: BatchSampling = field(init=False)
     committed: list[list[int]] = field(init=False)
     unfinished: set[int] = field(init=False)

@@ -25,17 +25,11 @@ from selfspec.runtime.request import Choice
 
 @dataclass(frozen=True)
 class Sampling:
-    """Defines how tokens are chosen, in the same way from the target's and the draft's logits.
+    """Defines how tokens are chosen, in the same way from the target's and the draft's logits."""
 
-    Attributes:
-        processing: turns logits into scores by temperature, top-k, top-p and other processors.
-        greedy: True if the distribution is one-hot at the largest score.
-        couples: True if the noise of their position chooses tokens, not independent draws.
-    """
-
-    processing: Processing
-    greedy: bool
-    couples: bool = False
+    processing: Processing  # turns logits into scores by temperature, top-k, top-p and other processors
+    greedy: bool  # True if the distribution is one-hot at the largest score
+    couples: bool = False  # True if the noise of their position chooses tokens, not independent draws
 
     def coupled(self) -> Sampling:
         """Return this sampling with tokens chosen by the noise of their position; greedy sampling is unchanged."""
@@ -73,30 +67,19 @@ class Sampling:
 
 @dataclass(eq=False)
 class Group:
-    """Holds rows of one call, which outlive the cache they run in: those of `generate`, or an engine's single row.
-
-    Attributes:
-        stopping: where rows end, or must be read again with other rotary tables.
-        whole: where rows end that may be read again; None: as `stopping`.
-        noise: noise of the rows; while they run, the batch's noise is ahead of it.
-        kind: equal for groups whose processors read scores alone and do the same.
-        isolated: True if an error of a processor or criterion ends these rows alone instead of being raised.
-        error: that error in this round.
-        ahead: True if processors with memory saw tokens that are not committed yet.
-        failed: numbers of the rows that ended because the target's logits were not finite.
-    """
+    """Holds rows of one call, which outlive the cache they run in: those of `generate`, or an engine's single row."""
 
     sequences: Sequences
     sampling: Sampling
-    stopping: Stopping
-    noise: Noise
+    stopping: Stopping  # where rows end, or must be read again with other rotary tables
+    noise: Noise  # noise of the rows; while they run, the batch's noise is ahead of it
     records: ScoreRecords = field(default_factory=ScoreRecords)
-    kind: Hashable = None
-    isolated: bool = False
-    whole: Stopping | None = None
-    error: Exception | None = None
-    ahead: bool = False
-    failed: list[int] = field(default_factory=list)
+    kind: Hashable = None  # equal for groups whose processors read scores alone and do the same
+    isolated: bool = False  # True if an error of a processor or criterion ends these rows alone instead of being raised
+    whole: Stopping | None = None  # where rows end that may be read again; None: as `stopping`
+    error: Exception | None = None  # that error in this round
+    ahead: bool = False  # True if processors with memory saw tokens that are not committed yet
+    failed: list[int] = field(default_factory=list)  # rows that ended because the target's logits were not finite
 
     @property
     def committed(self) -> list[list[int]]:

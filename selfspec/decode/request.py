@@ -62,38 +62,25 @@ from selfspec.model.sizes import context_of
 
 @dataclass(frozen=True)
 class Request:
-    """One call, ready to run.
+    """One call, ready to run."""
 
-    Attributes:
-        input_ids: text that is returned and that processors see, `[batch, prompt]`; no columns with embeddings alone.
-        read: input of the prefill: ids, `[batch, columns]`, or embeddings, `[..., hidden]`; may lack columns of `past`.
-        mask: which columns hold a token, those of `past` included, `[batch, columns]`, bool.
-        lengths: tokens of each prompt, without padding.
-        whole: True if `return_dict_in_generate` asks for an output object.
-        past: keys and values of the first columns; a cache of the caller also receives those of the new tokens.
-        offsets: position ids of each row's new tokens minus their index; None: the stock model has read nothing.
-        prefill_width: tokens of each prompt that one pass may read (`prefill_chunk_size`); None: any number.
-        anew: True if the tokens of `past` are read again, since other rotary tables apply to them now.
-        aligns: stock model that gives cross-attentions for timestamps of tokens; None: not asked for.
-    """
-
-    input_ids: Tensor
-    read: Tensor
-    mask: Tensor
-    lengths: tuple[int, ...]
+    input_ids: Tensor  # text that processors see and that is returned, `[batch, prompt]`; empty with embeddings alone
+    read: Tensor  # prefilled: ids, `[batch, columns]`, or embeddings, `[..., hidden]`; may lack columns of `past`
+    mask: Tensor  # which columns hold a token, those of `past` included, `[batch, columns]`, bool
+    lengths: tuple[int, ...]  # tokens of each prompt, without padding
     sampling: Sampling
     stopping: Stopping
     pad: int
-    whole: bool
+    whole: bool  # True if `return_dict_in_generate` asks for an output object
     scores: bool
     logits: bool
     streamer: BaseStreamer | None = None
-    past: Cache | None = None
-    offsets: tuple[int, ...] | None = None
-    prefill_width: int | None = None
-    anew: bool = False
+    past: Cache | None = None  # keys and values of the first columns; a caller's receives those of new tokens, too
+    offsets: tuple[int, ...] | None = None  # position ids of new tokens minus index, if the stock model read prompts
+    prefill_width: int | None = None  # most tokens of a prompt in one pass (`prefill_chunk_size`); None: any number
+    anew: bool = False  # True if the tokens of `past` are read again, since other rotary tables apply to them now
     source: Source | None = None
-    aligns: PreTrainedModel | None = None
+    aligns: PreTrainedModel | None = None  # gives cross-attentions for timestamps of tokens; None: not asked for
 
     @property
     def known(self) -> tuple[int, ...]:

@@ -28,20 +28,14 @@ class Sequences:
     """Holds left-padded prompts, `[batch, prompt]`, and the tokens committed after them, as processors see them.
 
     `pad` fills shorter rows. `mask` says which columns of the prompts are text; None: passes read other inputs.
-
-    Attributes:
-        committed: new tokens of each row, final; only append to them.
-        unfinished: numbers of the rows that have not ended.
-        running: numbers of the rows that passes run, in tensor order; finished rows run until they are dropped.
-        text_ends: by row, the number of new tokens at which a text ended that is then only filled up.
     """
 
     def __init__(self, prompts: Tensor, pad: int, mask: Tensor | None = None) -> None:
         rows = range(prompts.shape[0])
-        self.committed: list[list[int]] = [[] for _ in rows]
-        self.unfinished = set(rows)
-        self.running = list(rows)
-        self.text_ends: dict[int, int] = {}
+        self.committed: list[list[int]] = [[] for _ in rows]  # new tokens of each row, final; only append to them
+        self.unfinished = set(rows)  # numbers of the rows that have not ended
+        self.running = list(rows)  # rows that passes run, in tensor order; finished rows run until they are dropped
+        self.text_ends: dict[int, int] = {}  # by row, the new tokens of a text that ended and is only filled up
         self.width = prompts.shape[1]
         self.pad = pad
         self._prompts = prompts
@@ -122,19 +116,14 @@ def first_end(run: Sequence[int], eos: Collection[int]) -> int:
 
 @dataclass(frozen=True)
 class Stopping:
-    """The conditions that end a row.
+    """The conditions that end a row."""
 
-    Attributes:
-        max_new_tokens: most tokens a row may grow by, at least 1.
-        criteria: criteria beside lengths and end tokens, which see the whole batch, token by token as each row grows. A
-            stateless one sees rows of other lengths cut or padded, and its answer for them is not used.
-        fills: True if rows that a criterion has ended go on until all have: without an end token nothing is padded.
-    """
-
-    max_new_tokens: int
+    max_new_tokens: int  # most tokens a row may grow by, at least 1
     eos: frozenset[int] = frozenset()
+    # Criteria beside lengths and end tokens, which see the whole batch, token by token as each row grows. A stateless
+    # one sees rows of other lengths cut or padded, and its answer for them is not used.
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
-    fills: bool = False
+    fills: bool = False  # rows that a criterion has ended go on until all have: without an end token nothing is padded
 
     @property
     def needs_lockstep(self) -> bool:

@@ -223,18 +223,12 @@ def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
 
 @dataclass(frozen=True)
 class Level:
-    """Describes one draft step, which reads nodes from number `first` on.
-
-    Attributes:
-        draws: draw that gave each node's token, `[nodes]`; None: a single node, whose path holds all draws so far.
-        paths: numbers of the draws on the path to each node.
-        families: number of nodes with a first child, a second child, and so on; nodes with most children come first.
-    """
+    """Describes one draft step, which reads nodes from number `first` on."""
 
     first: int
-    draws: Tensor | None
-    paths: tuple[list[int], ...]
-    families: tuple[int, ...]
+    draws: Tensor | None  # that gave each node's token, `[nodes]`; None: a single node, whose path holds all so far
+    paths: tuple[list[int], ...]  # numbers of the draws on the path to each node
+    families: tuple[int, ...]  # nodes with a first child, a second, and so on; those with most children come first
 
 
 @dataclass(frozen=True)

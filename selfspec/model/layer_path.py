@@ -77,24 +77,17 @@ class WeightCopy:
 
 @dataclass(frozen=True)
 class LayerPath:
-    """Says what a pass runs.
-
-    Attributes:
-        skipped: sublayers left out; a layer without both of its own passes its input through.
-        start: sublayer at which states of an earlier pass enter; nothing before it runs. None: start from tokens.
-        copy: weights that substitutes run, or that the network itself is; None: its own weights, in its own dtype.
-        experts: the most routed experts that a token is sent to; None: as many as in the network.
-    """
+    """Says what a pass runs."""
 
     depth: int
-    skipped: frozenset[Sublayer] = frozenset()
-    start: Sublayer | None = None
-    copy: WeightCopy | None = None
+    skipped: frozenset[Sublayer] = frozenset()  # left out; a layer without both passes its input through
+    start: Sublayer | None = None  # where states of an earlier pass enter; nothing before it runs. None: from tokens
+    copy: WeightCopy | None = None  # what substitutes run, or the network itself is; None: its own weights and dtype
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     view: CacheView = WHOLE
     lora: LoraRows | None = None
-    experts: int | None = None
+    experts: int | None = None  # the most routed experts that a token is sent to; None: as many as in the network
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:

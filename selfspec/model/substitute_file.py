@@ -27,19 +27,13 @@ REWRITE = "write it again: selfspec quantize"
 
 @dataclass(frozen=True)
 class AboutSubstitutes:
-    """Describes a file of substitutes, in the file itself, beside the settings of their format.
-
-    Attributes:
-        base: fingerprint of the weights they were packed from.
-        layers: numbers of the layers that have substitutes; None: all.
-        weights: name of their format.
-    """
+    """Describes a file of substitutes, in the file itself, beside the settings of their format."""
 
     format: Literal[5]
-    base: str
-    layers: tuple[int, ...] | None
+    base: str  # fingerprint of the weights they were packed from
+    layers: tuple[int, ...] | None  # numbers of the layers that have substitutes; None: all
     head: bool
-    weights: str
+    weights: str  # name of their format
 
 
 class SubstituteFile(DescribedTensors[AboutSubstitutes]):

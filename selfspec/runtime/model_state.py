@@ -162,17 +162,13 @@ class ReachedCode:
 
     Names are followed wherever code mentions them: in its module, in modules found there, and among the methods of its
     class. It may name more than a pass runs, but misses nothing that is called by name.
-
-    Attributes:
-        names: by id of a namespace: the namespace, and the names looked up in it.
-        mappings: kernels by name, from which a configuration chooses.
-        others: names of functions from outside Python, `torch`, NumPy and `transformers`.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # By id of a namespace: the namespace, and the names looked up in it.
         self.names: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self.mappings: list[dict[Any, Any]] = []
-        self.others: list[str] = []
+        self.mappings: list[dict[Any, Any]] = []  # kernels by name, from which a configuration chooses
+        self.others: list[str] = []  # names of functions from outside Python, `torch`, NumPy and `transformers`
         self._seen: set[object] = set()
         self._left: list[tuple[FunctionType, type | None]] = []
         for module in model.modules():

@@ -24,29 +24,18 @@ from selfspec.runtime.request import NO_LOGITS, PassRequest, PassResult, Runs
 
 @dataclass(frozen=True)
 class PassKind:
-    """Holds what passes that one program can run have in common.
-
-    Attributes:
-        base: attribute of the model that holds all but the head, and is all that runs; None: the head runs too.
-        width: tokens of each row.
-        embedded: True if it takes embeddings.
-        uniform: True if all rows write the same slots.
-        nodes: number of nodes of the tree that it reads; None: a chain.
-        padded: True if slots past the last token may be seen, and are masked.
-        entering: names of the attentions whose outputs enter with states; None: no states enter.
-        masked_source: True if some of what an encoder has read may be hidden; None: there is no encoder.
-    """
+    """Holds what passes that one program can run have in common."""
 
     runs: Runs
-    base: str | None
+    base: str | None  # attribute of the model that holds all but the head, and alone runs; None: the head runs too
     rows: int
-    width: int
-    embedded: bool
-    uniform: bool
-    nodes: int | None
-    padded: bool
-    entering: tuple[str, ...] | None
-    masked_source: bool | None = None
+    width: int  # tokens of each row
+    embedded: bool  # True if it takes embeddings
+    uniform: bool  # True if all rows write the same slots
+    nodes: int | None  # number of nodes of the tree that it reads; None: a chain
+    padded: bool  # True if slots past the last token may be seen, and are masked
+    entering: tuple[str, ...] | None  # names of the attentions whose outputs enter with states; None: no states enter
+    masked_source: bool | None = None  # True if some of what an encoder has read may be hidden; None: none has
 
     @property
     def path(self) -> LayerPath:

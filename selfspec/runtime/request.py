@@ -21,31 +21,18 @@ Change = Callable[[nn.Module, Adapter], nn.Module]
 
 @dataclass(frozen=True, eq=False)
 class PassRequest:
-    """Asks for one pass over nodes of the open block.
+    """Asks for one pass over nodes of the open block."""
 
-    Attributes:
-        path: the sublayers that run, their weights, and what its tokens attend to, `path.view`.
-        tokens: tokens of consecutive nodes, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`.
-        entering: what enters at `path.start`.
-        head: reads the last states of a path that leaves early; None: the model's own norm and head.
-        first: the first of the nodes; -1: the last committed token.
-        taps: points on the path whose states are kept.
-        tree: the nodes of the block, which is opened for them; None: it is open.
-        behind: nodes behind those of `tree` that are read, too; None: no such nodes.
-        change: makes the view that runs, by the stock modules alone; None: no change.
-        headless: True if it leaves keys, values and states, and no logits.
-    """
-
-    path: LayerPath
-    tokens: Tensor
-    entering: ExactStates | None = None
-    head: DraftHead | None = None
-    first: int = -1
-    taps: tuple[Point, ...] = ()
-    tree: Tree | None = None
-    behind: Behind | None = None
-    change: Change | None = None
-    headless: bool = False
+    path: LayerPath  # the sublayers that run, their weights, and what its tokens attend to, `path.view`
+    tokens: Tensor  # tokens of consecutive nodes, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`
+    entering: ExactStates | None = None  # what enters at `path.start`
+    head: DraftHead | None = None  # reads the last states of an early exit; None: the model's own norm and head
+    first: int = -1  # the first of the nodes; -1: the last committed token
+    taps: tuple[Point, ...] = ()  # points on the path whose states are kept
+    tree: Tree | None = None  # the nodes of the block, which is opened for them; None: it is open
+    behind: Behind | None = None  # nodes behind those of `tree` that are read, too; None: no such nodes
+    change: Change | None = None  # makes the view that runs, by the stock modules alone; None: no change
+    headless: bool = False  # True if it leaves keys, values and states, and no logits
 
     @property
     def width(self) -> int:
@@ -121,19 +108,12 @@ class Behind(ABC):
 
 @dataclass(frozen=True)
 class Choice:
-    """Says how tokens are chosen from the last logits alone.
+    """Says how tokens are chosen from the last logits alone."""
 
-    Attributes:
-        temperature: divides the logits; 0: the likeliest token is chosen.
-        top_k: number of likeliest tokens to draw from; 0: all.
-        top_p: share of their probability to draw from, the likeliest tokens first; 1: all.
-        suppressed: ids of tokens that are never chosen.
-    """
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    suppressed: tuple[int, ...] = ()
+    temperature: float  # divides the logits; 0: the likeliest token is chosen
+    top_k: int = 0  # number of likeliest tokens to draw from; 0: all
+    top_p: float = 1.0  # share of their probability to draw from, the likeliest tokens first; 1: all
+    suppressed: tuple[int, ...] = ()  # ids of tokens that are never chosen
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,11 @@ from selfspec.draft.rows_view import RowsView
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayersConfig):
-    """Describes the blocks of a head, read from its folder in either layout.
+    """Describes the blocks of a head, read from its folder in either layout."""
 
-    Attributes:
-        size: tokens of a block, the last committed one included.
-        first: place in the block that guesses the next token.
-    """
-
-    size: int
+    size: int  # tokens of a block, the last committed one included
     mask: int
-    first: int
+    first: int  # place in the block that guesses the next token
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockConfig:

@@ -25,17 +25,11 @@ _FEWEST_LAYERS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(LayersConfig):
-    """Describes a head, read from its folder in either layout.
+    """Describes a head, read from its folder in either layout."""
 
-    Attributes:
-        normed_residual: True if the residual of `Eagle3Layer` is the state after its norm.
-        norm: norm of the states that it reads, one for each or one for all; None: no norm.
-        recycled: its state that stands for a drafted token.
-    """
-
-    normed_residual: bool
-    norm: Literal["each", "all"] | None
-    recycled: Literal["last", "normed"]
+    normed_residual: bool  # True if the residual of `Eagle3Layer` is the state after its norm
+    norm: Literal["each", "all"] | None  # norm of the states that it reads, one for each or one for all; None: no norm
+    recycled: Literal["last", "normed"]  # its state that stands for a drafted token
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> EagleConfig:

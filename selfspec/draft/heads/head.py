@@ -38,26 +38,17 @@ class Fusion(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Holds the parts of a head over one target.
-
-    Attributes:
-        layers: causal LM of its layers, final norm and language-model head, which is called with embeddings.
-        recycled: its own state that stands for a drafted token.
-        tokens: ids that it can draft, in the order of its logits; None: all.
-        masked: input of its layers in the place of an unknown token, `[input]`; None: it reads none.
-        passes_on: states that the module behind it reads: those that it made, or that it read.
-        copy: copy of its weights that its linear layers run; None: they have the dtype of the target.
-    """
+    """Holds the parts of a head over one target."""
 
     fusion: Fusion
-    layers: PreTrainedModel
+    layers: PreTrainedModel  # causal LM of its layers, final norm and head, which is called with embeddings
     adapter: Adapter
-    recycled: Literal["last", "normed"]
+    recycled: Literal["last", "normed"]  # its own state that stands for a drafted token
     embed: nn.Module
-    tokens: Tensor | None
-    masked: Tensor | None = None
-    passes_on: Literal["made", "read"] = "made"
-    copy: WeightCopy | None = None
+    tokens: Tensor | None  # ids that it can draft, in the order of its logits; None: all
+    masked: Tensor | None = None  # input of its layers in the place of an unknown token, `[input]`; None: it reads none
+    passes_on: Literal["made", "read"] = "made"  # states that the module behind it reads: it made them, or it read them
+    copy: WeightCopy | None = None  # of its weights, for its linear layers; None: they have the dtype of the target
 
     def packed(self, format: Format, substitutes: Substitutes) -> Head:
         """Return a copy with linear layers packed in a format; `substitutes` share one copy of the target's head."""

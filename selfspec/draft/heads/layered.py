@@ -25,25 +25,15 @@ _TABLES = ("d2t", "t2d", "mask_hidden")
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """Describes the layers of a head, read from its folder.
+    """Describes the layers of a head, read from its folder."""
 
-    Attributes:
-        layers: fields of their configuration.
-        points: numbers of the target's layers whose inputs it reads; empty: the usual three.
-        end: state that it reads where that number is the model's depth, before or after the final norm.
-        target: width of the target; None: its own.
-        drafted: number of tokens it drafts from; None: the folder does not say.
-        mask: token in the place of unknown tokens; None: it reads none.
-        base: name of the model that it was trained for, for messages; empty: unknown.
-    """
-
-    layers: Mapping[str, Any]
-    points: tuple[int, ...]
-    end: Literal["last", "normed"] = "last"
-    target: int | None = None
-    drafted: int | None = None
-    mask: int | None = None
-    base: str = ""
+    layers: Mapping[str, Any]  # fields of their configuration
+    points: tuple[int, ...]  # numbers of the target's layers whose inputs it reads; empty: the usual three
+    end: Literal["last", "normed"] = "last"  # state that it reads where such a number is the model's depth
+    target: int | None = None  # width of the target; None: its own
+    drafted: int | None = None  # number of tokens it drafts from; None: the folder does not say
+    mask: int | None = None  # token in the place of unknown tokens; None: it reads none
+    base: str = ""  # name of the model that it was trained for, for messages; empty: unknown
 
 
 @dataclass(frozen=True)

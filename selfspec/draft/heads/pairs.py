@@ -282,16 +282,11 @@ class PairProposer(ModelProposer, FeatureProposer):
 
 @dataclass
 class _Waiting:
-    """Holds the states of a row that are not in the cache yet, `[tokens, hidden]`.
-
-    Attributes:
-        start: number of the token that slot 0 belongs to; None: nothing was read yet.
-        first_read: True if the first of them was read, as the last pair before a draft.
-    """
+    """Holds the states of a row that are not in the cache yet, `[tokens, hidden]`."""
 
     states: Tensor
-    start: int | None = None
-    first_read: bool = False
+    start: int | None = None  # number of the token that slot 0 belongs to; None: nothing was read yet
+    first_read: bool = False  # True if the first of them was read, as the last pair before a draft
 
 
 class LevelProposer(PairProposer):

@@ -80,16 +80,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Value:
-    """Holds a tensor of the graph.
-
-    Attributes:
-        layout: its sizes, strides, offset and dtype, on the meta device. A program keeps tensors in float32.
-        copy: the copy that is seen in place of the first slots, of keys or values; None: they are seen exactly.
-    """
+    """Holds a tensor of the graph."""
 
     storage: Storage
-    layout: Tensor
-    copy: Copy | None = None
+    layout: Tensor  # its sizes, strides, offset and dtype, on the meta device. A program keeps tensors in float32
+    copy: Copy | None = None  # of keys or values, seen in place of the first slots; None: they are seen exactly
 
     @property
     def place(self) -> Place:
