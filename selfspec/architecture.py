@@ -226,35 +226,24 @@ class MtpLayout:
     Module i computes h' = block(projection [embedding norm (e) ; hidden norm (h)]) from a state h and the embedding e
     of the token after it; norm (h') goes through the model's head. In names `{i}` is the number of a module, and `{n}`
     is this number plus the number of the model's layers; prefixes of a checkpoint's names are left out.
-
-    Attributes:
-        embedding: its norm over embeddings.
-        hidden: its norm over states.
-        norm: its final norm; None: it has none.
-        head: its language-model head; None: it uses the model's.
-        block: prefix of the names in its decoder layer.
-        counts: fields of the config for the number of modules; the first one present is used.
-        hidden_first: True if the projection reads [h ; e].
-        reads: the state of the model that it reads: before or after the final norm.
-        recycles: the state of its own that it continues from.
-        passes_on: the states that the next module reads: those that this one made, or that it read.
-        renames: parts of names in the checkpoint, each with its name here or in the model's own layers.
-        config: config values of its layer that differ from the model's: lists for one layer, or `OfModule`.
     """
 
-    embedding: str = "layers.{n}.enorm"
-    hidden: str = "layers.{n}.hnorm"
+    embedding: str = "layers.{n}.enorm"  # its norm over embeddings
+    hidden: str = "layers.{n}.hnorm"  # its norm over states
     projection: str = "layers.{n}.eh_proj"
-    norm: str | None = "layers.{n}.shared_head.norm"
-    head: str | None = None
-    block: str = "layers.{n}."
+    norm: str | None = "layers.{n}.shared_head.norm"  # its final norm; None: it has none
+    head: str | None = None  # its language-model head; None: it uses the model's
+    block: str = "layers.{n}."  # prefix of the names in its decoder layer
+    # Fields of the config for the number of modules; the first one present is used.
     counts: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
-    hidden_first: bool = False
-    reads: Literal["last", "normed"] = "normed"
-    recycles: Literal["last", "normed"] = "normed"
-    passes_on: Literal["made", "read"] = "made"
-    renames: tuple[tuple[str, str], ...] = ()
-    config: tuple[tuple[str, Any], ...] = ()
+    hidden_first: bool = False  # True if the projection reads [h ; e]
+    reads: Literal["last", "normed"] = "normed"  # the state of the model that it reads: before or after the final norm
+    recycles: Literal["last", "normed"] = "normed"  # the state of its own that it continues from
+    passes_on: Literal["made", "read"] = "made"  # the states that the next module reads: this one made, or read them
+    renames: tuple[tuple[str, str], ...] = ()  # parts of names in the checkpoint, each with its name here or in layers
+    config: tuple[
+        tuple[str, Any], ...
+    ] = ()  # values of its layer unlike the model's: lists for one layer, or `OfModule`
 
     def promised(self, config: object) -> int:
         """Return the number of modules in a config; 0 if it does not say."""

@@ -9,7 +9,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _STATUS = Path("/proc/self/status")
 _GROUP = Path("/sys/fs/cgroup")
@@ -98,9 +97,7 @@ class ProcessLock:
     def __enter__(self) -> None:
         self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

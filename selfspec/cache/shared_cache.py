@@ -58,16 +58,9 @@ class SharedCache(Cache):
     `cursor + i + 1`, at position `cursor + depth`. A node sees all slots before the cursor, its ancestors and itself.
     Without a call of `open` the block is a chain. Several passes may read it, each a run of nodes.
 
-    Args:
-        limit: the most tokens a row may come to hold, prompt included.
-        slack: the most nodes of a draft, for which slots are kept after the committed tokens.
-        device: where positions are made.
-        aligned: "left": passes read ragged rows in place, and need a 4-D mask. "right": they read a left-padded copy,
-            for models that take only a padding mask.
-        recurrent: layers with states, by number, as `recurrent_layers` returns them.
-        bucket: passes of a round look at a multiple of this number of slots, the rest masked; 1 for rows aligned on the
-            right or layers with states.
-        kept: how keys and values are kept; layers that have states as well keep them exactly.
+    Arguments are as in `Cursors`. Aligned on the "left", passes read ragged rows in place, and need a 4-D mask; on the
+    "right", they read a left-padded copy, for models that take only a padding mask. `recurrent` are the layers with
+    states, by number, as `recurrent_layers` returns them; where they have keys and values, too, these are kept exactly.
     """
 
     def __init__(

@@ -267,19 +267,18 @@ class RoundedLayer(SharedLayer):
             self._write(to_scales, scale)
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
-        keys, values, key_scales, value_scales = (self._seen(slots, width) for slots in self.parts)
-        return self._read(keys, key_scales), self._read(values, value_scales)
+        return self._read(*(self._seen(slots, width) for slots in self.parts))
 
     def held(self) -> tuple[Tensor, Tensor]:
-        keys, values, key_scales, value_scales = self.parts
-        return self._read(keys, key_scales), self._read(values, value_scales)
+        return self._read(*self.parts)
 
     def _begin_like(self, other: SharedLayer) -> None:
         assert isinstance(other, RoundedLayer)
         self.dtype = other.dtype
 
-    def _read(self, levels: Tensor, scales: Tensor) -> Tensor:
-        return levels.to(self.dtype).mul_(scales.to(self.dtype))
+    def _read(self, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values, of_keys, of_values = (part.to(self.dtype) for part in parts)
+        return keys.mul_(of_keys), values.mul_(of_values)
 
 
 Snapshot = Mapping[tuple[str, int], Tensor]

@@ -188,10 +188,12 @@ class Proposer(ABC):
     Attributes:
         matches: match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`.
         parts: the proposers that it joins, in order; by default every call is passed on to them.
+        row_states: what it keeps of each row, by the row's number; by default nothing.
     """
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
     parts: Sequence[Proposer] = ()
+    row_states: Sequence[Any] = ()
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
@@ -268,11 +270,15 @@ class Proposer(ABC):
 
     def join(self, other: Self) -> None:
         """Append the rows of another batch, with their state in a proposer of the same drafter."""
+        if other.row_states:
+            self.row_states = [*self.row_states, *other.row_states]
         for part, joined in zip(self.parts, other.parts, strict=True):
             part.join(joined)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the state of some rows alone, renumbered in the order given."""
+        if self.row_states:
+            self.row_states = [self.row_states[row] for row in rows]
         for part in self.parts:
             part.select(rows)
 

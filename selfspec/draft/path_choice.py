@@ -18,7 +18,7 @@ from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.draft.draft import Budget, Draft, Verdict
-from selfspec.draft.drafter import Drafter, Exit, drafter, read_number
+from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.rows_view import RowsView, remembered
@@ -115,13 +115,11 @@ class ChosenPathProposer(LayerPathProposer):
         self.votes = [0.0] * self._depth
         self._rounds, self._due, self._gap, self._added = 0, 0, 1, False
         self._exchanges = 0
+        # Which exit it leaves by may change.
+        self._early_exit = None
 
     def _unknown(self, path: LayerPathDrafter) -> Worth:
         return Worth(path.cost(self._model, self._adapter))
-
-    @property
-    def early_exit(self) -> Exit | None:
-        return None
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         draft = super().propose(rows, budget)

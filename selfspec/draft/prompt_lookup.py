@@ -50,20 +50,16 @@ class PromptLookup(Drafter):
 class TextProposer(FreeProposer):
     """Drafts from what each row's own text and its source repeat."""
 
+    row_states: Sequence[OwnText]
+
     def __init__(self, sources: Iterable[Sequence[int]]) -> None:
-        self._texts = [OwnText(source) for source in sources]
+        self.row_states = [OwnText(source) for source in sources]
 
     def text_of(self, rows: RowsView, row: int) -> Tokens:
         """Return the tokens of a row's source and text."""
-        text = self._texts[row]
+        text = self.row_states[row]
         text.extend(rows.text(row, text.length))
         return text.tokens
-
-    def join(self, other: TextProposer) -> None:
-        self._texts.extend(other._texts)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._texts[:] = [self._texts[row] for row in rows]
 
 
 class LookUpProposer(TextProposer):

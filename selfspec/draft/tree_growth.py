@@ -128,11 +128,13 @@ class FeatureProposer(GrowingProposer):
 
 
 class KeepingProposer(FeatureProposer):
-    """Grows drafts from a `kept` tensor of each row: by default the target's state before the last token."""
+    """Grows drafts from a tensor kept of each row: by default the target's state before the last token."""
+
+    row_states: list[Tensor | None]
 
     def __init__(self, rows: int, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.kept: list[Tensor | None] = [None] * rows
+        self.row_states = [None] * rows
         self._weights = sum(weight.nbytes for module in modules for weight in module.parameters())
 
     @property
@@ -143,22 +145,16 @@ class KeepingProposer(FeatureProposer):
         states = features.get("normed")
         for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
             if chosen and states is not None:
-                self.kept[row] = states[number, chosen[-1]].clone()
+                self.row_states[row] = states[number, chosen[-1]].clone()
 
     def known(self, rows: RowsView) -> Sequence[bool]:
-        return [self.kept[row] is not None for row in rows.running]
+        return [self.row_states[row] is not None for row in rows.running]
 
     def stacked(self, rows: RowsView) -> Tensor:
         """Return the kept tensors of the running rows, `[rows, ...]`; zeros for rows without one."""
-        some = next(kept for kept in self.kept if kept is not None)
-        kept = (self.kept[row] for row in rows.running)
+        some = next(kept for kept in self.row_states if kept is not None)
+        kept = (self.row_states[row] for row in rows.running)
         return torch.stack([torch.zeros_like(some) if each is None else each for each in kept])
-
-    def join(self, other: KeepingProposer) -> None:
-        self.kept += other.kept
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.kept = [self.kept[row] for row in rows]
 
 
 def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:

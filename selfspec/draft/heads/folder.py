@@ -21,7 +21,9 @@ from selfspec.files.json_text import parse_json
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
 from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.layer_path import WeightCopy
 from selfspec.model.registry import find_adapter
+from selfspec.model.substitutes import Substitutes
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"
@@ -38,20 +40,15 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class FromFolder(Drafter):
-    """Drafts with weights from a folder, and is written `name:FOLDER`.
-
-    Attributes:
-        holds: the kind of head, for messages.
-        essential: names of weights without which a folder holds no such head.
-    """
+    """Drafts with weights from a folder, and is written `name:FOLDER`."""
 
     runs = "model"
     source: str
     weight_format: Format | None = None
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _config: Any = field(init=False, repr=False, compare=False)
-    holds: ClassVar[str]
-    essential: ClassVar[tuple[str, ...]] = ()
+    holds: ClassVar[str]  # the kind of head, for messages
+    essential: ClassVar[tuple[str, ...]] = ()  # names of weights without which a folder holds no such head
 
     def __post_init__(self) -> None:
         folder = HeadFolder.at(self.source)
@@ -279,8 +276,8 @@ def output_layer(weights: Mapping[str, Tensor], prefix: str, model: PreTrainedMo
     return layer.to(device=model.device, dtype=model.dtype)
 
 
-def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Make linear layers of weights `NAME.weight` and, if there is one, `NAME.bias`; each dot becomes a /."""
+def linear_layers(weights: Mapping[str, Tensor], format: Format | None = None) -> nn.Module:
+    """Make linear layers, of a format, by weights `NAME.weight` and, if there is one, `NAME.bias`; dots become /."""
     layers = nn.ModuleDict()
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
@@ -289,7 +286,7 @@ def linear_layers(weights: Mapping[str, Tensor]) -> nn.Module:
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
             layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})}, assign=True)
             layers[path.replace(".", "/")] = layer.requires_grad_(False)
-    return layers
+    return layers if format is None else Substitutes().within(layers, "", WeightCopy(format))
 
 
 SCALE = "_scale_inv"

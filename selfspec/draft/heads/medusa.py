@@ -20,8 +20,6 @@ from selfspec.draft.rows_view import RowsView, made_once
 from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels, share_of
 from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.layer_path import WeightCopy
-from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.runtime import with_kernels
 
 
@@ -69,10 +67,8 @@ class Medusa(FromFolder):
         return MedusaProposer(rows.size, made_once(rows, self, self._layers), blocks)
 
     def _layers(self, model: PreTrainedModel) -> nn.Module:
-        layers = linear_layers({name: weight.to(model.device, model.dtype) for name, weight in self.weights().items()})
-        if self.weight_format is None:
-            return layers
-        return Substitutes().within(layers, "heads", WeightCopy(self.weight_format))
+        weights = {name: weight.to(model.device, model.dtype) for name, weight in self.weights().items()}
+        return linear_layers(weights, self.weight_format)
 
 
 class MedusaProposer(KeepingProposer):

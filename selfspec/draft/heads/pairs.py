@@ -78,15 +78,10 @@ class HeadDrafter(Drafter):
 
 
 class PairProposer(ModelProposer, FeatureProposer):
-    """Grows drafts with a head, which reads pairs: committed pairs first and drafted ones behind them.
+    """Grows drafts with a head, which reads pairs: committed pairs first and drafted ones behind them."""
 
-    Attributes:
-        kept: number of pairs of each row that are left for the pass that begins a draft.
-        following: proposer over the module that reads this one's states, if there is one.
-    """
-
-    kept = 1
-    following: PairProposer | None = None
+    kept = 1  # pairs of each row that are left for the pass that begins a draft
+    following: PairProposer | None = None  # proposer over the module that reads this one's states
 
     def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
         head, target = heads[0], rows.runner

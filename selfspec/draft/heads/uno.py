@@ -28,8 +28,7 @@ from selfspec.draft.tree_growth import KeepingProposer, Read, committed_places, 
 from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.gated_view import Features
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.layer_path import Lora, LoraRows, WeightCopy
-from selfspec.model.substitutes import Substitutes
+from selfspec.model.layer_path import Lora, LoraRows
 from selfspec.runtime.request import Behind, PassRequest, PassResult
 from selfspec.runtime.runtime import with_kernels
 
@@ -120,10 +119,8 @@ class Uno(FromFolder):
             rank = weight.shape[1] ** 0.5 if self._config.get("use_rslora") else weight.shape[1]
             scaled = weight if name.endswith(_DOWN) else weight * (alpha / rank)
             weights[f"{place}.weight"] = scaled.to(model.device, model.dtype)
-        layers = linear_layers(weights)
-        if self.weight_format is not None:
-            layers = Substitutes().within(layers, "lora", WeightCopy(self.weight_format))
-        named = {name.replace("/", "."): layer for name, layer in with_kernels(layers).named_children()}
+        layers = with_kernels(linear_layers(weights, self.weight_format))
+        named = {name.replace("/", "."): layer for name, layer in layers.named_children()}
         down, up = (
             {name.removesuffix(side): layer for name, layer in named.items() if name.endswith(side)}
             for side in (".lora_A", ".lora_B")
@@ -189,13 +186,15 @@ class UnoProposer(KeepingProposer):
 
     @property
     def row_bytes(self) -> int:
-        return sum(0 if kept is None else kept.nbytes for kept in self.kept)
+        return sum(0 if kept is None else kept.nbytes for kept in self.row_states)
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         if not rows.controller.tries(MODEL):
             return rows.no_draft()
         levels = levels_within(budget, self._depth)
-        known = [0 if kept is None else min(len(kept), levels) for kept in (self.kept[row] for row in rows.running)]
+        known = [
+            0 if kept is None else min(len(kept), levels) for kept in (self.row_states[row] for row in rows.running)
+        ]
         draft = rows.no_draft()
         if any(known):
             tree = Tree.chain(max(known))
@@ -212,10 +211,10 @@ class UnoProposer(KeepingProposer):
         return MaskRows(to_device(mask_ids(places, *self._ids), draft.tokens.device), block, self._lora)
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
-        some = next(kept for kept in self.kept if kept is not None)
+        some = next(kept for kept in self.row_states if kept is not None)
         guesses = some.new_zeros(len(rows.running), tree.depth, some.shape[-1])
         for place, row in enumerate(rows.running):
-            if (kept := self.kept[row]) is not None:
+            if (kept := self.row_states[row]) is not None:
                 guesses[place, : len(kept)] = kept[: tree.depth]
         return lambda tokens, first: guesses[:, first + 1 : first + 2]
 
@@ -227,7 +226,7 @@ class UnoProposer(KeepingProposer):
         for number, (row, chosen) in enumerate(zip(rows.running, committed_places(rows, verdict), strict=True)):
             if not chosen:
                 continue
-            self.kept[row] = None
+            self.row_states[row] = None
             start, count = chosen[-1] * self._levels, min(self._levels, self._alone.get(row, self._levels))
             if isinstance(guesses, Tensor) and count:
-                self.kept[row] = guesses[number, start : start + count].clone()
+                self.row_states[row] = guesses[number, start : start + count].clone()

@@ -107,18 +107,18 @@ class _Program:
     def __init__(self, pass_: Lowered, example: PassTensors, kept: Tensor | None) -> None:
         self._kept = kept
         flat = example.flat()
-        slots, nowhere = example.slots, (-1, -1, -1)
-        block = nowhere if slots.block is None else _places(flat, slots.block.tensors)
-        cross = nowhere[:1] if example.source is None else _places(flat, example.source.cross[:1])
-        top = nowhere[:1] if slots.attended.top is None else _places(flat, [slots.attended.top])
+        slots, source = example.slots, example.source
+        self._slots, self._top, self._cross, *self._block = _places(
+            flat,
+            [
+                slots.slot_mapping,
+                slots.attended.top,
+                None if source is None else source.cross[0],
+                *((None, None, None) if slots.block is None else slots.block.tensors),
+            ],
+        )
         first = len(flat) - len(slots.buffers)
         self._buffers = slice(first, len(flat))
-        self._slots, self._block, self._cross, self._top = (
-            _places(flat, [slots.slot_mapping])[0],
-            block,
-            cross[0],
-            top[0],
-        )
         operations = with_waits(pass_.operations)
         offsets, self._bytes = planned(operations)
         self._shapes = pass_.shapes
@@ -210,10 +210,10 @@ class _Program:
         self._memories.append(memory)
 
 
-def _places(flat: Sequence[Tensor], some: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the indices of some tensors of a call among all of them."""
+def _places(flat: Sequence[Tensor], some: Iterable[Tensor | None]) -> list[int]:
+    """Return the indices of some tensors of a call among all of them; -1 for None."""
     place = {id(tensor): place for place, tensor in enumerate(flat)}
-    return tuple(place[id(each)] for each in some)
+    return [-1 if each is None else place[id(each)] for each in some]
 
 
 def _constants(pass_: Lowered) -> Sequence[Tensor]:
