@@ -119,11 +119,6 @@ def store_past(cache: SharedCache, past: Cache, mask: Tensor) -> None:
     past.layers[:] = layers
 
 
-def can_store(cache: SharedCache) -> bool:
-    """Return whether one cache can hold all rows: states have no columns, so rows with states must be equally long."""
-    return cache.rolls_back_by_cursor or cache.cursors.uniform
-
-
 def _stock_kind(layer: object) -> type[Any]:
     """Return the class in which `transformers` keeps such a layer."""
     with_states = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer

@@ -56,7 +56,7 @@ class Sampling:
 
     @property
     def in_order(self) -> bool:
-        """True if some processor has memory, so that `next_scores` scores the target's places in order."""
+        """True if some processor has memory, so that the target's places are scored in order."""
         return isinstance(self.processing, SequentialProcessing)
 
     @property

@@ -13,7 +13,7 @@ from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
 from selfspec.decode.noise import Purpose
-from selfspec.decode.processors import SequentialProcessing
+from selfspec.decode.processors import SequentialProcessing, called
 from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.draft import RowVerdict, Verdict
@@ -340,7 +340,7 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
             break
         whole = torch.zeros(batch.size, logits.shape[-1], device=logits.device)
         whole[batch.running] = logits[:, place].float()
-        scores = sampling.processing.next_scores(sequences.followed_by(_runs(batch, rows)), whole)
+        scores = called(sampling.processing.processors, sequences.followed_by(_runs(batch, rows)), whole)
         scores = scores[batch.running][:, None]
         numbers = _judge_place(batch, draft, logits, scores, rule, place)
         for index, number in going.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from selfspec.accept import Rule
-from selfspec.cache.transfer import can_store, load_past, store_past
+from selfspec.cache.transfer import load_past, store_past
 from selfspec.control import Evidence
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge
@@ -139,7 +139,8 @@ def rounds(
 
 def _fill(past: Cache, batch: Batch, request: Request) -> None:
     """Fill the caller's cache with the keys and values that the rows have read."""
-    if can_store(batch.cache):
+    # States have no columns, so one cache holds rows with states only if they are equally long.
+    if batch.cache.rolls_back_by_cursor or batch.cache.cursors.uniform:
         store_past(batch.cache, past, request.mask)
 
 

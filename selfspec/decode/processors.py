@@ -142,12 +142,8 @@ class SequentialProcessing:
     for_drafts: Processing  # without memory or with roll-back, since a rejected token would spoil other memory
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the scores of a draft step; `next_scores` scores the target's places, one after the other."""
+        """Return the scores of a draft step; the target's places are scored one after the other, by `called`."""
         return self.for_drafts.scores(logits, prefixes)
-
-    def next_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return the target's scores of the next place, `[batch, vocab]`, after `ids`, `[batch, length]`."""
-        return called(self.processors, ids, logits)
 
     def forget_draft(self) -> None:
         if isinstance(self.for_drafts, RollbackProcessing):

@@ -314,18 +314,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """Counts a drafter's memory beside the model, in bytes.
-
-    Attributes:
-        token: keys and values for one token of a row.
-        row: memory of a row of any length.
-        copies: copies of the model's keys and values for one token of a row; they are made anew if missing.
-    """
+    """Counts a drafter's memory beside the model, in bytes."""
 
     weights: int = 0
-    token: int = 0
-    row: int = 0
-    copies: int = 0
+    token: int = 0  # keys and values for one token of a row
+    row: int = 0  # memory of a row of any length
+    copies: int = 0  # copies of the model's keys and values for one token of a row; they are made anew if missing
 
     @property
     def of_token(self) -> int:
@@ -342,19 +336,13 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class Declaration:
-    """Gives a drafter's name and help text.
-
-    Attributes:
-        argument: the text after the name, such as `:FILE`; optional parts are in brackets.
-        example: the name with a sensible argument.
-        written: by itself, behind another draft and a `+`, or before the drafts that it joins.
-    """
+    """Gives a drafter's name and help text."""
 
     name: str
-    argument: str
+    argument: str  # the text after the name, such as `:FILE`; optional parts are in brackets
     help: str
-    example: str
-    written: Literal["alone", "behind", "before"]
+    example: str  # the name with a sensible argument
+    written: Literal["alone", "behind", "before"]  # by itself, behind another draft and a `+`, or before its sources
 
     @property
     def form(self) -> str:

@@ -93,7 +93,8 @@ def _joined(parts: Sequence[str]) -> Drafter:
             if not argument:
                 raise ValueError(part)
             made: Any = kind
-            return _cascade([*sources, made(*_sources_of(_joined([argument.strip(), *parts[place + 1 :]])))])
+            behind = _joined([argument.strip(), *parts[place + 1 :]])
+            return _cascade([*sources, made(*(behind.sources if isinstance(behind, Cascade) else (behind,)))])
         if kind is not None and written == "behind":
             if not sources:
                 raise ValueError(part)
@@ -107,10 +108,6 @@ def _joined(parts: Sequence[str]) -> Drafter:
 
 def _cascade(sources: Sequence[Drafter]) -> Drafter:
     return sources[0] if len(sources) == 1 else Cascade(*sources)
-
-
-def _sources_of(drafter: Drafter) -> tuple[Drafter, ...]:
-    return drafter.sources if isinstance(drafter, Cascade) else (drafter,)
 
 
 def _foreign(part: str) -> Drafter:

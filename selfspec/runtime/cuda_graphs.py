@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -125,25 +125,18 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured graph: `replay` launches its kernels, which write to `outputs`."""
+    """A captured graph: `replay` launches its kernels, which read `inputs` and write to `outputs`."""
 
     replay: Callable[[], None]
     outputs: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A recording and its input tensors."""
-
-    recording: Recording
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] = ()
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
-        self.recording.replay()
+        self.replay()
         # The next replay writes to the same memory.
-        return tuple(output.clone() for output in self.recording.outputs)
+        return tuple(output.clone() for output in self.outputs)
 
 
 class _Graphs:
@@ -153,7 +146,7 @@ class _Graphs:
         self._function = function
         self._held = held
         self._recorder = recorder
-        self._graphs: dict[object, _Graph] = {}
+        self._graphs: dict[object, Recording] = {}
         self._lock = ProcessLock()
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -168,7 +161,7 @@ class _Graphs:
                 del self._graphs[next(iter(self._graphs))]
             return graph.run(inputs)
 
-    def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> _Graph:
+    def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> Recording:
         if len({tensor.device for tensor in (*inputs, *memory)}) > 1:
             raise RecordingError("the model is on several devices, and a graph covers one")
         # Later tensors may be made in inference mode or not.
@@ -181,7 +174,7 @@ class _Graphs:
         try:
             with RECORDING:
                 expected = self._recorder.warmed(launch)
-                graph = _Graph(self._recorder.record(launch), static)
+                graph = replace(self._recorder.record(launch), inputs=static)
         except OtherSizesError:
             raise
         except RuntimeError as error:

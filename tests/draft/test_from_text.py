@@ -133,7 +133,7 @@ def test_what_counts_is_whether_the_slowest_rows_have_a_match(llama: PreTrainedM
 
 def test_look_ups_follow_rows_that_join_and_leave() -> None:
     proposer, other = LookUpProposer(2, 5, [[], []]), LookUpProposer(2, 5, [[]])
-    (_, second), (third,) = proposer.row_states, other._texts
+    (_, second), (third,) = proposer.row_states, other.row_states
     proposer.join(other)
     proposer.select([2, 1])
     assert proposer.row_states == [third, second]

@@ -363,7 +363,7 @@ CATALOGUE = (
         ("test_chain.py", "-k", "suppressed")),
     Mutation("a chain forgets tokens that are suppressed at its first place", "choice_of", "each.place < length",
         "each.place <= length", ("test_what_a_choice_does_not_say_is_not_chosen_by_it",)),
-    Mutation("a graph reads the tokens it was captured with", "_Graph.run", "static.copy_(tensor)", "pass",
+    Mutation("a graph reads the tokens it was captured with", "Recording.run", "static.copy_(tensor)", "pass",
         ("test_cuda_graphs.py::test_greedy_text_is_the_stock_models",)),
     Mutation("a graph is used for a cache that lies elsewhere", "_Graphs.__call__", "tensor.data_ptr()", "0",
         ("test_another_generation_has_a_cache_elsewhere",)),

@@ -27,7 +27,7 @@ from selfspec.runtime.native.instructions import (
     Storage,
     Word,
 )
-from selfspec.runtime.native.noting import Noted
+from selfspec.runtime.native.noting import Noted, form_of
 from selfspec.runtime.runtime import RecordingError
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ class _Lowering:
         self._held: dict[int, Value] = {}
         self._caches: set[int] = set()
         self._handlers: dict[Any, Callable[[Node], Value | None]] = {
-            aten.embedding.default: self._embedding,
+            aten.embedding.default: lambda node: self._looked_up(*node.args[:2]),
             aten.index.Tensor: self._chosen_rows,
             aten.add.Tensor: self._add,
             aten.arange.default: self._numbers,
@@ -164,7 +164,7 @@ class _Lowering:
         inputs = [node for node in nodes if node.op == "placeholder"]
         arguments = len(inputs) - len(self._sights)
         for number, node in enumerate(inputs[:arguments]):
-            value = Value(Storage(argument=number), _layout(node.meta["val"]))
+            value = Value(Storage(argument=number), form_of(node.meta["val"]))
             (self._source if number in self._of_source else self._values)[node] = value
             if number >= arguments - self._buffers:
                 self._caches.add(id(value.storage))
@@ -206,7 +206,7 @@ class _Lowering:
         if id(tensor) not in self._held:
             if tensor.layout is not torch.strided or tensor.dtype not in (*NUMBERS, torch.int32):
                 raise RecordingError(f"programs do not know weights in {tensor.layout} and {tensor.dtype}")
-            self._held[id(tensor)] = Value(Storage(constant=tensor), _layout(tensor))
+            self._held[id(tensor)] = Value(Storage(constant=tensor), form_of(tensor))
         return self._held[id(tensor)]
 
     def _new(self, shape: Sequence[int]) -> Value:
@@ -254,7 +254,7 @@ class _Lowering:
         if whole:
             storage.argument = argument
         else:
-            self._map(Function.COPY, [value], Value(Storage(argument=argument), _layout(torch.empty(layout.shape))))
+            self._map(Function.COPY, [value], Value(Storage(argument=argument), form_of(torch.empty(layout.shape))))
         return layout.shape
 
     # Maps.
@@ -477,9 +477,6 @@ class _Lowering:
             raise RecordingError("programs choose whole rows")
         return self._looked_up(table, indices[0])
 
-    def _embedding(self, node: Any) -> Value:
-        return self._looked_up(*node.args[:2])
-
     def _rows_of_planes(self, node: Any) -> Value:
         ids, table, *planes = map(self._value, node.args[:-1])
         return self._read_rows(
@@ -536,7 +533,3 @@ def _is_float(value: Value) -> bool:
 
 def _place(value: Value | None) -> Place:
     return NOWHERE if value is None else value.place
-
-
-def _layout(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

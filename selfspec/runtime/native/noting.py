@@ -77,7 +77,7 @@ class _Notes(TorchDispatchMode):
 
     def given(self, example: Tensor) -> _StandIn:
         """Stand for an argument."""
-        return _StandIn(self.graph.placeholder(f"given_{len(self.graph.nodes)}"), _form(example))
+        return _StandIn(self.graph.placeholder(f"given_{len(self.graph.nodes)}"), form_of(example))
 
     def node_of(self, tensor: Tensor) -> Node:
         """Return the node of a tensor that the function computes or holds."""
@@ -118,11 +118,12 @@ class _Notes(TorchDispatchMode):
         if id(tensor) not in self._of_held:
             name = f"held_{len(self.held)}"
             self.held[name] = tensor
-            self._of_held[id(tensor)] = _StandIn(self.graph.get_attr(name), _form(tensor))
+            self._of_held[id(tensor)] = _StandIn(self.graph.get_attr(name), form_of(tensor))
         return self._of_held[id(tensor)]
 
 
-def _form(tensor: Tensor) -> Tensor:
+def form_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same sizes, strides and dtype on the meta device."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

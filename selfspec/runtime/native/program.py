@@ -70,7 +70,8 @@ class Native(Runtime):
         return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        return with_recorded_attention(model)
+        # Attentions are one operator each, which stands for them in a graph.
+        return with_kernel(model, _NAME, _can_be_recorded)
 
     def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         if kind.path.copy is None:
@@ -301,14 +302,9 @@ class Capture:
     sights: tuple[Sight, ...]
 
 
-def with_recorded_attention(model: nn.Module) -> nn.Module:
-    """Make a view of a model whose attentions are one operator each, which stands for them in a graph."""
-    return with_kernel(model, _NAME, _can_be_recorded)
-
-
 @torch.no_grad()
 def captured(function: PassFunction, example: PassTensors) -> Capture:
-    """Capture a pass of a view `with_recorded_attention`, without running it. RecordingError: its masks are unknown."""
+    """Capture a pass of a view that is `prepared`, without running it. RecordingError: its masks are unknown."""
     flat = example.flat()
     masks = function.masks(flat)
     by_type = masks if isinstance(masks, dict) else {None: masks}
