@@ -266,10 +266,7 @@ def test_recursive_rejection_without_replacement_comes_near_the_optimum() -> Non
     assert min(shares) > 0.8
 
 
-RULES = pytest.mark.parametrize("rule", [TokenLevel(), Block()], ids=["token", "block"])
-
-
-@RULES
+@each_rule
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(2, 3), st.integers(2, 3), st.integers(0, 2**32))
 def test_two_rows_that_share_the_length_of_their_drafts_are_cut_exactly(
@@ -299,7 +296,7 @@ def pairs_in_step(rule: Rule, tree: Tree, seed: int) -> tuple[Chain, Committed]:
     return p, committed_in_step(rule, (p, q), (p_beside, q_beside), goes_on, tree)
 
 
-@RULES
+@each_rule
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_two_rows_that_share_a_tree_grown_level_by_level_are_cut_exactly(rule: Rule, seed: int) -> None:

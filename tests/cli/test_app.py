@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from email.message import Message
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
-from typer.testing import CliRunner
 
 import selfspec
 from helpers.snippets import Invoke, Said
 from selfspec.cli import terminal
 from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, schema_of
-from selfspec.cli.options import grouped, read_draft
+from selfspec.cli.options import read_draft
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
 from selfspec.draft import LayerSkip
@@ -61,6 +59,8 @@ def test_every_command_has_help(invoke: Invoke, words: list[str]) -> None:
     assert f"Usage: {' '.join(['selfspec', *words])}" in ending.stdout
     if words not in ([], ["train"]):
         assert "--output" in ending.stdout
+    # A dataclass of options is a panel.
+    assert words != ["bench"] or "Device and weights" in ending.stdout
 
 
 def commands_in(page: str) -> Iterator[list[str]]:
@@ -188,35 +188,6 @@ def test_the_drafts_that_are_listed_are_of_the_grammar(draft: str) -> None:
     assert not message.startswith("--")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """Numbers to add."""
-
-    first: Annotated[int, typer.Option(help="Comes first.")]
-    more: Annotated[list[int], typer.Option("--another")] = field(default_factory=lambda: [3, 4])
-
-
-def test_a_dataclass_becomes_a_panel_of_options() -> None:
-    seen = []
-
-    def add(
-        name: Annotated[str, typer.Argument()],
-        numbers: Numbers,
-        twice: Annotated[bool, typer.Option("--twice")] = False,
-    ) -> None:
-        """Add."""
-        seen.append((name, asdict(numbers), twice))
-
-    app = typer.Typer()
-    app.command()(grouped(add))
-    assert CliRunner().invoke(app, ["a", "--first", "1", "--twice"]).exit_code == 0
-    assert CliRunner().invoke(app, ["b", "--first", "1", "--another", "5"]).exit_code == 0
-    assert seen == [("a", {"first": 1, "more": [3, 4]}, True), ("b", {"first": 1, "more": [5]}, False)]
-    assert "Numbers to add" in CliRunner().invoke(app, ["--help"]).stdout
-    assert CliRunner().invoke(app, ["c"]).exit_code == 2
-    assert inspect.getdoc(grouped(add)) == "Add."
-
-
 def estimate(value: float) -> Estimate:
     return Estimate(value, value - 0.1, value + 0.1, 0.9)
 
@@ -280,14 +251,11 @@ def test_of_a_study(row: dict[str, object], said: str) -> None:
     assert said in TextFindings("texts", [row], [], {}).sentence()
 
 
-def test_of_a_search_that_found_one() -> None:
+@pytest.mark.parametrize(("promised", "shown"), [(0.97, "0.97"), (1.0, "1.00")])
+def test_of_a_search_that_found_one_and_of_one_in_which_all_sets_lose(promised: float, shown: str) -> None:
     found, next_step = verdict_of_search("demo", "skip:layers=3", 1.24, 12, Path("skip.json"))
     assert found == "12 sets evaluated; skip:layers=3 is predicted 1.24 times plain decoding. It is in skip.json."
     assert next_step == "Measure it before you rely on it: selfspec bench demo --draft skip-file:skip.json"
-
-
-@pytest.mark.parametrize(("promised", "shown"), [(0.97, "0.97"), (1.0, "1.00")])
-def test_of_a_search_in_which_all_sets_lose(promised: float, shown: str) -> None:
     found, next_step = verdict_of_search("demo", "skip:layers=3", promised, 1, Path("skip.json"))
     assert found.startswith("No skip set is predicted to beat plain decoding here; of 1 set evaluated skip:layers=3")
     assert f"predicted {shown} times plain decoding" in found
@@ -325,18 +293,13 @@ def test_a_step_that_takes_long_is_said_again_and_again(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("often")
-def test_a_count_is_said_and_nothing_after_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_is_said_and_nothing_after_its_end_and_of_short_work(capsys: pytest.CaptureFixture[str]) -> None:
     with counting_bar("rounding") as count:
         count(3, 12)
         time.sleep(0.12)
     said = capsys.readouterr().err
     assert "rounding: 3 of 12" in said
     time.sleep(0.12)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("often")
-def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("measuring") as progress:
         StepBar(progress).begin(1)
     assert capsys.readouterr().err == ""

@@ -193,7 +193,7 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
 
 
 @pytest.mark.tools
-def test_a_study_by_options(invoke: Invoke, said: Said, folder: str, tmp_path: Path) -> None:
+def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *STUDY)
     to = tmp_path / "study"
     ending = invoke(*words, "--to", str(to))
@@ -202,9 +202,6 @@ def test_a_study_by_options(invoke: Invoke, said: Said, folder: str, tmp_path: P
     assert "0 failed" in ending.stdout
     names = {"runs.jsonl", "points.csv", "points.parquet", "report.html", "report.md", "pareto.png", "exits.svg"}
     assert names <= {file.name for file in to.iterdir()}
-    found = said(*words, "--to", str(to))
-    assert found["failed"] == []
-    assert {row["temperature"] for row in found["best"]} == {0.0}
 
 
 @pytest.mark.tools

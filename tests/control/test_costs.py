@@ -39,9 +39,7 @@ def test_more_rows_cost_what_a_further_row_does_and_fewer_what_a_further_token_d
     four = selfspec.Costs(draft=0.25, widening=0.08, rows=4, each_row=0.1)
     assert four.in_batch(2).widening == selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(2).widening
     assert four.in_batch(8).widening > selfspec.Costs(draft=0.25, widening=0.08, rows=4).in_batch(8).widening
-
-
-def test_rows_that_cost_less_than_tokens_count_as_tokens_do() -> None:
+    # Rows that cost less than tokens count as tokens do.
     costs = selfspec.Costs(draft=0.25, widening=0.1, each_row=0.05)
     assert costs.in_batch(4).widening == selfspec.Costs(draft=0.25, widening=0.1).in_batch(4).widening
 

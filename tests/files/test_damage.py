@@ -62,7 +62,6 @@ from selfspec.recipe import Recipe
 from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.lab.study import read_study
 from selfspec.tools.train.corpus import read_documents, written_text
 from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.exit_heads import ExitHeads
@@ -325,25 +324,6 @@ def test_every_reader_refuses_by_name(tmp_path: Path, name: str, bad: str) -> No
         READERS[name](file)
     assert str(tmp_path) in str(refused.value)
     assert len(str(refused.value)) < 2000
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "models = " + NESTED,
-        "texts = " + "1" * 5000,
-        'models = "demo"\ntemperatures = [' + "1" * 400 + "]",
-        'models = "demo"\ntemperatures = [nan]',
-        'models = "demo"\ntemperatures = [inf]',
-        'models = "demo"\nseeds = [' + "1" * 40 + "]",
-        "models = 0x" + "f" * 5000,
-    ],
-    ids=lambda text: text[:30],
-)
-def test_studies_are_refused_by_name(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.toml").write_text(text)
-    with pytest.raises(SelfSpecError, match=r"a\.toml"):
-        read_study(tmp_path / "a.toml")
 
 
 def test_a_vocabulary_of_tokens_that_no_tensor_holds_is_refused(tmp_path: Path) -> None:

@@ -120,11 +120,8 @@ def test_tokens_are_timed_alone_and_among_many() -> None:
     assert widths.count(1) == 4
 
 
-def test_one_sample_says_that_it_knows_nothing() -> None:
+def test_one_sample_says_that_it_knows_nothing_and_none_is_refused() -> None:
     assert Estimate.of_median([2.0]) == Estimate.of_ratio([4.0], [2.0]) == Estimate(2.0, 2.0, 2.0, 0.0)
-
-
-def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         Estimate.of_median([])
     with pytest.raises(ValueError, match="in pairs"):

@@ -228,9 +228,7 @@ def test_a_tied_head_is_read_at_every_step_and_counted_once() -> None:
     assert untied.total.parameters - tied.total.parameters == untied.head.parameters
     assert tied.tied
     assert not untied.tied
-
-
-def test_position_embeddings_are_looked_up_and_not_read() -> None:
+    # Position embeddings are looked up, and not read.
     anatomy = describe(tiny.gpt2())
     assert anatomy.embedding.parameters == (tiny.VOCABULARY + tiny.CONTEXT) * 32
     assert anatomy.final_norm.parameters == 2 * 32

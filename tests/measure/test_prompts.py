@@ -51,14 +51,9 @@ def test_every_line_with_a_text(questions: Path) -> None:
     assert not any(text.whole for text in found.texts)
     # A later turn knows what was asked before.
     assert [text.messages for text in found.texts] == [(), ({"role": "user", "content": "one and one"},), (), ()]
-
-
-def test_only_lines_that_say_so(questions: Path) -> None:
+    # Only lines that say so, and one for each value.
     (found,) = parse_workloads(f"sums={questions}#category=maths")
     assert [text.text for text in found.texts] == ["one and one", "and two", "two and two"]
-
-
-def test_one_for_each_value(questions: Path) -> None:
     lines = questions.read_text().splitlines()
     questions.write_text("\n".join(lines[:3]) + "\n")
     found = parse_workloads(f"q={questions}#category")

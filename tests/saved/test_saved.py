@@ -217,11 +217,8 @@ def test_a_pipeline_gives_the_models_text(
 ) -> None:
     wanted = made(model)(TEXTS, **options)
     assert made(spec)(TEXTS, **options) == wanted
-
-
-def test_a_pipeline_takes_a_wrapper(model: PreTrainedModel, spec: selfspec.SelfSpeculative) -> None:
-    plain = made(model)
-    assert plain(TEXTS, custom_generate=spec, **GREEDY) == plain(TEXTS, **GREEDY)
+    if "stop_sequence" not in options:  # On this way transformers drops the tokenizer that it needs.
+        assert made(model)(TEXTS, custom_generate=spec, **options) == wanted
 
 
 def test_a_pipeline_is_shown_and_saved(spec: selfspec.SelfSpeculative, tmp_path: Any) -> None:

@@ -24,7 +24,7 @@ from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of, work, work_on
-from selfspec.tools.lab.drafts import Given, content, draft_kind, named_drafts, skip_set
+from selfspec.tools.lab.drafts import named_drafts, skip_set
 from selfspec.tools.lab.estimates import count, estimate, estimate_asked
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.lab.study import StudiedModel, Study, read_study, texts_asked, texts_of, write_texts
@@ -214,7 +214,14 @@ def test_a_file_declares_a_study(tmp_path: Path) -> None:
         ('models = "demo"\ndraft_lengths = [1, 1]', "draft_lengths: this names something twice"),
         ('models = "demo"\nseed = 9223372036854775808', "seed: Input should be less"),
         ('models = "demo"\npricing = "guess"', "pricing: Input should be 'measured' or 'weights'"),
+        # What is read and means nothing names the file.
+        *((f"{name} = {'1' * 5000}", r"a\.toml") for name in ("texts", "models")),
+        *((f'models = "demo"\ntemperatures = [{each}]', r"a\.toml") for each in ("1" * 400, "nan", "inf")),
+        ("models = " + "[" * 100_000, r"a\.toml"),
+        ("models = 0x" + "f" * 5000, r"a\.toml"),
+        ('models = "demo"\nseeds = [' + "1" * 40 + "]", r"a\.toml"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_what_is_malformed_is_said(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "a.toml").write_text(text)
@@ -269,22 +276,6 @@ def test_a_reduced_vocabulary_is_another_draft_once_its_file_changes(tmp_path: P
 def test_a_name_that_is_no_skip_set() -> None:
     with pytest.raises(StudyError, match="no skip set"):
         skip_set("exit:2")
-
-
-def test_kinds_are_drafts_without_arguments() -> None:
-    kinds = {name: draft_kind(name) for name in ("exit:3", "lookup+int8", "int4+exit:2", "exit:2+vocab:a+b.json")}
-    assert list(kinds.values()) == ["exit", "lookup+int8", "int4+exit", "exit+vocab"]
-    assert draft_kind("bigrams:Bigram:2+exit:4") == "bigrams:Bigram+exit"
-
-
-def test_drafts_that_are_objects_are_known_by_their_names() -> None:
-    model, own = tiny.llama(), Guess((1, 2))
-    given = Given.of([own, "exit:1"])
-    found = named_drafts([repr(own), "exit:1"], model, find_adapter(model), 0, given)
-    assert given.drafter(repr(own)) is own
-    assert found.keys() == {repr(own), "exit:1"}
-    # Other fields are another draft.
-    assert content(own) == content(Guess((1, 2))) != content(Guess((1, 3)))
 
 
 _QUICK: dict[str, Any] = {

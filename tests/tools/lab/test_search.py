@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from html import unescape
 from itertools import combinations, pairwise
 from pathlib import Path
-from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.collections import PathCollection
@@ -65,7 +65,7 @@ def _space(studied: StudiedModel, fewest: int, most: int) -> Space:
 
 
 @pytest.mark.tools
-def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: FilePath) -> None:
+def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedModel, tmp_path: Path) -> None:
     space = _space(studied, 2, 2)
     everything = evaluate(Runs(tmp_path), STUDY, studied, list(map(frozenset, combinations(space.choices, 2))))
     assert len(everything) == 45
@@ -85,7 +85,7 @@ def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
 
 
 @pytest.mark.tools
-def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: FilePath) -> None:
+def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: Path) -> None:
     space = _space(studied, 1, 4)
 
     def interrupt(known: int, of: int, share: float) -> None:
@@ -102,7 +102,7 @@ def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedMod
 
 
 def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(
-    studied: StudiedModel, tmp_path: FilePath
+    studied: StudiedModel, tmp_path: Path
 ) -> None:
     runs = Runs(tmp_path)
     work_on(STUDY, lambda name: studied, runs)
@@ -391,9 +391,6 @@ def test_no_draft_is_marked_best_where_none_gains(shown: list[TextFindings], dra
 
 
 def test_a_heat_map_of_many_layers_has_ticks_and_no_numbers(tmp_path: Path) -> None:
-    import numpy as np
-    from matplotlib.figure import Figure
-
     axes = Figure().subplots()
     report.heat(axes, np.full((2, 80), 0.5), ["a", "b"], [str(layer) for layer in range(80)], ".2f")
     assert len(axes.texts) == 0

@@ -49,12 +49,10 @@ def test_jsonl_gzip_and_plain_text_are_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     assert read_documents(tmp_path / "a.jsonl") == read_documents(tmp_path / "b.jsonl.gz") == ["one", "two"]
     assert read_documents(tmp_path / "c.txt") == read_documents(tmp_path / "d.txt.gz") == ["one\ntwo"]
-
-
-def test_other_line_separators_stay_inside_a_document(tmp_path: Path) -> None:
+    # Other separators of lines stay inside a document.
     text = "one\u2028two\x85three"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_documents(tmp_path / "a.jsonl") == [text]
+    (tmp_path / "e.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_documents(tmp_path / "e.jsonl") == [text]
 
 
 @pytest.mark.parametrize(
@@ -221,10 +219,8 @@ def test_every_weight_lies_between(trained: str, tmp_path: Path) -> None:
     assert json.loads((to / "training.json").read_text()) == report
     with pytest.raises(TrainingError, match="finished training"):
         average(trained, str(FOLDER), _averaging(), to)
-
-
-def test_without_a_text_nothing_is_measured(trained: str, tmp_path: Path) -> None:
-    report = average(trained, str(FOLDER), _averaging(), tmp_path / "average")
+    # Without a text nothing is measured.
+    report = average(trained, str(FOLDER), _averaging(), tmp_path / "unmeasured")
     assert report["before"] == report["after"] == {}
 
 
@@ -252,9 +248,7 @@ def test_dropout_rises_exponentially_from_none_to_all_of_it() -> None:
     # D(l) + 1 is a geometric series.
     ratios = [(after / 0.2 + 1) / (before / 0.2 + 1) for before, after in pairwise(rates)]
     assert ratios == pytest.approx([2 ** (1 / 11)] * 11)
-
-
-def test_dropout_may_rise_over_the_training_as_well() -> None:
+    # It may rise over the training as well.
     recipe = LayerSkipRecipe(dropout=0.2, dropout_curriculum="exponential")
     last = [recipe.dropout_rates(4, step, 101)[-1] for step in (0, 50, 100)]
     assert last == pytest.approx([0, 0.2 * (math.sqrt(2) - 1), 0.2])
@@ -278,13 +272,8 @@ def test_weights_are_the_papers() -> None:
     # The paper's e(l) with l = E - 1: 0.2 * (0 + ... + l), and for the last layer l + 0.2 * (0 + ... + (l - 1)).
     expected = [0.2 * 1, 0.2 * 6, 5 + 0.2 * 10]
     assert recipe.weights(6, [2, 4]) == pytest.approx([weight / sum(expected) for weight in expected])
-
-
-def test_even_weights() -> None:
     assert LayerSkipRecipe(exit_scale=0.5, weighting="even").weights(12, [2, 4]) == pytest.approx([0.25, 0.25, 0.5])
-
-
-def test_no_exit_leaves_the_full_model_alone() -> None:
+    # No exit leaves the full model alone.
     assert LayerSkipRecipe(exits=(3,), rotation=2).active(6, 1, 10) == []
     assert LayerSkipRecipe().weights(6, []) == [1.0]
 
