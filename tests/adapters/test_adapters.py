@@ -92,9 +92,7 @@ def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: i
             selfspec.wrap(tiny.llama(**LONGROPE), draft, draft_length=4).generate(
                 tiny.prompt(prompt), max_new_tokens=14
             )
-
-
-def test_longrope_is_refused_where_rows_lie_on_different_sides() -> None:
+    # So are rows that lie on different sides.
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, :36] = 0
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="longrope"):
@@ -241,16 +239,6 @@ def test_a_stock_cache_is_taken_up_and_a_callers_own_is_filled(architecture: str
     assert spec.generate(words(8, 2), cache=empty, **GREEDY).cache is empty
     again = spec.generate(given, mask, cache=empty, **GREEDY)
     assert torch.equal(again.sequences[:, given.shape[1] :], wanted)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "falcon_mamba"])
-def test_caches_that_transformers_puts_in_are_no_reason_to_refuse(architecture: str) -> None:
-    spec, model = wrapped(architecture)
-    options = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), **GREEDY}
-    found = model.generate(words(6, 2), custom_generate=spec, **options)
-    assert torch.equal(found, spec.generate(words(6, 2), **options).sequences)
-    row = model.generate(words(6, 2)[1:], attention_mask=torch.ones(1, 6), **GREEDY)
-    assert torch.equal(found[1:], row)
 
 
 def test_states_of_rows_that_end_apart_are_not_given() -> None:

@@ -222,9 +222,7 @@ def test_stages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == [stage.name for stage in STAGES]
     assert all(stage.minutes < 9 for stage in STAGES)
-
-
-def test_names_of_cases_differ() -> None:
+    # Names of cases differ.
     for miniature in (True, False):
         device = torch.device("cpu")
         bench = Bench(device, miniature, Models(device, miniature))

@@ -40,6 +40,10 @@ from selfspec.tools.train.run import CheckedExit, doubts, verdict
 def test_version(invoke: Invoke) -> None:
     ending = invoke("--version")
     assert (ending.status, ending.stdout) == (0, f"selfspec {selfspec.__version__}\n")
+    # Without words it helps.
+    ending = invoke()
+    assert ending.status == 2
+    assert "error" not in ending.stderr
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,12 +93,6 @@ def test_every_kind_of_draft_is_listed(invoke: Invoke, said: Said) -> None:
     shown = invoke("drafts").stdout
     assert all(each.form in shown for each in declarations())
     assert [each["written"] for each in said("drafts")["drafts"]] == [each.form for each in declarations()]
-
-
-def test_without_words_it_helps(invoke: Invoke) -> None:
-    ending = invoke()
-    assert ending.status == 2
-    assert "error" not in ending.stderr
 
 
 def test_a_mistake_of_ours_is_shown_with_its_place(

@@ -20,7 +20,7 @@ from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import Invoke, Said, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.cli.demo import Standing, headline
-from selfspec.control.profile import VARIABLE, Setting, find_profile
+from selfspec.control.profile import VARIABLE
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.estimate import Estimate
@@ -77,10 +77,7 @@ def test_the_arms_in_order(folder: str) -> None:
     with pytest.raises(selfspec.errors.DraftConfigError, match="at least its length, 4"):
         names(folder, draft=["exit:1"], draft_length=4, nodes=[3])
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
-
-
-@pytest.mark.usefixtures("invoke")
-def test_an_assistant_is_measured_in_both_ways(folder: str) -> None:
+    # An assistant is measured in both ways.
     draft = [f"assistant:{folder}"]
     assert names(folder, draft=draft, arm=[ExtraArm.ASSISTANT, ExtraArm.DRAFT]) == [
         "model.generate",
@@ -335,19 +332,6 @@ def _search(said: Said, model: str, folder: Path) -> Any:
     return [(row["draft"], row["alpha"]) for row in found["scores"]], sorted(table["alpha"].tolist())
 
 
-def _calibrate(said: Said, model: str, folder: Path) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    if find_profile(Setting.of(loaded)) is None:
-        prompts = folder / "prompts.txt"
-        folder.mkdir(exist_ok=True)
-        prompts.write_text("Once upon a time")
-        sizes = ("--max-new-tokens", "12", "--repeats", "1", "--longest-draft", "1", "--nodes", "0")
-        said("calibrate", model, "--draft", "exit:4", *sizes, "--prompt-file", str(prompts), *ON_CPU)
-    profile = find_profile(Setting.of(loaded))
-    assert profile is not None
-    return profile.report["greedy"]["acceptance"]["exit:4"]
-
-
 def _ablate_in_memory(_: Said, model: str, folder: Path) -> Any:
     quick: dict[str, Any] = {"temperatures": [0], "max_new_tokens": 16, "confirm": 0, "pricing": "weights"}
     found = selfspec.ablate(AutoModelForCausalLM.from_pretrained(model), _PROMPTS, drafts=_DRAFT, to=folder, **quick)
@@ -355,7 +339,7 @@ def _ablate_in_memory(_: Said, model: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way", [*(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _search, _calibrate)), _ablate_in_memory]
+    "way", [*(pytest.param(way, marks=pytest.mark.tools) for way in (_bench, _search)), _ablate_in_memory]
 )
 def test_each_gets_its_own_figures(
     way: Way, two: list[str], said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

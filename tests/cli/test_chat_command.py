@@ -75,6 +75,11 @@ def test_saves_and_forgets(invoke: Invoke, folder: str, template: str, tmp_path:
     assert ending.status == 0
     assert json.loads(file.read_text())["messages"] == []
     assert [each["content"] for each in json.loads(ending.stdout)["messages"]][:1] == ["/slash"]
+    # What another chat saved is not written over.
+    ending = invoke(*words(folder, template), stdin=f"Hello.\n/save {file}\n".encode())
+    assert ending.status == 1
+    assert "is there already" in ending.stderr
+    assert json.loads(file.read_text())["messages"] == []
 
 
 @pytest.mark.parametrize(
@@ -97,15 +102,6 @@ def test_a_line_that_is_no_text_costs_no_answer(invoke: Invoke, folder: str, tem
     # So does one that ends it.
     ending = invoke(*words(folder, template, "--output", "json"), stdin=b"Tell me of Lily.\n/nothing\nAnd then?\n")
     assert len(json.loads(ending.stdout)["turns"]) == 1
-
-
-def test_a_file_that_is_there_is_not_written_over(invoke: Invoke, folder: str, template: str, tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text("mine")
-    ending = invoke(*words(folder, template), stdin=f"/save {file}\n".encode())
-    assert ending.status == 1
-    assert "is there already" in ending.stderr
-    assert file.read_text() == "mine"
 
 
 @pytest.fixture

@@ -141,9 +141,6 @@ def test_stats_are_a_table_on_stderr(invoke: Invoke, folder: str, expected_text:
     counts = ("new tokens", "rounds", "mean accepted length", "acceptance by depth", "seconds", "KV cache")
     for count in (*counts, "substitutes"):
         assert count in ending.stderr
-
-
-def test_stats_say_so_where_a_draft_was_not_worth_a_try(invoke: Invoke, folder: str, expected_text: str) -> None:
     # Four layers of five and the head: not even a good draft would pay.
     ending = invoke(*words(folder, "--draft", "exit:4", "--stats"))
     assert ending.stdout == expected_text + "\n"

@@ -161,19 +161,16 @@ def test_profiles_lie_in_the_users_cache_by_default(monkeypatch: pytest.MonkeyPa
     assert folder() == Path("/elsewhere")
 
 
-def test_a_profile_for_other_threads_is_named(profiles: Path, llama: PreTrainedModel) -> None:
-    setting = replace(Setting.of(llama), threads=7)
-    replace(profile_of(llama), setting=setting).save(default_file(setting))
-    with pytest.raises(ProfileError, match=r"CPU threads 7 there, 1 here.*selfspec calibrate MODEL --dtype float64"):
-        find_profile(Setting.of(llama))
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("torch", "torch version 0.0"), ("selfspec", "selfspec version 0.0"), ("transformers", "transformers version")],
+    ("changed", "words"),
+    [
+        ({"threads": 7}, r"CPU threads 7 there, 1 here.*selfspec calibrate MODEL --dtype float64"),
+        *(({name: "0.0"}, f"{name} version 0.0") for name in ("torch", "selfspec", "transformers")),
+    ],
 )
-def test_a_profile_of_other_versions_is_refused(profiles: Path, llama: PreTrainedModel, name: str, words: str) -> None:
-    setting = replace(Setting.of(llama), **{name: "0.0"})  # type: ignore[arg-type]
+@pytest.mark.usefixtures("profiles")
+def test_a_profile_of_another_setting_is_refused(llama: PreTrainedModel, changed: dict[str, Any], words: str) -> None:
+    setting = replace(Setting.of(llama), **changed)
     replace(profile_of(llama), setting=setting).save(default_file(setting))
     with pytest.raises(ProfileError, match=words):
         find_profile(Setting.of(llama))

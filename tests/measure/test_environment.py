@@ -81,24 +81,20 @@ def work(sizes: Mapping[str, int]) -> Work:
     return Work(steps=10 * sizes["tokens"], read=20 * sizes["samples"])
 
 
-def test_what_there_is_time_for_stays_as_usual() -> None:
+def test_what_there_is_time_for_stays_as_usual_and_else_less_is_done() -> None:
     fitted = fit(SIZES, work, TIMES, minutes=10)
     assert fitted.sizes == {"tokens": 64, "samples": 400}
     assert fitted.shrunk == {}
     assert fitted.seconds == pytest.approx(640 * 0.05 + 8000 * 0.005)
     assert fitted.sentence(10) == "about 1 min expected; a token takes 50 ms here"
-
-
-def test_sizes_shrink_together_until_the_work_fits() -> None:
+    # Sizes shrink together until the work fits.
     fitted = fit(SIZES, work, TIMES, minutes=0.75)
     assert 16 < fitted.sizes["tokens"] < 64
     assert 100 < fitted.sizes["samples"] < 400
     assert 40 < fitted.seconds <= 45
     said = f"To stay within 0.75 minutes: --tokens {fitted.sizes['tokens']}, --samples {fitted.sizes['samples']}"
     assert said in fitted.sentence(0.75)
-
-
-def test_the_fewest_are_done_in_any_case() -> None:
+    # The fewest are done in any case.
     fitted = fit(SIZES, work, TIMES, minutes=0)
     assert fitted.sizes == {"tokens": 16, "samples": 100}
     assert fitted.seconds > 0

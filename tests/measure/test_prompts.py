@@ -88,9 +88,7 @@ def test_documents_give_their_beginning_and_prompts_their_end(tokenizer: PreTrai
     for whole, expected in ((True, ids[:12]), (False, ids[-12:])):
         (prompts,) = Workload("w", (Text(text, whole),)).prompts(tokenizer, 1, 1, 12)
         assert prompts.tolist() == [expected]
-
-
-def test_short_texts_have_others_before_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    # Short texts have others before them.
     first, second = (tokenizer(text).input_ids for text in ("import os", "def walk"))
     workload = Workload("w", (Text("import os", False), Text("def walk", False)))
     width = len(first) + len(second)

@@ -257,7 +257,4 @@ def test_adapters_are_a_subpackage_and_the_link_is_the_same_folder() -> None:
     link = ROOT / "selfspec" / "adapters"
     # A source distribution carries no link, and installs do not need it.
     assert not link.exists() or link.samefile(ROOT / "adapters")
-
-
-def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "selfspec" / "py.typed").is_file()

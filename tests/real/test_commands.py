@@ -1,4 +1,4 @@
-"""Every command on a real checkpoint, and greedy texts with every kind of draft: those of `model.generate`."""
+"""Chats, servers, verdicts and budgets of real checkpoints, and texts with every kind of draft: the model's own."""
 
 from __future__ import annotations
 
@@ -24,21 +24,11 @@ pytestmark = pytest.mark.real
 
 NEW = 16
 ON_CPU = ("--device", "cpu", "--threads", "1")
-STUDY = ("--texts", "1", "--prompt-tokens", "48", "--max-new-tokens", "8", "--pricing", "weights", *ON_CPU)
 
 
 @pytest.fixture
 def smollm2(real: Callable[[str], Real]) -> Real:
     return real("smollm2")
-
-
-@pytest.fixture
-def workload(smollm2: Real, tmp_path: Path) -> str:
-    """Prompts as the chat template writes them: they hold the end token, which is the padding token too."""
-    file = tmp_path / "prompts.jsonl"
-    texts = [smollm2.tokenizer.decode(smollm2.ids(line["prompt"])[0]) for line in read_prompts()[:2]]
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return str(file)
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
@@ -96,40 +86,6 @@ def test_serve(server: dict[str, Any], smollm2: Real) -> None:
         assert answer.strip() == own.strip()
 
 
-def test_ablate(said: Said, smollm2: Real, workload: str, tmp_path: Path) -> None:
-    words = ("ablate", "--model", smollm2.folder, "--draft", "exit:24", "--draft", "skip:attn=12", "--confirm", "2")
-    few = ("--draft-length", "2", "--reach", "1", "--workload", f"x={workload}", "--to", str(tmp_path / "study"))
-    found = said(*words, *few, "--temperature", "0", *STUDY)
-    assert found["failed"] == []
-    assert all(row["exact"] is True for row in found["best"])
-
-
-@pytest.mark.parametrize(
-    ("words", "draft"),
-    [
-        ("search {model} --evaluations 3 --sublayers 2 --draft-length 2 --workload x={workload}", "skip-file:{to}"),
-        (
-            "train exit {model} --text {text} --exits 10 --steps 2 --batch 1 --length 32 --held-out-blocks 1",
-            "head:{to}@10",
-        ),
-        ("quantize {model} --bits 8 --dtype float32", "int8:{to}"),
-        ("export {model} --draft exit:10 --dtype float32", "assistant:{to}"),
-        ("index {model} --text {text}", "suffix:{to}"),
-    ],
-)
-def test_what_is_made_drafts(said: Said, smollm2: Real, workload: str, tmp_path: Path, words: str, draft: str) -> None:
-    text, to = tmp_path / "text.txt", tmp_path / "made"
-    text.write_text("\n".join(line["prompt"] for line in read_prompts()))
-    typed = words.format(model=smollm2.folder, text=text, workload=workload).split()
-    more = {"search": STUDY, "train": ("--device", "cpu"), "quantize": ON_CPU}
-    said(*typed, *more.get(typed[0], ()), "--to", str(to))
-    ids = smollm2.ids("Name the planets.")
-    spec = smollm2.drafting(draft.format(to=to))
-    out = spec.generate(ids, torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-    assert out.stats.drafted > 0 or typed[0] == "index"
-    assert out.sequences[0, ids.shape[1] :].tolist() == smollm2.stock(ids, NEW)
-
-
 @pytest.mark.parametrize(("model", "memory"), [("smollm2", "800MiB"), ("gemma3", "1600MiB")])
 def test_streamed(real: Callable[[str], Real], model: str, memory: str) -> None:
     """In a process of its own, whose size counts."""
@@ -147,7 +103,7 @@ def test_streamed(real: Callable[[str], Real], model: str, memory: str) -> None:
 NEW_DRAFTS = {"smollm2": 24, "gemma3": 12}
 # On every prompt.
 ALWAYS = ("int8", "lookup+recycle")
-# In turns, each on several prompts. Drafts that are made first are those of test_commands.py.
+# In turns, each on several prompts.
 IN_TURNS = (
     "exit:{half}",
     "exit:{last}",

@@ -95,9 +95,7 @@ def test_seeds_and_streamers_reach_selfspec(trusted: Any) -> None:
     sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 4}
     plain = selfspec.wrap(tiny.llama(), accept="coupled")
     assert torch.equal(trusted.generate(tiny.prompt(5), **sampled), plain.generate(tiny.prompt(5), **sampled).sequences)
-
-
-def test_what_cannot_be_honoured_is_refused_here_too(trusted: Any) -> None:
+    # What cannot be honoured is refused here too.
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="num_beams"):
         trusted.generate(tiny.prompt(5), num_beams=2, **OPTIONS)
 

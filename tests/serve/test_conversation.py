@@ -72,9 +72,7 @@ def test_answers_are_those_of_the_whole_conversation(
 def test_a_turn_without_any_text_is_not_remembered(conversation: Conversation) -> None:
     conversation.ask(TEXTS[0]).close()
     assert [message["role"] for message in conversation.messages] == ["system"]
-
-
-def test_reset_leaves_the_system_message(conversation: Conversation) -> None:
+    # A reset leaves the system message.
     answered(conversation, TEXTS[0])
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be kind."}]

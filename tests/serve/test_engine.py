@@ -264,9 +264,7 @@ def test_events_come_in_order_and_end_with_the_last() -> None:
     assert not ticket.cancelled
     ticket.cancel()
     assert ticket.cancelled
-
-
-def test_a_callback_takes_the_place_of_the_iterator() -> None:
+    # A callback takes the place of the iterator.
     seen: list[Event] = []
     ticket = Ticket(seen.append)
     ticket.deliver(ROUND)

@@ -104,9 +104,7 @@ def test_prompts_are_read_in_chunks_between_rounds(model: PreTrainedModel) -> No
         assert len(running.tokens) == before + 1
     # All but the last token, which the first round reads.
     assert chunks == [5, 5, 5, 5, 2]
-
-
-def test_short_prompts_share_a_chunk(model: PreTrainedModel) -> None:
+    # Short ones share a chunk.
     engine = Stepped(selfspec.wrap(model), 8, prefill_tokens=20)
     for number in range(6):
         engine.submit(asked(5, 9, number))

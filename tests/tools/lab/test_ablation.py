@@ -244,6 +244,8 @@ def test_drafts_are_named_one_by_one() -> None:
     assert drawn == _names("random:3x10")
     # There are no more than 8 of one sublayer.
     assert len(_names("random:1x50")) == 8
+    with pytest.raises(StudyError, match="no skip set"):
+        skip_set("exit:2")
 
 
 @pytest.mark.parametrize(
@@ -271,11 +273,6 @@ def test_a_reduced_vocabulary_is_another_draft_once_its_file_changes(tmp_path: P
         found.append(named_drafts([f"exit:2+vocab:{file}"], model, find_adapter(model), seed=0))
     assert found[0] != found[1]
     assert found[0].keys() == found[1].keys()
-
-
-def test_a_name_that_is_no_skip_set() -> None:
-    with pytest.raises(StudyError, match="no skip set"):
-        skip_set("exit:2")
 
 
 _QUICK: dict[str, Any] = {

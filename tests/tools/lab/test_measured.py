@@ -111,11 +111,8 @@ def test_the_prediction() -> None:
     assert found.efficiency == pytest.approx(2.0 / found.predicted.value)
     looked_up = shown(drafting(costs=costs, rounds=[ShapeCount(3, 0, 16), ShapeCount(0, 0, 16)])).prediction
     assert looked_up.predicted.value == pytest.approx(64 / (16 * 1.5 + 16))
-
-
-@pytest.mark.parametrize("costs", [None, PassCosts(Estimate(0.1, 0.1, 0.1), None)])
-def test_no_prediction_from_costs_that_were_not_timed(costs: PassCosts | None) -> None:
-    assert shown(drafting(costs=costs)).prediction is None
+    for untimed in (None, PassCosts(known(0.1), None)):
+        assert shown(drafting(costs=untimed)).prediction is None
 
 
 def cell(**fields: object) -> MeasuredCell:
@@ -194,9 +191,6 @@ def test_speeds_that_cannot_be_are_flagged() -> None:
     assert "2.00 times its tokens a pass" in doubt
     # As fast as it may be, and nearly so where the interval is wide.
     assert said(own, decoding_against={"plain": Estimate(2.1, 1.9, 4.5)}) == []
-
-
-def test_an_efficiency_that_cannot_be_is_flagged() -> None:
     costs = PassCosts(known(0.1), known(0.6), {4: known(1.8)}, {4: known(1.5)}, known(0.05))
     (doubt,) = said(drafting(costs=costs))
     assert "efficiency" in doubt
@@ -277,6 +271,8 @@ def test_a_panel_without_enough_tokens_says_so(saved: list[Figure], tmp_path: Pa
     draw(cells(1, DRAFTS, judged=bench_report._ENOUGH - 1), tmp_path)
     texts = [text.get_text() for axes in saved[1].axes for text in axes.texts]
     assert texts == ["too few tokens"] * 2
+    # Without drafts there is no acceptance to draw.
+    assert [file.name for file in draw(cells(1, []), tmp_path)] == ["speed.png"]
 
 
 def test_nothing_lies_outside_the_picture(saved: list[Figure], tmp_path: Path) -> None:
@@ -307,10 +303,6 @@ def test_every_depth_that_is_drawn_has_a_tick(saved: list[Figure], tmp_path: Pat
     for axes in saved[1].axes:
         (left, right), ticks = axes.get_xlim(), axes.get_xticks().tolist()
         assert [tick for tick in ticks if left <= tick <= right] == [1, 2, 3]
-
-
-def test_without_drafts_there_is_no_acceptance_to_draw(tmp_path: Path) -> None:
-    assert [file.name for file in draw(cells(1, []), tmp_path)] == ["speed.png"]
 
 
 def test_arms_that_are_not_selfspecs_are_grey() -> None:

@@ -463,9 +463,7 @@ def test_a_kind_has_its_colour_in_every_picture_and_a_cascade_is_hollow() -> Non
     assert mark_of("something else").colour == GREY
     assert mark_of("exit:4").filled
     assert not mark_of("lookup+exit:4").filled
-
-
-def test_drafts_of_one_kind_are_told_apart() -> None:
+    # Drafts of one kind are told apart.
     marks = marks_of(["exit:2", "exit:3", "skip:attn=1", "exit:4"])
     looks = {(mark.colour, mark.dashes, mark.marker) for mark in marks.values()}
     assert len(looks) == 4

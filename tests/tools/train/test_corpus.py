@@ -18,19 +18,7 @@ from helpers.tokenizers import PLAIN
 from selfspec.errors import CorpusError, TrainingError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.stock import until_end
-from selfspec.tools.train.corpus import (
-    Blocks,
-    Conversation,
-    all_documents,
-    beginnings,
-    encoded,
-    packed,
-    plain_text,
-    read_documents,
-    split,
-    spread,
-    written_text,
-)
+from selfspec.tools.train import corpus
 from selfspec.tools.train.layerskip import average
 from selfspec.tools.train.recipe import Averaging, Course, LayerSkipRecipe, Texts
 
@@ -47,12 +35,14 @@ def test_jsonl_gzip_and_plain_text_are_read(tmp_path: Path) -> None:
         ("d.txt.gz", gzip.compress(b"one\ntwo")),
     ):
         (tmp_path / name).write_bytes(content)
-    assert read_documents(tmp_path / "a.jsonl") == read_documents(tmp_path / "b.jsonl.gz") == ["one", "two"]
-    assert read_documents(tmp_path / "c.txt") == read_documents(tmp_path / "d.txt.gz") == ["one\ntwo"]
+    assert (
+        corpus.read_documents(tmp_path / "a.jsonl") == corpus.read_documents(tmp_path / "b.jsonl.gz") == ["one", "two"]
+    )
+    assert corpus.read_documents(tmp_path / "c.txt") == corpus.read_documents(tmp_path / "d.txt.gz") == ["one\ntwo"]
     # Other separators of lines stay inside a document.
     text = "one\u2028two\x85three"
     (tmp_path / "e.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_documents(tmp_path / "e.jsonl") == [text]
+    assert corpus.read_documents(tmp_path / "e.jsonl") == [text]
 
 
 @pytest.mark.parametrize(
@@ -71,46 +61,46 @@ def test_jsonl_gzip_and_plain_text_are_read(tmp_path: Path) -> None:
 def test_unreadable_text_is_refused_by_name(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CorpusError, match=name.split(".")[0]):
-        read_documents(tmp_path / name)
+        corpus.read_documents(tmp_path / name)
 
 
 def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(CorpusError, match=r"nowhere\.txt"):
-        read_documents(tmp_path / "nowhere.txt")
+        corpus.read_documents(tmp_path / "nowhere.txt")
     with pytest.raises(CorpusError, match="too few"):
-        packed(["Once"], tokenizer, 100)
+        corpus.packed(["Once"], tokenizer, 100)
     with pytest.raises(CorpusError, match="no chat template"):
-        list(encoded([Conversation(MESSAGES)], tokenizer))
+        list(corpus.encoded([corpus.Conversation(MESSAGES)], tokenizer))
 
 
 def test_documents_are_packed_without_gaps_each_behind_its_mark(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["Once upon a time", "there was a dog"]
     parts = [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]
     stream = parts[0] + parts[1]
-    blocks = packed(texts, tokenizer, 4)
+    blocks = corpus.packed(texts, tokenizer, 4)
     assert blocks.ids.flatten().tolist() == stream[: len(stream) // 4 * 4]
     assert blocks.learnt.all()
-    assert packed(texts, tokenizer, 4, most=1).ids.tolist() == [stream[:4]]
+    assert corpus.packed(texts, tokenizer, 4, most=1).ids.tolist() == [stream[:4]]
     # A text that begins with the mark itself, as chats do that were written down, gets no second one.
-    assert packed([f"{tokenizer.bos_token}Once upon a time"], tokenizer, 1).ids.flatten().tolist() == parts[0]
+    assert corpus.packed([f"{tokenizer.bos_token}Once upon a time"], tokenizer, 1).ids.flatten().tolist() == parts[0]
 
 
 def test_held_out_blocks_are_not_learnt_from() -> None:
-    both = split(Blocks.of(torch.arange(60).view(30, 2)), 3)
+    both = corpus.split(corpus.Blocks.of(torch.arange(60).view(30, 2)), 3)
     assert both.held_out.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert both.train.ids.flatten().tolist() == list(range(6, 60))
     # Of a short text, a tenth.
-    assert len(split(Blocks.of(torch.zeros(20, 2)), 3).held_out) == 2
+    assert len(corpus.split(corpus.Blocks.of(torch.zeros(20, 2)), 3).held_out) == 2
     with pytest.raises(CorpusError, match="single block"):
-        split(Blocks.of(torch.zeros(1, 2)), 3)
-    nothing = Blocks(torch.zeros(20, 2), torch.zeros(20, 2, dtype=torch.bool))
+        corpus.split(corpus.Blocks.of(torch.zeros(1, 2)), 3)
+    nothing = corpus.Blocks(torch.zeros(20, 2), torch.zeros(20, 2, dtype=torch.bool))
     with pytest.raises(CorpusError, match="no answer"):
-        split(nothing, 3)
+        corpus.split(nothing, 3)
 
 
 def test_spread_takes_from_all_over() -> None:
-    assert spread(Blocks.of(torch.arange(10).view(10, 1)), 3).ids.flatten().tolist() == [0, 3, 6]
-    assert len(spread(Blocks.of(torch.arange(2).view(2, 1)), 3)) == 2
+    assert corpus.spread(corpus.Blocks.of(torch.arange(10).view(10, 1)), 3).ids.flatten().tolist() == [0, 3, 6]
+    assert len(corpus.spread(corpus.Blocks.of(torch.arange(2).view(2, 1)), 3)) == 2
 
 
 def test_the_seed_decides_the_order(tmp_path: Path) -> None:
@@ -118,8 +108,8 @@ def test_the_seed_decides_the_order(tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file, half in zip(files, (documents[:25], documents[25:]), strict=True):
         file.write_bytes(_jsonl(*half))
-    assert all_documents(files, 1) == all_documents(files, 1) != all_documents(files, 2)
-    assert sorted(map(plain_text, all_documents(files, 1))) == sorted(documents)
+    assert corpus.all_documents(files, 1) == corpus.all_documents(files, 1) != corpus.all_documents(files, 2)
+    assert sorted(map(corpus.plain_text, corpus.all_documents(files, 1))) == sorted(documents)
 
 
 MESSAGES = (
@@ -139,9 +129,9 @@ def chatty() -> PreTrainedTokenizerBase:
 
 def test_of_conversations_the_answers_are_learnt(tmp_path: Path, chatty: PreTrainedTokenizerBase) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n" + json.dumps({"text": "a tale"}))
-    said, text = read_documents(tmp_path / "chats.jsonl")
-    assert plain_text(said) == "One day a dog\n\nran home.\n\nAnd then?\n\nIt sat."
-    (ids, learnt), (_, whole) = encoded([said, text], chatty)
+    said, text = corpus.read_documents(tmp_path / "chats.jsonl")
+    assert corpus.plain_text(said) == "One day a dog\n\nran home.\n\nAnd then?\n\nIt sat."
+    (ids, learnt), (_, whole) = corpus.encoded([said, text], chatty)
     assert all(whole)
     parts, places = [], [at for at in range(len(ids)) if learnt[at]]
     for at in places:
@@ -158,16 +148,18 @@ def test_beginnings_are_those_of_documents(chatty: PreTrainedTokenizerBase) -> N
     texts = ["Once upon a time there was a dog", "Tom had a big red ball and", "a"]
     own = [[chatty.bos_token_id, *chatty(text, add_special_tokens=False).input_ids][:4] for text in texts[:2]]
     # Those that are too short are left out, and where there are too few they come again.
-    assert beginnings(texts, chatty, 3, 4, 32) == [*own, own[0]]
-    found = beginnings([Conversation(MESSAGES)], chatty, 2, 4, 128)
+    assert corpus.beginnings(texts, chatty, 3, 4, 32) == [*own, own[0]]
+    found = corpus.beginnings([corpus.Conversation(MESSAGES)], chatty, 2, 4, 128)
     assert chatty.decode(found[0]).endswith("user: One day a dog</s> \nassistant:")
     assert chatty.decode(found[1]).endswith("user: And then?</s> \nassistant:")
     # A question that nobody has answered is one as well.
-    asked = beginnings([Conversation(MESSAGES[:-1])], chatty, 2, 4, 128)
+    asked = corpus.beginnings([corpus.Conversation(MESSAGES[:-1])], chatty, 2, 4, 128)
     assert asked == found
-    assert chatty.decode(beginnings([Conversation(MESSAGES[:1])], chatty, 1, 4, 128)[0]).endswith("assistant:")
+    assert chatty.decode(corpus.beginnings([corpus.Conversation(MESSAGES[:1])], chatty, 1, 4, 128)[0]).endswith(
+        "assistant:"
+    )
     with pytest.raises(CorpusError, match="no text has 400 tokens"):
-        beginnings(texts, chatty, 3, 400, 512)
+        corpus.beginnings(texts, chatty, 3, 400, 512)
 
 
 def test_beginnings_of_any_length_are_written_on_and_what_is_written_is_learnt(
@@ -175,7 +167,7 @@ def test_beginnings_of_any_length_are_written_on_and_what_is_written_is_learnt(
 ) -> None:
     model = load_checkpoint(str(checkpoint_folder()), "float32", "cpu").model
     begun = [[1, 40, 50, 60, 70, 80], [1, 40], [1, 90, 30, 20]]
-    found = written_text(model, begun, Course(length=16), Texts(text=[], held_out_blocks=1), tmp_path / "kept")
+    found = corpus.written_text(model, begun, Course(length=16), Texts(text=[], held_out_blocks=1), tmp_path / "kept")
     rows = torch.cat([found.held_out.ids, found.train.ids]).tolist()
     learnt = torch.cat([found.held_out.learnt, found.train.learnt]).tolist()
     for first, row, which in zip(begun, rows, learnt, strict=True):

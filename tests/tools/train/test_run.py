@@ -349,9 +349,6 @@ def test_larger_models_are_continued_by_smaller_steps(parameters: int, rate: flo
     found = Course().for_model(parameters).learning_rate
     assert found == pytest.approx(rate, rel=0.01)
     assert Course(learning_rate=1e-3).for_model(parameters).learning_rate == 1e-3
-
-
-def test_short_trainings_warm_up_for_some_steps() -> None:
     assert [Course(steps=steps).warm_up_steps for steps in (4, 24, 1000)] == [1, 6, 50]
 
 

@@ -26,7 +26,7 @@ from helpers.saved_folders import PROMPTS, checkpoint_folder
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from helpers.studies import TIMES, counted
-from selfspec.accept import Block, TokenLevel
+from selfspec.accept import TokenLevel
 from selfspec.adapters import ADAPTERS
 from selfspec.decode.noise import Noise
 from selfspec.draft import Budget, Draft, Drafter, EarlyExit, LayerSkip, PromptLookup, RowsView, Stateless
@@ -211,12 +211,6 @@ NOT_FORCED = {Check.FREE_RUNNING, Check.PLAIN, Check.COUPLED}
             *(TokenLevel, "recovery_probs", recovered_from_p, replace(FITS, accept=["token", "block"]), DRAFTS[1]),
             ["exit:4: tokens sampled under token do not fit the model's distribution"],
             "under block",
-            set(),
-        ),
-        (
-            *(Block, "recovery_probs", recovered_from_p, replace(FITS, accept=["block", "token"]), DRAFTS[1]),
-            ["exit:4: tokens sampled under block do not fit the model's distribution"],
-            "under token",
             set(),
         ),
         (
@@ -565,7 +559,5 @@ def test_every_token_of_an_outcome_varies() -> None:
         assert place.rest < 0.5
         for position in range(NEW_TOKENS):
             assert len({outcome[position] for outcome in place.cells}) > 1
-
-
-def test_a_text_shorter_than_the_prefix(llama: PreTrainedModel) -> None:
-    assert choose_places(llama, [(5, 6)], SAMPLES)[0].prefix == (5, 6)
+    # A text may be shorter than the prefix.
+    assert choose_places(tiny.llama(vocab_size=6), [(5, 4)], SAMPLES)[0].prefix == (5, 4)

@@ -23,7 +23,7 @@ from selfspec.draft.heads.uno import UnoProposer
 from selfspec.errors import HeadError, TrainingError
 from selfspec.model.identity import fingerprint
 from selfspec.tools.train.corpus import Blocks, Split
-from selfspec.tools.train.heads.eagle3 import Eagle3Lesson, usual_points
+from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.lesson import HeadLesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
 from selfspec.tools.train.heads.mtp import MtpLesson
@@ -300,11 +300,6 @@ def test_every_architecture_gets_a_head(text: Blocks, tmp_path: Path, architectu
     lesson.save(tmp_path, torch.float64, {})
     out = selfspec.wrap(base, f"eagle:{tmp_path}", draft_length=2).generate(ids[:1, :3], max_new_tokens=5)
     assert out.stats.drafted > 0
-
-
-def test_usual_points() -> None:
-    assert usual_points(30) == (2, 15, 27)
-    assert [usual_points(depth) for depth in (1, 2, 4)] == [(0, 0, 0), (1, 1, 1), (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
