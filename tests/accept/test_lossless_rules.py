@@ -99,10 +99,7 @@ def test_a_token_that_is_hardly_ever_drafted_has_a_chance_like_any_other(rule: R
     q = torch.tensor([[[0.5, 0.5], [1.0, 1e-40]]])
     chances = rule.accept_probs(Draft.chain(torch.tensor([[0, 1]]), q), p, p)
     assert ((chances >= 0) & (chances <= 1)).all()
-
-
-@each_rule
-def test_a_place_without_a_distribution_accepts_no_child_and_recovers_nothing(rule: Rule) -> None:
+    # A place without a distribution accepts no child and recovers nothing.
     p = torch.full((1, 7, 3), 1 / 3)
     p[:, 1] = 0.0
     tokens = torch.tensor([[0, 1, 0, 1, 2, 0]])
@@ -193,11 +190,8 @@ def test_a_chain_is_read_as_a_tree_would_be() -> None:
     mask = torch.tensor([[True, True, False, True], [False] * 4, [True] * 4])
     chain = Tree.chain(4)
     assert first_path(mask, chain).tolist() == longest_path(mask, chain).tolist() == [2, 0, 4]
-
-
-def test_a_draft_has_as_many_tokens_as_its_tree_has_nodes() -> None:
     with pytest.raises(ValueError, match="3 tokens a row has a tree of 6 nodes"):
-        Draft(torch.zeros(1, 3, dtype=torch.long), Tree((-1, -1, 0, 0, 1, 2)))
+        Draft(torch.zeros(1, 3, dtype=torch.long), FORK)
 
 
 def candidates_of(q: Tensor, count: int, replaced: bool) -> Chain:

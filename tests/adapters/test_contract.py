@@ -29,38 +29,15 @@ from selfspec.runtime import Eager
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 
 # Those with a file of their own and one of each shape, and whether recorded passes of them are quick; others are slow.
-QUICK = {
-    "bloom": True,
-    "cohere2": True,
-    "deepseek_v3": True,
-    "falcon": True,
-    "gemma2": False,
-    "gemma3_text": False,
-    "gemma3n_text": True,
-    "gemma4_text": False,
-    "glm4": False,
-    "gpt_neo": False,
-    "gpt_neox": False,
-    "gpt_oss": True,
-    "gptj": False,
-    "granite": False,
-    "granitemoeshared": False,
-    "llama": False,
-    "llama4_text": True,
-    "mistral": False,
-    "mixtral": False,
-    "mpt": True,
-    "olmo2": False,
-    "opt": True,
-    "phi3": False,
-    "qwen3_moe": False,
-    "smollm3": False,
-    "jamba": True,
-    "lfm2": False,
-    "mamba2": True,
-    "bart": True,
-    "bert": False,
-}
+RECORDED_QUICKLY = (
+    *("bloom", "cohere2", "deepseek_v3", "falcon", "gemma3n_text", "gpt_oss", "jamba", "llama4_text", "mamba2"),
+    *("mpt", "opt", "bart"),
+)
+OTHERS = (
+    *("gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoeshared"),
+    *("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe", "smollm3", "lfm2", "bert"),
+)
+QUICK = {name: name in RECORDED_QUICKLY for name in sorted([*RECORDED_QUICKLY, *OTHERS])}
 
 # Those that write text.
 QUICK_ENCODER_DECODERS = ("bart", "m2m_100", "moonshine", "t5", "whisper")

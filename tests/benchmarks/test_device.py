@@ -239,9 +239,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after() -> None:
             model = LlamaForCausalLM(config)
         parameters[name] = round(model.num_parameters() / 1e6)
     assert parameters == {"1B": 1236, "8B": 8030}
-
-
-def test_the_embedded_model_can_be_widened_to_both_sizes() -> None:
+    # The embedded model can be widened to both sizes.
     small, models = read_config(str(checkpoint_folder())), Models(torch.device("meta"), miniature=False)
     for name, billions in (("1B", 1.0), ("8B", 7.8)):
         with torch.device("meta"):

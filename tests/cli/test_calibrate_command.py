@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,17 +89,6 @@ def test_tables_say_what_was_found(
     assert "Chosen: lookup+exit:2, 1.50 times as fast as plain decoding." in ending.stdout
     assert "No draft beat plain decoding here" in ending.stdout
     assert Profile.load(file).sampled.draft == "none"
-
-
-def test_an_interrupt_writes_nothing(
-    invoke: Invoke, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_given: Any, **_options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("selfspec.tools.calibrate.calibration.calibrate", interrupted)
-    assert invoke("calibrate", folder, *QUICK, "--to", str(tmp_path / "mine.json")).status == 130
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_auto_needs_no_profile_but_one_that_is_named_has_to_be_there(

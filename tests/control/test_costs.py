@@ -68,12 +68,8 @@ MEASURED = selfspec.BatchCosts(
 )
 
 
-def test_what_was_measured_in_a_batch_holds_there() -> None:
-    for costs in MEASURED.measured:
-        assert MEASURED.in_batch(costs.rows) == costs
-
-
 def test_between_sizes_of_batches_costs_lie_on_a_line_over_logarithms() -> None:
+    assert all(MEASURED.in_batch(costs.rows) == costs for costs in MEASURED.measured)
     two, eight = MEASURED.in_batch(2), MEASURED.in_batch(8)
     assert (two.rows, eight.rows) == (2, 8)
     assert (two.draft, two.verify, two.widening, two.overhead) == pytest.approx((0.3, 1.1, 0.1, 0.05))
@@ -81,9 +77,7 @@ def test_between_sizes_of_batches_costs_lie_on_a_line_over_logarithms() -> None:
     # A single row says nothing about rows at different places.
     assert two.out_of_step == 1.5
     assert eight.out_of_step == pytest.approx(1.3)
-
-
-def test_beyond_the_batches_that_were_measured_the_nearest_one_tells() -> None:
+    # Beyond those that were measured the nearest one tells.
     assert MEASURED.in_batch(64) == MEASURED.measured[-1].in_batch(64)
     assert selfspec.BatchCosts(MEASURED.measured[1:]).in_batch(2) == MEASURED.measured[1].in_batch(2)
 

@@ -114,11 +114,8 @@ def test_a_block_that_is_not_run_says_why(page: str) -> None:
     assert set(_FENCE.findall(text)) - {""} <= {"python", "sh", "toml", *SHOWN}
     # Indented blocks have no language: nothing that is typed in is to stand in one.
     assert not _INDENTED.search(text)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_text_that_is_printed_as_it_comes_is_compared_with_the_whole(page: str) -> None:
-    for body, behind in _PYTHON.findall((ROOT / page).read_text(encoding="utf-8")):
+    # Text that is printed as it comes is compared with the whole.
+    for body, behind in _PYTHON.findall(text):
         if _AS_IT_COMES.search(body):
             assert "printed()" in behind, f"{page}: compare what this block prints, in an invisible one: {body}"
 

@@ -56,8 +56,8 @@ def test_every_line_with_a_text(questions: Path) -> None:
     assert [text.text for text in found.texts] == ["one and one", "and two", "two and two"]
     lines = questions.read_text().splitlines()
     questions.write_text("\n".join(lines[:3]) + "\n")
-    found = parse_workloads(f"q={questions}#category")
-    assert [(each.name, len(each.texts)) for each in found] == [("q/maths", 3), ("q/prose", 1)]
+    every = parse_workloads(f"q={questions}#category")
+    assert [(each.name, len(each.texts)) for each in every] == [("q/maths", 3), ("q/prose", 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""Chats, servers, verdicts and budgets of real checkpoints, and texts with every kind of draft: the model's own."""
+"""Chats, verdicts and budgets of real checkpoints, and texts with every kind of draft: the model's own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 
 from helpers.engines import Real
-from helpers.http_server import asked
 from helpers.snippets import Said
 from real.checkpoints import read_prompts
 
@@ -48,42 +45,6 @@ def test_chat(said: Said, smollm2: Real) -> None:
     own = smollm2.tokenizer.decode(smollm2.stock(smollm2.ids(question), NEW), skip_special_tokens=True)
     assert answers[0].strip() == own.strip()
     assert found["turns"][1]["kept_tokens"] > 0
-
-
-@pytest.fixture
-def server(smollm2: Real) -> Iterator[dict[str, Any]]:
-    words = ["serve", smollm2.folder, "--dtype", "float32", "--port", "0", "--draft", "int8", "--output", "json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "selfspec", *words, *ON_CPU],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-def test_serve(server: dict[str, Any], smollm2: Real) -> None:
-    questions = [line["prompt"] for line in read_prompts()[:3]]
-
-    def ask(question: str) -> str:
-        body = {"model": server["model"], "messages": [{"role": "user", "content": question}]}
-        port = int(server["url"].rpartition(":")[2])
-        reply = asked(port, "/v1/chat/completions", {**body, "max_tokens": NEW, "temperature": 0})
-        assert reply.status == 200
-        text: str = reply.body["choices"][0]["message"]["content"]
-        return text
-
-    with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(ask, questions))
-    for question, answer in zip(questions, answers, strict=True):
-        own = smollm2.tokenizer.decode(smollm2.stock(smollm2.ids(question), NEW), skip_special_tokens=True)
-        assert answer.strip() == own.strip()
 
 
 @pytest.mark.parametrize(("model", "memory"), [("smollm2", "800MiB"), ("gemma3", "1600MiB")])

@@ -1,4 +1,4 @@
-"""A real Whisper transcribes as `model.generate` does: text, timestamps, segments, long form, batches and fallbacks."""
+"""A real Whisper transcribes as `model.generate` does: text, timestamps, segments, long form and batches."""
 
 from __future__ import annotations
 
@@ -84,23 +84,3 @@ def test_a_transcript_is_that_of_generate(
     whole = inputs["input_features"].shape[-1] > 3000
     more = {"condition_on_prev_tokens": True} if whole and not timestamps else {}
     speech.check(draft, inputs, return_timestamps=timestamps or whole, **more)
-
-
-@pytest.mark.parametrize("numbers", [(8, 9, 10, 11), (19,)], ids=str)
-def test_a_fallback_by_seed_does_not_depend_on_the_draft(speech: Speech, numbers: tuple[int, ...]) -> None:
-    """Segments that compress too well or are unlikely are drawn again, at higher temperatures."""
-    options: dict[str, Any] = {
-        "temperature": (0.0, 0.4, 0.8),
-        "logprob_threshold": -0.2,
-        "compression_ratio_threshold": 1.3,
-        "no_speech_threshold": 0.6,
-        "return_timestamps": True,
-        "seed": 5,
-        "accept": "coupled",
-    }
-    inputs = speech.inputs(*numbers)
-    plain, *others = (speech.spec(draft).generate(**inputs, **options) for draft in ("none", "int8", "recycle+int8"))
-    once = speech.spec("int8").generate(**inputs, return_timestamps=True)
-    assert plain.stats.new_tokens > once.stats.new_tokens, "nothing was drawn again"
-    for other in others:
-        assert torch.equal(other.sequences, plain.sequences)

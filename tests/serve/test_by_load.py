@@ -102,30 +102,17 @@ def test_a_single_row_is_left_to_the_control() -> None:
     assert all(run(gate, 1, 300, lambda drafts: 9.0 if drafts else 1.0))
 
 
-class Noting(Controller):
-    """Notes what it learns."""
-
-    def __init__(self) -> None:
-        super().__init__(Budget.chain(5))
-        self.learned = 0
-
-    def learn(self, draft: Draft, rows: object) -> None:
-        self.learned += 1
-
-    def keeps_lockstep(self) -> bool:
-        return True
-
-
-def test_a_controller_by_load_drafts_within_its_rows_and_never_in_lockstep() -> None:
-
-    inner = Noting()
+def test_a_controller_by_load_drafts_within_its_rows_and_never_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, learned = Controller(Budget.chain(5)), []
+    monkeypatch.setattr(inner, "learn", lambda draft, rows: learned.append(rows))
+    monkeypatch.setattr(inner, "keeps_lockstep", lambda: True)
     controller = ControllerByLoad(inner, None, most_rows=4)
     draft = Draft.chain(torch.zeros(1, 0, dtype=torch.long))
     assert controller.budget(9, [True] * 4) == Budget.chain(5)
     controller.learn(draft, [outcome(0, 0, 1)])
     assert controller.budget(9, [True] * 5) == Budget.chain(0)
     controller.learn(draft, [outcome(0, 0, 1)])
-    assert inner.learned == 1
+    assert len(learned) == 1
     assert not controller.keeps_lockstep()
 
 

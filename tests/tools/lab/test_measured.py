@@ -57,10 +57,7 @@ def test_speeds() -> None:
     assert (found.decoding_tokens_per_second.low, found.decoding_tokens_per_second.high) == pytest.approx((5.0, 10.0))
     assert found.whole_call_tokens_per_second.high == pytest.approx(32 / 3.2)
     assert found.first_token_seconds.value == pytest.approx(0.1)
-
-
-def test_ratios_are_taken_repeat_by_repeat() -> None:
-    found = shown(STOCK)
+    # Ratios are taken repeat by repeat.
     assert found.decoding_against["model_generate"].value == 1.0
     against = found.decoding_against["plain"]
     assert (against.low, against.high) == pytest.approx((3.2 / 6, 3.2 / 3))

@@ -96,9 +96,7 @@ def test_held_out_blocks_are_not_learnt_from() -> None:
     nothing = corpus.Blocks(torch.zeros(20, 2), torch.zeros(20, 2, dtype=torch.bool))
     with pytest.raises(CorpusError, match="no answer"):
         corpus.split(nothing, 3)
-
-
-def test_spread_takes_from_all_over() -> None:
+    # Some blocks are taken from all over.
     assert corpus.spread(corpus.Blocks.of(torch.arange(10).view(10, 1)), 3).ids.flatten().tolist() == [0, 3, 6]
     assert len(corpus.spread(corpus.Blocks.of(torch.arange(2).view(2, 1)), 3)) == 2
 
@@ -251,9 +249,7 @@ def test_rotation_teaches_every_exit_equally_often() -> None:
     steps = [recipe.active(10, step, 100) for step in range(3)]
     assert steps == [[1, 4, 7], [2, 5, 8], [3, 6, 9]]
     assert recipe.active(10, 3, 100) == steps[0]
-
-
-def test_gradual_curriculum_adds_exits_from_the_last_and_has_all_at_half_time() -> None:
+    # A gradual curriculum adds exits from the last one, and has all at half time.
     recipe = LayerSkipRecipe(curriculum="gradual")
     found = [recipe.active(5, step, 80) for step in (0, 10, 20, 30, 79)]
     assert found == [[4], [3, 4], [2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
