@@ -169,24 +169,6 @@ def test_slots_are_allocated_once_and_then_doubled(llama: PreTrainedModel, watch
     assert len(set(zip(watch.slots, watch.addresses, strict=True))) == 2
 
 
-@drafting
-@pytest.mark.parametrize("prompt", [3, 60])
-def test_drafting_holds_at_most_a_draft_and_a_token_more_than_plain_decoding(draft: Drafter, prompt: int) -> None:
-    held: list[dict[int, int]] = []
-    for drafter in (None, draft):
-        model = tiny.llama()
-        watch = Watch(model)
-        slots: dict[int, int] = {}
-        committed = 0
-        for chunk in selfspec.wrap(model, drafter, draft_length=4).stream(tiny.prompt(prompt), max_new_tokens=66):
-            committed += len(chunk.tokens)
-            slots[committed] = watch.slots[-1]
-        held.append(slots)
-    plain, drafted = held
-    assert len(plain) == 66
-    assert all(slots <= plain[committed] + 4 + 1 for committed, slots in drafted.items())
-
-
 @pytest.fixture(params=DRAFTS)
 def spec(llama: PreTrainedModel, request: pytest.FixtureRequest) -> selfspec.SelfSpeculative:
     return selfspec.wrap(llama, DRAFTS[request.param], draft_length=4)

@@ -131,8 +131,7 @@ def test_embeddings_of_tokens_are_the_tokens(llama: PreTrainedModel) -> None:
 def test_a_cache_continues_from_embeddings(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     first = embedded(llama)
-    out = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)
-    assert out.cache is not None
+    out: Any = spec.generate(inputs_embeds=first, return_dict_in_generate=True, **GREEDY)
     assert out.cache.get_seq_length() == 7 + 11
     more = torch.cat([out.sequences, tiny.prompt(4)], 1)
     whole = torch.cat([first, llama.get_input_embeddings()(more)], 1)

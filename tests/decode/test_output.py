@@ -142,14 +142,12 @@ def test_scores_and_logits_are_those_of_stock_generate(
 def test_scores_of_a_sample_are_those_of_its_text(llama: PreTrainedModel, rule: str) -> None:
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=4, accept=rule)
-    out = spec.generate(tiny.prompt(5), max_new_tokens=20, **ASKED, **options)
+    out: Any = spec.generate(tiny.prompt(5), max_new_tokens=20, **ASKED, **options)
     with torch.no_grad():
         logits = llama(out.sequences).logits[0, 4:-1].float()
-    assert out.logits is not None
     torch.testing.assert_close(torch.cat(out.logits), logits, atol=1e-5, rtol=1e-5)
     kept = logits.topk(20).values[:, -1:]
     warped = torch.where(logits < kept, -torch.inf, logits / 0.8)
-    assert out.scores is not None
     torch.testing.assert_close(torch.cat(out.scores), warped, atol=1e-5, rtol=1e-5)
 
 
@@ -159,10 +157,8 @@ def test_padding_after_a_row_scores_nothing(llama: PreTrainedModel) -> None:
     options["max_new_tokens"] = 14
     text = llama.generate(ids, **options).sequences
     options["eos_token_id"] = int(text[1, 8])
-    out = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
+    out: Any = selfspec.wrap(llama, selfspec.drafts.LayerSkip(mlp=[3]), draft_length=4).generate(ids, **options)
     assert len(set(out.lengths)) > 1
-    assert out.scores is not None
-    assert out.logits is not None
     assert len(out.scores) == len(out.logits) == max(out.lengths)
     stock = llama.generate(ids, **options)
     for row, length in enumerate(out.lengths):
@@ -183,11 +179,9 @@ def test_what_a_stream_has_so_far_is_not_changed_by_what_comes(llama: PreTrained
         tiny.prompt(5, 2), max_new_tokens=12, do_sample=False, **ASKED
     )
     next(stream)
-    half = stream.output()
-    assert half.scores is not None
+    half: Any = stream.output()
     before = [step.clone() for step in half.scores]
-    whole = stream.finish()
-    assert whole.scores is not None
+    whole: Any = stream.finish()
     assert len(whole.scores) == 12
     assert all(torch.equal(a, b) for a, b in zip(half.scores, before, strict=True))
 

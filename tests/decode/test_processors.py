@@ -398,9 +398,7 @@ def test_scores_and_logits_are_those_of_transformers(broken: PreTrainedModel, dr
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     options = {"remove_invalid_values": True, "repetition_penalty": 1.3, **asked, **GREEDY}
     stock = broken.generate(tiny.prompt(7), **options)
-    out = selfspec.wrap(broken, draft, draft_length=3).generate(tiny.prompt(7), **options)
-    assert out.scores is not None
-    assert out.logits is not None
+    out: Any = selfspec.wrap(broken, draft, draft_length=3).generate(tiny.prompt(7), **options)
     torch.testing.assert_close(torch.stack(out.scores), torch.stack(stock.scores))
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(stock.logits), equal_nan=True)
 

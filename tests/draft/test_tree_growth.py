@@ -131,10 +131,9 @@ def _options(**others: Any) -> dict[str, Any]:
 def test_siblings_are_drawn_without_replacement_from_what_they_are_scored_with(watched: Watched) -> None:
     spec = selfspec.wrap(tiny.llama(), watched, draft_length=Given(UNEVEN))
     spec.generate(tiny.prompt(9, 4), **_options())
-    draft = next(draft for draft in watched.drafts if len(draft.tree))
+    draft: Any = next(draft for draft in watched.drafts if len(draft.tree))
     assert draft.tree == by_level(UNEVEN)
     assert draft.steps == 4
-    assert draft.probs is not None
     torch.testing.assert_close(draft.probs.sum(-1), torch.ones(4, len(UNEVEN)))
     for children in draft.tree.children:
         left = None
@@ -180,8 +179,7 @@ def test_where_q_has_fewer_tokens_than_siblings_the_text_is_exact_all_the_same(w
     output = spec.generate(ids, **_options(top_k=1))
     expected = stock(model, ids, 16)
     assert torch.equal(output.sequences, expected)
-    probs = watched.drafts[0].probs
-    assert probs is not None
+    probs: Any = watched.drafts[0].probs
     torch.testing.assert_close(probs[:, 1:], torch.full_like(probs[:, 1:], 1 / tiny.VOCABULARY))
 
 

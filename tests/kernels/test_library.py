@@ -20,7 +20,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import crossover as module
 from selfspec.kernels import native
 from selfspec.kernels.crossover import Crossover, crossover
-from selfspec.kernels.trial import Trial, runs_triton
+from selfspec.kernels.trial import Trial
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.model_state import run_watched
 
@@ -192,7 +192,3 @@ def test_numbers_that_are_not_finite_decide_nothing(caplog: pytest.LogCaptureFix
 def test_a_pass_that_may_read_no_values_may_try_a_kernel() -> None:
     calls = Calls(RIGHT.clone())
     assert run_watched(lambda: calls.run(Trial("something"))) is calls.given["kernel"]
-
-
-def test_a_cpu_runs_none() -> None:
-    assert not runs_triton(torch.device("cpu"))

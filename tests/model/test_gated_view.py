@@ -107,8 +107,7 @@ def test_resuming_at_any_sublayer_is_the_full_pass(model: PreTrainedModel, past:
         paths = (LayerPath.up_to(tiny.DEPTH, start), LayerPath.without(tiny.DEPTH, [start]))
         for first, leave in itertools.product(paths, (Bench.states, Bench.stepped_states)):
             bench = bench_of(model, past)
-            left = leave(bench, first)
-            assert left is not None
+            left: Any = leave(bench, first)
             assert (not left.attention) == (start.part is Part.ATTENTION)
             # It reads the states that it is given, and not the tokens.
             found = bench.logits(bench.full.resumed_at(start), torch.zeros_like(bench.block), left)

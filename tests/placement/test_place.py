@@ -69,8 +69,7 @@ def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int 
 
 
 def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
-    placement = placement_of(model)
-    assert placement is not None
+    placement: Any = placement_of(model)
     return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.runtime.Eager())
 
 
@@ -160,8 +159,7 @@ def test_a_pass_moves_a_quarter_of_the_bits_of_layers_whose_upper_plane_stays(tm
     sizes = {"intermediate_size": 512, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 64}
     tiny.llama(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path)
     model = in_planes(tmp_path, (0, 5, "upper"), FromDisk())
-    stream = placement_of(model).stream  # type: ignore[union-attr]
-    assert stream is not None
+    stream: Any = placement_of(model).stream  # type: ignore[union-attr]
     bits = 2 * sum(weight.numel() for name, weight in model.named_parameters() if weight.ndim == 2 and weight.is_meta)
     model(PROMPTS)
     before = stream.bytes_moved
@@ -202,13 +200,6 @@ def test_shards_and_other_dtypes_than_the_files(tmp_path: Path, model: PreTraine
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     placed = place(survey(str(tmp_path), torch.float64, 128, FromDisk()), plan(1, None))
     assert torch.equal(placed(PROMPTS).logits, model.double()(PROMPTS).logits)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"], ids=str)
-def test_a_dtype_or_its_name(tmp_path: Path, dtype: torch.dtype | str) -> None:
-    MODELS["llama"]().save_pretrained(tmp_path)
-    assert selfspec.load(tmp_path, "8GiB", device="cpu", dtype=dtype, draft=False).dtype == torch.bfloat16
-    assert selfspec.load(tmp_path, "8GiB", device="cpu", dtype="auto", draft=False).dtype == torch.float32
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 64])

@@ -58,8 +58,7 @@ def test_a_plan_is_within_its_budget_and_keeps_what_it_can(memory: Memory, share
     try:
         plan = plan_memory(memory, budget, DISK, formats)
     except UnsupportedOptionError as error:
-        least = re.search(r"at least (\d+\.\d+ \w+)", str(error))
-        assert least is not None
+        least: Any = re.search(r"at least (\d+\.\d+ \w+)", str(error))
         assert plan_memory(memory, int(1.01 * parse_bytes("memory", least[1])) + 2048, DISK, formats)
         return
     assert plan.total == taken(memory, plan) <= budget

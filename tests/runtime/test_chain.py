@@ -147,8 +147,7 @@ class Bench:
             self.cache.commit([1, 1])
 
     def chained(self, draws: Draws) -> Chained:
-        chain = self.runner.chain(PassRequest(self.path, self.last), draws)
-        assert chain is not None
+        chain: Any = self.runner.chain(PassRequest(self.path, self.last), draws)
         steps = list(chain.steps)
         tokens = torch.cat([step.token for step in steps], 1)
         read = torch.cat([self.last, tokens[:, :-1]], 1)
@@ -193,7 +192,7 @@ CHOICES = {
 def test_tokens_are_drawn_from_what_warpers_leave(name: str, vocabulary: int) -> None:
     choice = CHOICES[name]
     draws = _draws(choice, vocabulary)
-    found = Bench(_model(vocabulary)).chained(draws)
+    found: Any = Bench(_model(vocabulary)).chained(draws)
     warpers = LogitsProcessorList(
         [
             *([Suppression(torch.tensor(choice.suppressed))] if choice.suppressed else []),
@@ -207,7 +206,6 @@ def test_tokens_are_drawn_from_what_warpers_leave(name: str, vocabulary: int) ->
     for warper in warpers:
         flat = warper(None, flat)
     q = flat.softmax(-1).reshape(found.logits.shape)
-    assert found.probs is not None
     torch.testing.assert_close(found.probs, q, rtol=1e-4, atol=1e-7)
     assert torch.equal(found.probs > 0, q > 0)
     torch.testing.assert_close(found.confidences, found.probs.amax(-1))
