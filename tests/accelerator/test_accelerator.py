@@ -286,8 +286,6 @@ def test_memory_is_counted_and_runs_out_where_it_is_told_to(accelerator: Acceler
 
 
 class _Captured:
-    """A graph of an operation on one tensor."""
-
     def __init__(self, accelerator: Accelerator, launch: Callable[[Tensor], Tensor], given: Tensor) -> None:
         module = backend(accelerator.device)
         self.graph = module.CUDAGraph()

@@ -57,8 +57,6 @@ def test_infinite_scrap_in_one_row_does_not_reach_another(llama: PreTrainedModel
 
 
 class Operations(TorchDispatchMode):
-    """Counts every tensor operation."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0

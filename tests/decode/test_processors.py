@@ -36,7 +36,6 @@ IN_FEWER_BITS = selfspec.drafts.LowPrecision(4, layers=[2, 3])
 
 
 def ragged() -> dict[str, Any]:
-    """Three left-padded prompts and their mask."""
     ids, mask = tiny.prompt(WIDTH, 3), torch.ones(3, WIDTH, dtype=torch.long)
     for row, padding in enumerate(PADDING):
         ids[row, :padding] = mask[row, :padding] = 0
@@ -66,8 +65,6 @@ class Unsaid(Frequency):
 
 
 class InPlace(LogitsProcessor):
-    """Writes into the scores it is given."""
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter_add_(1, input_ids[:, -2:], torch.full_like(input_ids[:, -2:], -5.0, dtype=scores.dtype))
 
@@ -180,8 +177,6 @@ def test_left_padding_is_penalised_where_transformers_does(llama: PreTrainedMode
 
 
 class Witness(LogitsProcessor):
-    """Notes every prefix it is called with."""
-
     stateless = True
 
     def __init__(self) -> None:
@@ -255,7 +250,6 @@ class Dead(LogitsProcessor):
 
 def test_a_draft_that_runs_into_a_dead_end_shows_the_processor_no_further_token(llama: PreTrainedModel) -> None:
     def loud(propose: Propose, batch: Any, budget: Budget) -> selfspec.drafts.Draft:
-        """Draft with scores that the processor refuses."""
         passes = batch.runner.run
         try:
             batch.runner.run = lambda request: _louder(passes(request))

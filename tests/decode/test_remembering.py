@@ -59,7 +59,6 @@ class InOrder:
         self.last: Tensor | None = None
 
     def follow(self, ids: Tensor) -> None:
-        """Take in the ids of a call."""
         if self.last is not None:
             assert ids.shape == (self.last.shape[0], self.last.shape[1] + 1), (ids.shape, self.last.shape)
             assert torch.equal(ids[:, :-1], self.last), "the text that was shown before has changed"

@@ -34,8 +34,6 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 17, "do_sample": False}
 
 
 class Listener(BaseStreamer):
-    """Notes what it hears."""
-
     def __init__(self) -> None:
         self.heard: list[Any] = []
 

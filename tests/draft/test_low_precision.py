@@ -95,8 +95,6 @@ def test_layers_that_change_their_kind_later_are_refused(model: PreTrainedModel)
 
 
 class Other(nn.Linear):
-    """A layer whose product is another."""
-
     def forward(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states.round(decimals=1), self.weight, self.bias)
 

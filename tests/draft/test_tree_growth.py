@@ -104,8 +104,6 @@ def test_greedy_text_is_stock_text(name: str) -> None:
 
 
 class Watched(Altered):
-    """Keeps its drafts."""
-
     def __init__(self, layer: int) -> None:
         drafts: list[Draft] = []
 

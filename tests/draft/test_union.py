@@ -96,8 +96,6 @@ def test_worth_of_sources_is_learnt_apart_beside_a_model(
 
 
 class Drew(Proposer):
-    """Has drawn the chains of a draft."""
-
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
 

@@ -63,8 +63,6 @@ class _Noted(TorchDispatchMode):
 
 
 class StandInRecorder(Recorder):
-    """Captures on a CPU."""
-
     def __init__(self) -> None:
         self.captured = 0
 
@@ -88,8 +86,6 @@ class StandInRecorder(Recorder):
 
 @dataclass(frozen=True)
 class StandIn(CudaGraphs):
-    """The same runtime with stand-ins for graphs."""
-
     recorders: list[StandInRecorder] = field(default_factory=list, compare=False)
 
     def check(self, device: torch.device) -> None:
@@ -136,7 +132,6 @@ def wrapped(
 
 
 def assert_stock(spec: selfspec.SelfSpeculative, ids: Tensor, max_new_tokens: int) -> None:
-    """Greedy text is the model's own."""
     found = spec.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).sequences
     assert found.tolist() == spec.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).tolist()
 

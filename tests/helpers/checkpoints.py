@@ -91,7 +91,6 @@ def line(model_type: str) -> str:
 
 
 def table(lines: Iterable[str]) -> str:
-    """The table as Markdown."""
     listed = list(lines)
     equal = sum("| equal" in each for each in listed)
     body = "\n".join(listed)

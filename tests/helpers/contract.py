@@ -50,12 +50,10 @@ class Subject:
 
     @property
     def depth(self) -> int:
-        """Number of decoder layers."""
         return len(self.adapter.decoder_layers(self.model))
 
     @property
     def batch(self) -> int:
-        """Rows that are run at once."""
         return 1 if self.adapter.ragged == "none" else BATCH
 
     @property
@@ -93,7 +91,6 @@ class Subject:
 
     @cached_property
     def stock(self) -> Tensor:
-        """The stock model's logits over the block."""
         return self.reference([])
 
     @torch.no_grad()
@@ -151,7 +148,6 @@ def _replace(module: nn.Module, by: str) -> Any:
 
 
 def bench_of(subject: Subject) -> Bench:
-    """Its cache with the prefix in it."""
     return Bench(subject.model, subject.adapter, subject.cache(subject.batch), subject.text, PAST)
 
 

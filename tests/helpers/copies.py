@@ -96,7 +96,6 @@ class FakeCuda:
     registered: dict[int, int] = field(default_factory=dict)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it in the place of torch's."""
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream("side", self.calls))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: _Stream("main", self.calls))
         monkeypatch.setattr(torch.cuda, "stream", self._within)
@@ -105,14 +104,12 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - its name
-        """Lock memory."""
         assert flags == 0
         if not self.status:
             self.registered[address] = size
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - its name
-        """Give it back."""
         del self.registered[address]
         return 0
 

@@ -102,8 +102,6 @@ class ByModel(Controller):
 
 
 class ModelDrafts(Told):
-    """Has the model draft in every round."""
-
     controller = ByModel
 
 

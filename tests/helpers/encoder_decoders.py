@@ -82,7 +82,6 @@ class EncoderDecoder(Subject):
         return {name: shown} if config.model_type == "whisper" else {name: shown, "attention_mask": mask}
 
     def rows(self, first: int, rows: int) -> dict[str, Tensor]:
-        """These inputs of some rows."""
         return {name: value[first : first + rows] for name, value in self.inputs.items()}
 
     @property
@@ -159,7 +158,6 @@ FRAMES, MELS, EOS, PREVIOUS, NO_TIMESTAMPS, TOKENS = 20, 8, 2, 4, 35, 50
 
 
 def whisper() -> PreTrainedModel:
-    """Make the model, in float32."""
     made = encoder_decoder("whisper", torch.float32)
     made.config.eos_token_id = EOS
     made.generation_config = GenerationConfig(
@@ -179,7 +177,6 @@ def whisper() -> PreTrainedModel:
 
 
 def tokenizer() -> WhisperTokenizer:
-    """Make a tokenizer of single letters."""
     special = {
         START: "<|startoftranscript|>",
         EOS: "<|endoftext|>",

@@ -37,16 +37,12 @@ from lmformatenforcer.integrations.transformers import build_transformers_prefix
 
 @dataclass(frozen=True)
 class Grammar:
-    """What is to be generated."""
-
     regex: str
     schema: str | None = None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its tokenizer."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
 
@@ -56,7 +52,6 @@ class Subject:
         return {"input_ids": found.input_ids, "attention_mask": found.attention_mask}
 
     def text(self, row: Tensor) -> str:
-        """The text of a row of new ids."""
         return str(self.tokenizer.decode(row, skip_special_tokens=True))
 
 

@@ -27,15 +27,12 @@ NAME = "stories"
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back."""
-
     status: int
     headers: dict[str, str]
     raw: bytes
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
         found: dict[str, Any] = json.loads(self.raw)
         return found
 
@@ -49,39 +46,31 @@ class Reply:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that listens."""
-
     port: int
     served: Served
     spec: selfspec.SelfSpeculative
     tokenizer: PreTrainedTokenizerBase
 
     def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> Reply:
-        """Send it one request."""
         return asked(self.port, path, body, method, **headers)
 
     def complete(self, **fields: Any) -> Reply:
-        """Ask for a completion."""
         return self.ask("/v1/completions", {"model": NAME, "prompt": "Once upon", "max_tokens": 8, **fields})
 
     def chat(self, **fields: Any) -> Reply:
-        """Ask for an answer."""
         messages = [{"role": "user", "content": "Tell me of Lily."}]
         return self.ask("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 8, **fields})
 
     def respond(self, **fields: Any) -> Reply:
-        """Ask for a response."""
         body = {"model": NAME, "input": "Tell me of Lily.", "max_output_tokens": 12, "temperature": 0, **fields}
         return self.ask("/v1/responses", body)
 
     def message(self, **fields: Any) -> Reply:
-        """Ask for a message."""
         messages = [{"role": "user", "content": "Tell me of Lily."}]
         body = {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0, **fields}
         return self.ask("/v1/messages", body)
 
     def settled(self) -> None:
-        """Wait until no row is left."""
         for _ in range(500):
             stats = self.served.engine.stats()
             if stats.running + stats.prefilling + stats.waiting == 0 and stats.cache_bytes == 0:

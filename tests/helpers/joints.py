@@ -144,7 +144,6 @@ def enumerated(
 def joint(
     model: PreTrainedModel, prompt: Text, warp: Warp, eos: int | None = None, tokens: int = TOKENS
 ) -> dict[Text, float]:
-    """Probability of every possible output of a prompt."""
     return enumerated(model, prompt, lambda _, logits: warp.distribution(logits), eos, tokens)
 
 

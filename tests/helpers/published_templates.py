@@ -254,24 +254,18 @@ COMMAND_TOOLS = (
 
 @dataclass(frozen=True)
 class Published:
-    """A shape.
-
-    Attributes:
-        source: a template, or several by name.
-        writer: writes calls as the model does, where the template writes none, or one alone; None: as the template does.
-        thought: what a model writes that thinks first, around what it thinks.
-        empty: the same where it thinks nothing.
-        begins: what a plain answer begins with.
-        special: tokens that calls are written with, and that are special.
-        as_text: the template takes arguments as JSON.
-    """
+    """A template, or several by name, and what its models write."""
 
     source: str | dict[str, str]
+    # Writes calls as the model does, where the template writes none, or one alone.
     writer: Callable[[Calls], str] | None = None
     thought: str = "<think>\n{}\n</think>\n\n"
+    # The same where it thinks nothing.
     empty: str = "<think>\n\n</think>\n\n"
+    # What a plain answer begins with.
     begins: str = ""
     special: tuple[str, ...] = ()
+    # The template takes arguments as JSON.
     as_text: bool = False
 
     @property
@@ -283,7 +277,6 @@ class Published:
         return made
 
     def calls(self, calls: Calls) -> str:
-        """Write calls as the model does."""
         if self.writer is not None:
             return self.writer(calls)
         given = [(name, _json(each) if self.as_text else each) for name, each in calls]

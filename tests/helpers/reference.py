@@ -39,7 +39,6 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def sublayer_module(model: PreTrainedModel, sublayer: Sublayer) -> nn.Module:
-    """The attention or MLP module of a layer."""
     attention = "attn" if model.config.model_type == "gpt2" else "self_attn"
     return layers_of(model)[sublayer.layer].get_submodule(attention if sublayer.part is Part.ATTENTION else "mlp")
 

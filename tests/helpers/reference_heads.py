@@ -28,8 +28,6 @@ Logits = Callable[[list[int], list[int]], Tensor]
 
 @dataclass(frozen=True)
 class Drafted:
-    """What was drafted for a row."""
-
     text: list[int]
     draft: Draft
     row: int

@@ -39,7 +39,6 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_
 
 
 def prompt(number: int) -> list[int]:
-    """The prompt of a request."""
     return [1, 3 + number % 40, 50 + number % 7]
 
 

@@ -29,7 +29,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts rounds by their drafts' lengths."""
     drafted: list[int] = []
     right = LayerPathProposer.propose
 

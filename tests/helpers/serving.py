@@ -59,7 +59,6 @@ class Stepped:
         self.most_bytes = max(self.most_bytes, self.scheduler.stats().cache_bytes + self.scheduler.stats().kept_bytes)
 
     def run(self) -> None:
-        """Run until nothing is left."""
         for _ in range(5000):
             if not self.scheduler.busy:
                 return
@@ -68,8 +67,6 @@ class Stepped:
 
 
 class Seen:
-    """What the caller of a request has seen."""
-
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ticket = Ticket(self.events.append)
@@ -134,7 +131,6 @@ class Asked:
     cancelled: int | None = None
 
     def fresh(self) -> RowRequest:
-        """The request with processors that nobody has called."""
         sampling = replace(self.request.sampling, processors=tuple(make() for make in self.made))
         return replace(self.request, sampling=sampling)
 
@@ -209,7 +205,6 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
 
 
 def _run(engine: Stepped, asked: list[Asked]) -> list[Seen]:
-    """Submit, cancel and step until nothing is left."""
     seen: dict[int, Seen] = {}
     for step in range(5000):
         for number, each in enumerate(asked):
@@ -261,7 +256,6 @@ def _goes_on(asked: Asked, tokens: list[int]) -> bool:
 
 
 def small(**options: Any) -> PreTrainedModel:
-    """A model for mixes."""
     return tiny.llama(vocab_size=24, num_hidden_layers=3, hidden_size=16, intermediate_size=16, **options)
 
 

@@ -230,7 +230,6 @@ class Pictured:
 
 
 def pictured(model_type: str, seed: int = 0) -> Pictured:
-    """The model of a type, with its prompt."""
     generator = torch.Generator().manual_seed(seed)
     tokens: dict[str, Any] = {"image_token_id": _IMAGE, "image_token_index": _IMAGE}
     if model_type in _BY_GRID:

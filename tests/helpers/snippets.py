@@ -57,8 +57,6 @@ def run_types(
 
 @dataclass(frozen=True)
 class Ending:
-    """How a command ended."""
-
     status: int
     stdout: str
     stderr: str

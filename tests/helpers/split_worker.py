@@ -62,8 +62,6 @@ def answers(model: Any) -> dict[str, Any]:
 
 
 def refusals(model: Any) -> dict[str, str]:
-    """What is refused, in which words."""
-
     def by_clock() -> object:
         return selfspec.wrap(model, "exit:2").generate(tiny.prompt(5), **{**GREEDY, "max_time": 3.0})
 
@@ -95,7 +93,6 @@ def refusals(model: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Do the job."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -31,12 +31,10 @@ TEXTS, PROMPT = 3, 6
 
 
 def known(value: float) -> Estimate:
-    """An estimate without an interval."""
     return Estimate(value, value, value)
 
 
 def declared(**changes: Any) -> Study:
-    """A study of a few seconds."""
     return Study.of(
         {
             "models": "stories",
@@ -55,7 +53,6 @@ def declared(**changes: Any) -> Study:
 
 
 def stories_loader() -> Callable[[str], StudiedModel]:
-    """What loads the model, once."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
     prompts = torch.randint(3, 400, (TEXTS, PROMPT), generator=torch.Generator().manual_seed(0))
@@ -77,7 +74,6 @@ ENVIRONMENT = {
 
 
 def cell_of(*arms: Record, cell: Cell = CELL, settings: Setup = SETTINGS, free: float | None = None) -> MeasuredCell:
-    """A cell of some arms."""
     return MeasuredCell(cell, settings, arms, ENVIRONMENT, SpareCores(2, free))
 
 

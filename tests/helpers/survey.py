@@ -35,8 +35,6 @@ ONE_ROW = "works except for batches: one prompt at a time"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
-
     model_type: str
     model: str
     verdict: str
@@ -74,7 +72,6 @@ def subject(model_type: str) -> Subject:
 
 
 def checks(model_type: str) -> list[str]:
-    """The checks that a type is put to."""
     adapter = adapter_of(model_type)
     one_row = adapter is not None and adapter.ragged == "none"
     return [name for name in CHECKS if not (one_row and name == "ragged batch")]
@@ -92,19 +89,16 @@ def failures(tested: Subject, names: Iterable[str]) -> list[str]:
 
 
 def rows() -> list[Row]:
-    """The table as the declarations have it."""
     return [
         Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], declared(name) or "not classified") for name in MODEL_TYPES
     ]
 
 
 def encoder_decoder_rows() -> list[Row]:
-    """The same of encoder-decoders."""
     return [Row(name, made, verdict(name) or "not classified") for name, made in ENCODER_DECODERS.items()]
 
 
 def table(lines: Iterable[Row], with_encoders: Iterable[Row]) -> str:
-    """The tables as Markdown."""
     listed, others = list(lines), list(with_encoders)
     working = sum(line.verdict.startswith("works") for line in listed)
     body = "\n".join(map(str, listed))

@@ -1,7 +1,6 @@
 """Tiny random models, one builder per architecture: fp64, evaluation mode, weights large enough for spread-out logits.
 
-Import as `from tiny import llama`: pytest puts the folder of `conftest.py` on the path, so plain `pytest` from the
-root of the repository finds it. Every builder takes any field of its config as a keyword (`num_hidden_layers=6`), and
+Every builder takes any field of its config as a keyword (`num_hidden_layers=6`), and
 besides these `dtype`, `seed` and `attention` (the kernel: "sdpa" or "eager"). Equal arguments give equal weights.
 """
 
@@ -81,7 +80,6 @@ def qwen2(**options: Any) -> PreTrainedModel:
 
 
 def qwen3(**options: Any) -> PreTrainedModel:
-    """Qwen3."""
     return _built(Qwen3Config, Qwen3ForCausalLM, {**_SIZES, "head_dim": 8}, options)
 
 
@@ -168,14 +166,9 @@ def _built(
 def in_turns(
     *axes: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.contract, slow: Collection[str] = ()
 ) -> list[Any]:
-    """Combine the values of some axes, for `parametrize`; few of the cases are in the plain tier.
+    """Combine the values of axes, or dictionaries of them by name, for `parametrize`.
 
-    Each combination of all axes but the last comes once there, with the values of the last axis in turns.
-
-    Args:
-        axes: the values of each, or a dictionary of them by what they are called.
-        mark: of all other combinations.
-        slow: names of values of the first axis none of whose combinations are in the plain tier.
+    Each combination of all but the last is in the plain tier once, unless its first is `slow`, with the last in turns.
     """
     named = [
         list(axis.items()) if isinstance(axis, dict) else [(_name(value), value) for value in axis] for axis in axes

@@ -94,7 +94,6 @@ BARE = (
 
 
 def written(folder: Path, source: str = PLAIN) -> str:
-    """The path of a file with a template."""
     file = folder / "template.jinja"
     file.write_text(source, encoding="utf-8")
     return str(file)

@@ -358,7 +358,6 @@ def check_order_of_planes(rows: int, dtype: torch.dtype, device: str) -> None:
 
 
 def planes_as_torch() -> None:
-    """Check what the interpreter can."""
     check_bits_of_planes("cpu")
     for rows in PLANE_ROWS:
         for dtype in PLANES_OFF_BY:

@@ -45,20 +45,15 @@ Make = Callable[[PreTrainedModel, Path], Draft]
 
 @dataclass(frozen=True)
 class Example:
-    """A draft for tiny models of at least three layers.
-
-    Attributes:
-        draft: a name or a drafter; or what makes one for a model, with a folder for its files.
-        build: makes its model of a folder and a size of the vocabulary; None: it drafts for every architecture.
-        served: whether an engine takes it.
-    """
+    """A draft for tiny models of at least three layers, or what makes it for a model, with a folder for its files."""
 
     draft: Draft | Make
+    # Makes its model of a folder and a size of the vocabulary; None: it drafts for every architecture.
     build: Callable[[Path, int], PreTrainedModel] | None = None
+    # An engine takes it.
     served: bool = True
 
     def made_for(self, model: PreTrainedModel, folder: Path) -> Draft:
-        """Make the draft for a model."""
         return self.draft(model, folder) if callable(self.draft) else self.draft
 
     def made(

@@ -145,8 +145,6 @@ RIGHT = torch.tensor([1.0, -4.0])
 
 
 class Calls:
-    """Paths that count how often they run."""
-
     def __init__(self, kernel: Tensor, stock: Tensor = RIGHT) -> None:
         self.given = {"kernel": kernel, "stock": stock}
         self.counts = dict.fromkeys(self.given, 0)

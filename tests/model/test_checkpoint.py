@@ -37,7 +37,6 @@ from selfspec.serve.row_request import RowRequest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound checkpoint, to be damaged."""
     copy = tmp_path / "model"
     shutil.copytree(checkpoint_folder(), copy)
     return copy

@@ -218,7 +218,6 @@ def conversing() -> tuple[Conversation, PreTrainedModel]:
 
 
 def answered(conversation: Conversation, model: PreTrainedModel, text: str) -> ChatTurn:
-    """A turn whose answer is the model's own."""
     turn = conversation.ask(text)
     for _ in turn:
         pass

@@ -43,7 +43,6 @@ def file(tmp_path: Path, model: PreTrainedModel) -> Path:
 
 
 def _values(spec: selfspec.SelfSpeculative) -> dict[str, Tensor]:
-    """Everything that the substitutes of a wrapper hold."""
     return {
         f"{copied.format}.{name}.{part}": values
         for (copied, name), made in spec.substitutes._made.items()

@@ -25,8 +25,6 @@ class EntryError(Exception):
 
 @dataclass(frozen=True)
 class Planted:
-    """A file with a bug in it."""
-
     file: Path
     text: str
 
@@ -51,11 +49,7 @@ class Sources:
         ]
 
     def planted(self, mutation: Mutation) -> Planted:
-        """Plant a bug in the one file that has its anchor.
-
-        Raises:
-            EntryError: the anchor is not found exactly once, or the bug changes nothing or does not compile.
-        """
+        """Plant a bug in the one file that has its anchor; refuse one that changes nothing or does not compile."""
         right, wrong = _parsed(mutation.right, mutation), _parsed(mutation.wrong, mutation)
         if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (right, wrong)):
             right, wrong = ([part[0].value] for part in (right, wrong))  # type: ignore[attr-defined]
@@ -166,11 +160,7 @@ class Suite:
         }
 
     def arguments(self, mutation: Mutation) -> list[str]:
-        """What pytest is to be given, in the root of the project, to run the tests that an entry names.
-
-        Raises:
-            EntryError: a name is that of no test, or of several.
-        """
+        """What pytest is to be given, in the root of the project, to run the tests that an entry names."""
         return [self._resolved(each, mutation) if each.startswith("test_") else each for each in mutation.tests]
 
     def _resolved(self, name: str, mutation: Mutation) -> str:

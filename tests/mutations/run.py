@@ -45,12 +45,9 @@ Verdict = Literal["caught", "survived", "too long", "no verdict"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one planted bug.
+    """What became of one planted bug, and the test that failed or the last lines of pytest.
 
-    Attributes:
-        verdict: "caught": a test failed that passes without the bug. "survived": tests passed, and none failed. "too
-            long": the time limit ended them. "no verdict": none ran, or one fails without any bug.
-        said: the test that failed, or the last lines of pytest.
+    A bug is caught where a test fails that passes without it; there is no verdict where none runs, or one fails anyway.
     """
 
     verdict: Verdict
@@ -127,7 +124,6 @@ class _Runs:
         self._sound: set[str] = set()
 
     def end(self) -> None:
-        """End what is running."""
         for child in list(self._running):
             _end(child)
 

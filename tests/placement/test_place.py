@@ -217,7 +217,6 @@ def test_prompts_in_pieces_give_the_same_tokens(name: str, at_once: int) -> None
 
 @contextmanager
 def spied(widths: list[int]) -> Iterator[None]:
-    """Note the widths of passes over prompts."""
     stock = ModelRunner.prefill
 
     def prefill(runner: ModelRunner, tokens: torch.Tensor, *given: Any) -> Any:

@@ -62,7 +62,6 @@ def check_same_tensors(folder: Path, dtype: torch.dtype | None = None) -> PreTra
 
 
 def check_equal(name: str, found: Tensor, wanted: Tensor) -> None:
-    """Compare tensors bit for bit."""
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
     assert torch.equal(_bits(found), _bits(wanted)), name
 
@@ -86,7 +85,6 @@ def llama(**options: Any) -> PreTrainedModel:
 
 
 def saved(folder: Path, model: PreTrainedModel, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Save a model, with its tensors changed."""
     model.save_pretrained(folder)
     changed = {name: tensor.contiguous() for name, tensor in change(load_file(folder / _FILE)).items()}
     save_file(changed, folder / _FILE, {"format": "pt"})

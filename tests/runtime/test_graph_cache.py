@@ -156,8 +156,6 @@ def test_a_longer_chains_program_serves_lengths_that_have_none_yet(llama: PreTra
 
 @dataclass(frozen=True)
 class _Planted(Again):
-    """Programs that do something else after some runs."""
-
     runs: int = 0
     does: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
 
@@ -386,7 +384,6 @@ class ByGraph(AnyRounds):
 
 @functools.cache
 def _graphs_of(model: PreTrainedModel) -> GraphCache:
-    """Programs that all examples share."""
     return GraphCache(StandIn(0, BUCKET), ticking())
 
 

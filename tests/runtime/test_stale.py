@@ -35,7 +35,6 @@ Change = Callable[[Model], AbstractContextManager[Any]]
 
 @contextmanager
 def _set(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes set for a while."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:
         for owner, name, value in places:

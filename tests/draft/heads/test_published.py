@@ -46,7 +46,6 @@ def model() -> PreTrainedModel:
 
 
 def read(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the config of a head."""
     config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     return load_file(Path(folder) / "model.safetensors"), config
 

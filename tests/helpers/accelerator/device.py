@@ -81,7 +81,6 @@ class Accelerator:
 
     @property
     def capture(self) -> Capture | None:
-        """The capture of this thread."""
         return getattr(self._threads, "capture", None)
 
     @capture.setter
@@ -137,7 +136,6 @@ class Accelerator:
         self.allocated -= size
 
     def copy(self, source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy from, to or on the device."""
         here, there = self.host(source), self.host(to)
         size = to.numel() * to.element_size()
         if source.device == to.device:
@@ -163,7 +161,6 @@ class Accelerator:
         return to
 
     def launch(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an operation by the CPU's kernel."""
         operation = _operation(func)
         if operation.moves_indices:
             if any(map(_is_mask, args[1])):
@@ -222,7 +219,6 @@ class Accelerator:
             repointed(mine, self.made(its).untyped_storage(), its)
 
     def item(self, tensor: Tensor) -> Any:
-        """Read one value."""
         self.host_waits("item")
         self.counts.to_host += tensor.element_size()
         return self.host(tensor).item()
@@ -292,7 +288,6 @@ class _Operation:
             )
 
     def written(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """Return the arguments that it writes to."""
         found = {}
         for place, name in self._written:
             value = args[place] if place < len(args) else kwargs.get(name)

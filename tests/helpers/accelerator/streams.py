@@ -27,17 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Late:
-    """A copy that was asked for.
+    """A copy that was asked for, of what the source held then."""
 
-    Attributes:
-        to: host's tensor over the memory that is written; None: all is there, and only the source is looked at.
-        values: what the source held when the copy was asked for.
-        source: tensor of the host that is read, which nobody may change before; None: the device's is.
-        for_host: whether the host is to read what is written.
-    """
-
+    # Host's tensor over the memory that is written; None: all is there, and only the source is looked at.
     to: Tensor | None
     values: Tensor
+    # Tensor of the host that is read, which nobody may change before; None: the device's is.
     source: Tensor | None = None
     for_host: bool = False
     done: bool = False
@@ -52,7 +47,6 @@ class Late:
             self.to.copy_(~self.values)
 
     def run(self) -> None:
-        """Let it be there."""
         if self.done:
             return
         self.done = True
@@ -82,7 +76,6 @@ class Stream:
         self._late: list[Late] = []
 
     def add(self, late: Late) -> None:
-        """Ask for a copy."""
         self._late.append(late)
 
     def reach(self, host_waits: bool) -> None:
@@ -106,8 +99,6 @@ class Stream:
 
 
 class Event:
-    """A place in a stream."""
-
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._before: list[Late] = []
@@ -134,14 +125,11 @@ class Event:
 
 
 class Streams(threading.local):
-    """The stream that each thread works on."""
-
     def __init__(self, default: Stream) -> None:
         self.default = self.current = default
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Work on another stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -244,8 +232,6 @@ def spoil(storage: torch.UntypedStorage) -> None:
 
 
 class Pool:
-    """Memory that graphs share for what they compute."""
-
     def __init__(self) -> None:
         self.memories: WeakSet[Memory] = WeakSet()
 
@@ -273,8 +259,6 @@ class _Place:
 
 @dataclass
 class Capture:
-    """What a graph is to repeat."""
-
     device: Accelerator
     pool: Pool
     calls: list[Callable[[], None]] = field(default_factory=list)
@@ -294,7 +278,6 @@ class Capture:
         self._before.clear()
 
     def note(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Note an operation that ran."""
         args, kwargs = tree_map(self._kept, args), tree_map(self._kept, kwargs)
         kept = [self._kept(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if "device" in kwargs:
@@ -328,7 +311,6 @@ def _is_place(value: Any) -> bool:
 
 
 def _like(value: Tensor) -> Tensor:
-    """Return the sizes of a tensor, without memory."""
     return torch.empty(0, dtype=value.dtype, device="meta").as_strided(
         value.shape, value.stride(), value.storage_offset()
     )

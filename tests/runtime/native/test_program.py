@@ -201,7 +201,6 @@ class Bench:
 
     @property
     def served(self) -> bool:
-        """Whether some passes are run by a program."""
         return any(
             each.lengths.count(each.lengths[0]) > 2 for each in self.programs._candidates.values() if each.lengths
         )
