@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from helpers import tiny
-from helpers.own_kernels import kernels
 from helpers.saved_folders import checkpoint_folder
-from helpers.snapshot import changed, process_state
+from helpers.snapshot import changed, kernels, process_state
 from helpers.snippets import Ending, Invoke, Said
 from selfspec.cli.app import main
 

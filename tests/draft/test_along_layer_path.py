@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.reference import Calls, first_linear, layers_of, sublayer_module, with_layers
+from helpers.reference import watched, with_layers
 from selfspec.draft import Drafter, EarlyExit, ExitHead, LayerSkip
 from selfspec.draft.early_exit import ABOUT, FILE
 from selfspec.draft.layer_skip import write_skip_file
@@ -41,17 +41,6 @@ DRAFTS = {
 }
 
 
-def _watched(model: PreTrainedModel) -> Calls:
-    calls = Calls()
-    for index, layer in enumerate(layers_of(model)):
-        calls.watch(("layer", index), layer)
-    for sublayer in ALL:
-        calls.watch(sublayer, sublayer_module(model, sublayer))
-        calls.watch(("linear", sublayer), first_linear(model, sublayer))
-    calls.watch("head", model.get_output_embeddings())
-    return calls
-
-
 def _expected(draft: EarlyExit | LayerSkip, drafted: int) -> dict[object, int]:
     """Tokens through each module in one round, counted by hand from what a round should do."""
     path = draft.path(tiny.DEPTH)
@@ -66,7 +55,7 @@ def _expected(draft: EarlyExit | LayerSkip, drafted: int) -> dict[object, int]:
         tokens[sublayer] = tokens["linear", sublayer] = drafting + bringing_the_last_up + verifying
     for layer in range(tiny.DEPTH):
         runs = [place for place, s in enumerate(ALL) if s.layer == layer]
-        tokens["layer", layer] = (
+        tokens[layer] = (
             (drafted if any(path.runs(ALL[place]) for place in runs) else 0)
             + (1 if min(runs) < resume else 0)
             + (drafted + 1 if max(runs) >= resume else 0)
@@ -81,7 +70,7 @@ def test_no_token_passes_an_exact_sublayer_twice(
     architecture: str, draft: EarlyExit | LayerSkip, draft_length: int
 ) -> None:
     model = tiny.BUILDERS[architecture]()
-    calls = _watched(model)
+    calls = watched(model)
     expected = _expected(draft, draft_length)
     before = {name: 0 if name == "head" else PROMPT - 1 for name in calls.tokens}
     # Rows of different lengths share the passes.
@@ -98,7 +87,7 @@ def test_no_token_passes_an_exact_sublayer_twice(
 
 def test_without_a_draft_each_token_is_read_once_and_the_head_gives_one_row_a_pass(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
-    calls = _watched(model)
+    calls = watched(model)
     # The prompt's pass gives the first token.
     stream = selfspec.wrap(model).stream(tiny.prompt(PROMPT), max_new_tokens=5)
     for number in range(1, 6):
@@ -111,7 +100,7 @@ def test_without_a_draft_each_token_is_read_once_and_the_head_gives_one_row_a_pa
 
 @pytest.mark.parametrize("draft", [EarlyExit(2), LayerSkip(mlp=[1])], ids=str)
 def test_the_last_round_drafts_no_more_than_can_be_committed(llama: PreTrainedModel, draft: Drafter) -> None:
-    calls = _watched(llama)
+    calls = watched(llama)
     wanted = 7
     committed = 0
     before = calls.tokens["head"]

@@ -1,14 +1,13 @@
-"""Stand-ins for a device that copies beside what it computes, on a CPU.
+"""A stand-in for a device that copies beside what it computes, on a CPU.
 
-What makes streams hard to use is true of the first one too: a copy comes as late as it may, and until then nonsense
+What makes streams hard to use is true of it too: a copy comes as late as it may, and until then nonsense
 lies where it goes; and nothing may be copied to where something may still be computing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -85,57 +84,3 @@ class StandInCopies(DeviceCopies):
 def stand_in_device(monkeypatch: pytest.MonkeyPatch, copies: DeviceCopies | None = None) -> None:
     """Let budgets be those of a device: weights are streamed to the CPU as they would be to a GPU."""
     monkeypatch.setattr("selfspec.api.source_for", lambda _: FromHost(copies or StandInCopies()))
-
-
-@dataclass
-class FakeCuda:
-    """What `DeviceCopies` asks of torch, on a CPU."""
-
-    calls: list[str] = field(default_factory=list)
-    status: int = 0
-    registered: dict[int, int] = field(default_factory=dict)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream("side", self.calls))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: _Stream("main", self.calls))
-        monkeypatch.setattr(torch.cuda, "stream", self._within)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: self.calls.append("record_stream"))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - its name
-        assert flags == 0
-        if not self.status:
-            self.registered[address] = size
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - its name
-        del self.registered[address]
-        return 0
-
-    @contextmanager
-    def _within(self, stream: _Stream) -> Iterator[None]:
-        self.calls.append(f"begin {stream.name}")
-        yield
-        self.calls.append(f"end {stream.name}")
-
-
-@dataclass(frozen=True)
-class _Properties:
-    total_memory: int = 2**50
-
-
-@dataclass(frozen=True)
-class _Stream:
-    name: str
-    calls: list[str]
-
-    def wait_event(self, event: str) -> None:
-        self.calls.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        self.calls.append(f"{self.name} marks")
-        return f"{self.name} {len(self.calls)}"
-
-    def synchronize(self) -> None:
-        self.calls.append(f"host waits for {self.name}")

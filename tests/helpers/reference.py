@@ -14,21 +14,14 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.formats.packed import Packed
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import sublayers as all_sublayers
 from selfspec.model.stock_passes import over_cache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
-LAST_LINEAR = {
-    Part.ATTENTION: {"gpt2": "attn.c_proj"},
-    Part.MLP: {"gpt2": "mlp.c_proj"},
-}
-"""The linear that ends each sublayer, where it is not `self_attn.o_proj` and `mlp.down_proj`."""
-
-FIRST_LINEAR = {
-    Part.ATTENTION: {"gpt2": "attn.c_attn"},
-    Part.MLP: {"gpt2": "mlp.c_fc"},
-}
-"""A linear that every token of each sublayer passes, where it is not `self_attn.q_proj` and `mlp.up_proj`."""
+# Of attention and MLP: the module, a linear that every token of it passes, and the linear that ends it.
+_PARTS = {Part.ATTENTION: ("self_attn", ".q_proj", ".o_proj"), Part.MLP: ("mlp", ".up_proj", ".down_proj")}
+_PARTS_OF_GPT2 = {Part.ATTENTION: ("attn", ".c_attn", ".c_proj"), Part.MLP: ("mlp", ".c_fc", ".c_proj")}
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -38,16 +31,13 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
+def _module(model: PreTrainedModel, sublayer: Sublayer, inside: int = 0) -> nn.Module:
+    name, *linears = (_PARTS_OF_GPT2 if model.config.model_type == "gpt2" else _PARTS)[sublayer.part]
+    return layers_of(model)[sublayer.layer].get_submodule(name + ["", *linears][inside])
+
+
 def sublayer_module(model: PreTrainedModel, sublayer: Sublayer) -> nn.Module:
-    attention = "attn" if model.config.model_type == "gpt2" else "self_attn"
-    return layers_of(model)[sublayer.layer].get_submodule(attention if sublayer.part is Part.ATTENTION else "mlp")
-
-
-def first_linear(model: PreTrainedModel, sublayer: Sublayer) -> nn.Module:
-    """A linear inside a sublayer that each of its tokens passes once."""
-    default = "self_attn.q_proj" if sublayer.part is Part.ATTENTION else "mlp.up_proj"
-    name = FIRST_LINEAR[sublayer.part].get(model.config.model_type, default)
-    return layers_of(model)[sublayer.layer].get_submodule(name)
+    return _module(model, sublayer)
 
 
 def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
@@ -74,10 +64,7 @@ def zeroed(model: PreTrainedModel, sublayers: Iterable[Sublayer]) -> PreTrainedM
     """A copy in which the given sublayers add nothing: the weights and biases of their last linear are zero."""
     copied = copy.deepcopy(model)
     for sublayer in sublayers:
-        default = "self_attn.o_proj" if sublayer.part is Part.ATTENTION else "mlp.down_proj"
-        name = LAST_LINEAR[sublayer.part].get(model.config.model_type, default)
-        linear = layers_of(copied)[sublayer.layer].get_submodule(name)
-        for parameter in linear.parameters():
+        for parameter in _module(copied, sublayer, inside=2).parameters():
             parameter.data.zero_()
     return copied
 
@@ -120,6 +107,18 @@ class Calls:
             self.tokens[name] += states.shape[1]
 
         return count
+
+
+def watched(model: PreTrainedModel) -> Calls:
+    """Count what passes the layers, by number, their sublayers, a linear of each, and the head of a model."""
+    calls = Calls()
+    for index, layer in enumerate(layers_of(model)):
+        calls.watch(index, layer)
+    for sublayer in all_sublayers(len(layers_of(model))):
+        calls.watch(sublayer, sublayer_module(model, sublayer))
+        calls.watch(("linear", sublayer), _module(model, sublayer, inside=1))
+    calls.watch("head", model.get_output_embeddings())
+    return calls
 
 
 def restored(weight: Packed) -> Tensor:

@@ -6,15 +6,20 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.utils import logging
+
+from selfspec.kernels import native
 
 
 class Snapshot:
@@ -134,3 +139,13 @@ def tensor_bytes() -> int:
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, Parameter) and not each.is_meta]
     storages = [each.untyped_storage() for each in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@contextmanager
+def kernels(variant: str | None) -> Iterator[None]:
+    """Run the kernels of a variant, or none; None: the best that run here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.CHOICE, variant or "")
+        native.library.cache_clear()
+        yield
+    native.library.cache_clear()

@@ -7,7 +7,7 @@ besides these `dtype`, `seed` and `attention` (the kernel: "sdpa" or "eager"). E
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -183,15 +183,6 @@ def in_turns(
                 marks=mark if sum(places) % len(named[-1]) or values[0][0] in slow else (),
             )
         )
-    return cases
-
-
-def taking_turns(*axes: Sequence[Any]) -> list[Any]:
-    """Combine the values of some axes, for `parametrize`: each combination of all but the last, which takes turns."""
-    cases = []
-    for places in itertools.product(*(range(len(axis)) for axis in axes[:-1])):
-        values = [axis[place] for axis, place in zip(axes, (*places, sum(places) % len(axes[-1])), strict=True)]
-        cases.append(pytest.param(*values, id="-".join(map(_name, values))))
     return cases
 
 

@@ -46,14 +46,13 @@ def values(rounded: Packed) -> Tensor:
     return (levels - 8) * scales + zeros
 
 
-def check_product(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32) -> None:
+def check_product(bits: int, rows: int, dtype: torch.dtype, device: str) -> None:
     """Products of all sizes, of states that are not contiguous, are those of what the rounded weights say."""
     from selfspec.kernels.triton_products import low_bits_product
 
     for outputs, inputs in PRODUCTS:
         kind: Any = formats()[f"int{bits}"]
-        format = kind() if bits == 8 else kind(group)
-        rounded = format.pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
+        rounded = kind().pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
         states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]
         found = low_bits_product(states, *map(rounded.parts.get, ("factors", "levels", "scales", "zeros")))
         expected = (states.double() * rounded["factors"].double()) @ values(rounded).T

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.own_kernels import kernels
+from helpers.snapshot import kernels
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import crossover as module
 from selfspec.kernels import native

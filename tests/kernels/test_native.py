@@ -11,8 +11,8 @@ import torch
 
 import selfspec
 from helpers import tiny
-from helpers.own_kernels import kernels
 from helpers.reference import restored
+from helpers.snapshot import kernels
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
 from selfspec.formats.packed import PackedLinear

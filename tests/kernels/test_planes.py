@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.own_kernels import kernels
+from helpers.snapshot import kernels
 from selfspec.formats.packed import Packed, UnsupportedWeightError
 from selfspec.formats.planes import Planes, PlanesLinear
 from selfspec.formats.upper import Upper, UpperLinear

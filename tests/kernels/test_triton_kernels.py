@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -41,7 +41,6 @@ from selfspec.kernels.triton_rotary import rotated  # noqa: E402
 from selfspec.kernels.triton_slots import slots_moved  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # The shared memory that a program may have, in bytes, by capability: of an A100, an A10 and an H100.
 TARGETS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
@@ -61,63 +60,45 @@ def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
 
 
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_checks.ATTENTION_OFF_BY, ids=str)
-@pytest.mark.parametrize("shape", triton_checks.ATTENTION, ids=str)
-def test_attention_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, cuda: str) -> None:
-    triton_checks.check_attention(shape, dtype, cuda, None, added=False)
-    triton_checks.check_attention(shape, dtype, cuda, 20, added=False)
-    triton_checks.check_attention(shape, dtype, cuda, None, added=True)
-    triton_checks.check_unseen(cuda)
-
-
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_checks.DTYPES, ids=str)
-def test_slots_on_a_device(dtype: torch.dtype, cuda: str) -> None:
-    triton_checks.check_slots(dtype, cuda)
-
-
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_checks.ATTENTION_OFF_BY, ids=str)
-def test_norms_and_positions_on_a_device(dtype: torch.dtype, cuda: str) -> None:
-    if dtype != torch.float64:
-        triton_checks.check_norms(dtype, cuda)
-    triton_checks.check_rotary(dtype, cuda)
-
-
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("sizes", triton_checks.VERDICTS, ids=str)
-def test_verdicts_on_a_device(sizes: tuple[int, int, int], cuda: str) -> None:
-    triton_checks.check_verdicts(*sizes, cuda)
-
-
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_checks.PRODUCT_OFF_BY, ids=str)
-@pytest.mark.parametrize("rows", triton_checks.ROWS)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_device_gives_the_products_of_the_rounded_weights(
-    bits: int, rows: int, dtype: torch.dtype, cuda: str
-) -> None:
-    triton_checks.check_product(bits, rows, dtype, cuda)
-
-
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype", triton_checks.PLANES_OFF_BY, ids=str)
-@pytest.mark.parametrize("rows", triton_checks.PLANE_ROWS)
-def test_weights_in_planes_on_a_device(rows: int, dtype: torch.dtype, cuda: str) -> None:
-    triton_checks.check_bits_of_planes(cuda)
-    triton_checks.check_planes(rows, dtype, cuda)
-    triton_checks.check_order_of_planes(rows, dtype, cuda)
-
-
-@pytest.mark.parametrize("group", [64, 128])
-@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-def test_groups_of_other_sizes(group: int, cuda: str) -> None:
-    rounded = Int4(group).pack(torch.randn(24, 640).to(cuda))
-    states = torch.randn(2, 640, device=cuda)
+def _groups_of_other_sizes(group: int) -> None:
+    rounded = Int4(group).pack(torch.randn(24, 640).to("cuda"))
+    states = torch.randn(2, 640, device="cuda")
     found = low_bits_product(states, rounded["factors"], rounded["levels"], rounded["scales"], rounded["zeros"])
     expected = (states.double() * rounded["factors"].double()) @ triton_checks.values(rounded).T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+
+
+SEEN, DTYPES = ((None, False), (20, False), (None, True)), tuple(triton_checks.ATTENTION_OFF_BY)
+ON_A_DEVICE: dict[Callable[..., None], Iterable[tuple[Any, ...]]] = {
+    triton_checks.check_attention: [
+        (shape, dtype, "cuda", window, added)
+        for shape, dtype, (window, added) in product(triton_checks.ATTENTION, DTYPES, SEEN)
+    ],
+    triton_checks.check_unseen: [("cuda",)],
+    triton_checks.check_slots: product(triton_checks.DTYPES, ["cuda"]),
+    triton_checks.check_norms: [(dtype, "cuda") for dtype in DTYPES if dtype != torch.float64],
+    triton_checks.check_rotary: product(DTYPES, ["cuda"]),
+    triton_checks.check_verdicts: [(*sizes, "cuda") for sizes in triton_checks.VERDICTS],
+    triton_checks.check_product: product((8, 4), triton_checks.ROWS, triton_checks.PRODUCT_OFF_BY, ["cuda"]),
+    triton_checks.check_bits_of_planes: [("cuda",)],
+    triton_checks.check_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
+    triton_checks.check_order_of_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
+    _groups_of_other_sizes: [(64,), (128,)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("check", "given"),
+    [
+        pytest.param(check, given, id=f"{check.__name__} {given}")
+        for check, every in ON_A_DEVICE.items()
+        for given in every
+    ],
+)
+def test_a_device_gives_what_torch_gives(check: Callable[..., None], given: tuple[Any, ...]) -> None:
+    check(*given)
 
 
 def test_sizes_that_atens_kernel_for_four_bits_does_not_take_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:

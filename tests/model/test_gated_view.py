@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.reference import Bench, Calls, first_linear, layers_of, logits_after, sublayer_module, with_layers, zeroed
+from helpers.reference import Bench, layers_of, logits_after, sublayer_module, watched, with_layers, zeroed
 from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
@@ -139,16 +139,6 @@ def test_a_pass_writes_the_cache_only_in_layers_whose_attention_it_runs(model: P
 # What a user hung on the model's modules.
 
 
-def _watched(model: PreTrainedModel) -> Calls:
-    calls = Calls()
-    for index, layer in enumerate(layers_of(model)):
-        calls.watch(index, layer)
-    for sublayer in ALL:
-        calls.watch(sublayer, sublayer_module(model, sublayer))
-        calls.watch(("linear", sublayer), first_linear(model, sublayer))
-    return calls
-
-
 def test_hooks_that_change_what_passes_change_a_resumed_pass_as_they_change_a_full_one(architecture: str) -> None:
     model = copy.deepcopy(_model(architecture, "sdpa"))
 
@@ -233,7 +223,7 @@ def test_a_gate_holds_or_refuses_though_something_shadowed_forward_before(
     else:
         module.forward = SHADOWS[shadow](module)
     shadowed = dict(module.__dict__)
-    calls = _watched(llama)
+    calls = watched(llama)
     try:
         view = GatedModel(llama, ADAPTERS["llama"], path)
     except UnsupportedModelError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.copies import FakeCuda, StandInCopies, stand_in_device
+from helpers.copies import StandInCopies, stand_in_device
 from selfspec.errors import StorageError, UnsupportedOptionError
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
@@ -171,29 +173,44 @@ def test_devices_that_nothing_is_streamed_to_are_refused() -> None:
         source_for(torch.device("meta"))
 
 
-def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, model = FakeCuda(), llama()
-    cuda.install(monkeypatch)
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What `DeviceCopies` asks of torch, on a CPU."""
+    made = MagicMock(**{"cudaHostRegister.return_value": 0})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made.main)
+    monkeypatch.setattr(torch.cuda, "stream", made.within)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**50))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return made
+
+
+def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, cuda: MagicMock) -> None:
+    model = llama()
     spec = streamed(tmp_path, model, DeviceCopies(CPU))
     wanted = greedy(selfspec.wrap(model))
     assert torch.equal(greedy(spec), wanted)
-    (size,) = cuda.registered.values()
-    assert size > 0
-    copy = cuda.calls.index("begin side")
-    assert cuda.calls[copy - 1].startswith("side waits for main")
-    assert cuda.calls[copy + 1 : copy + 3] == ["end side", "side marks"]
-    assert any(call.startswith("main waits for side") for call in cuda.calls)
+    ((address, size, flags),) = (each.args for each in cuda.cudaHostRegister.call_args_list)
+    assert size > 0 == flags
+    copy = cuda.mock_calls.index(call.within(cuda.side))
+    assert cuda.mock_calls[copy - 1] == call.side.wait_event(cuda.main.record_event())
+    names = [name for name, *_ in cuda.mock_calls]
+    assert names[copy + 1 : copy + 4] == ["within().__enter__", "within().__exit__", "side.record_event"]
+    assert call.main.wait_event(cuda.side.record_event()) in cuda.mock_calls
     # While it generates, the host waits for nothing.
-    assert not any(call.startswith("host") for call in cuda.calls)
+    assert not any("synchronize" in name for name in names)
     del spec
     gc.collect()
-    assert cuda.registered == {}
-    assert cuda.calls[-2:] == ["host waits for side", "host waits for main"]
+    assert cuda.mock_calls[-3:] == [
+        call.side.synchronize(),
+        call.main.synchronize(),
+        call.cudaHostUnregister(address),
+    ]
 
 
-def test_memory_that_cannot_be_locked_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(status=2)
-    cuda.install(monkeypatch)
+def test_memory_that_cannot_be_locked_is_a_typed_error(cuda: MagicMock) -> None:
+    cuda.cudaHostRegister.return_value = 2
     copies = DeviceCopies(CPU)
     assert copies.device_bytes() == 2**50
     with pytest.raises(UnsupportedOptionError, match=r"no 1.00 MiB .*can be locked.*raise memory="):

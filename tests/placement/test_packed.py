@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.own_kernels import kernels
 from helpers.shrunken import shrunken
+from helpers.snapshot import kernels
 from selfspec.errors import (
     CheckpointError,
     DraftConfigError,
