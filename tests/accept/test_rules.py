@@ -109,16 +109,14 @@ def test_a_name_says_the_fields_of_a_rule(rule: Rule, name: str) -> None:
     assert find_rule(name) == find_rule(name.replace(",", ", ")) == rule
 
 
-def test_typical_acceptance_keeps_what_is_likely_for_the_entropy() -> None:
+def test_relaxed_rules_keep_what_is_likely_for_the_entropy_or_by_rank() -> None:
     p = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]]])
     rule = Typical(epsilon=0.3, delta=0.5)
     entropy = [-sum(x * math.log(x) for x in row.tolist()) for row in p[0]]
     for tokens in ([0, 0], [1, 1], [2, 0], [3, 2]):
         expected = [float(p[0, i, token] > min(0.3, 0.5 * math.exp(-entropy[i]))) for i, token in enumerate(tokens)]
         assert rule.accept_probs(Draft.chain(torch.tensor([tokens])), p, p.log()).tolist() == [expected]
-
-
-def test_top_k_with_tolerance_needs_rank_and_likelihood() -> None:
+    # Top-k with tolerance needs rank and likelihood.
     logits = torch.tensor([[[3.0, 2.5, 2.0, 1.9], [3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]]])
     rule = TopKTolerance(top_k=2, tolerance=1.0)
     assert rule.accept_probs(Draft.chain(torch.tensor([[1, 0]])), logits, logits).tolist() == [[1.0, 1.0]]
@@ -145,15 +143,6 @@ def test_relaxed_rules_judge_a_child_by_the_place_of_its_parent_and_take_the_lon
     place = rule.accepted(chances > 0, tree)
     assert place.tolist() == [5]
     assert torch.equal(rule.recovery_probs(draft, p, place), p[:, 5])
-
-
-def test_a_relaxed_rule_accepts_more_and_gives_other_text(llama: PreTrainedModel) -> None:
-    ids = tiny.prompt(4)
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(3), draft_length=4)
-    exact = spec.generate(ids, max_new_tokens=40, do_sample=False)
-    relaxed = spec.generate(ids, max_new_tokens=40, do_sample=False, accept=TopKTolerance(top_k=10, tolerance=4.0))
-    assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
-    assert not torch.equal(relaxed.sequences, exact.sequences)
 
 
 @pytest.mark.parametrize("kind", [cases(), tree_cases()], ids=["chains", "trees"])

@@ -63,9 +63,7 @@ def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> N
     assert drafted(controller, [0.9, 0.6, 0.4, 0.9, 0.9]) == 3
     assert drafted(controller, [0.49, 0.9, 0.9, 0.9, 0.9]) == 1
     assert drafted(controller, [0.9] * 5) == 5
-
-
-def test_one_confident_unfinished_row_is_enough() -> None:
+    # One confident row that is not finished is enough.
     controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
     controller.budget(9, [True, True])
     assert controller.goes_on(said(0.3, 0.8))

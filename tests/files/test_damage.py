@@ -350,18 +350,18 @@ def test_a_good_place_is_left_as_it_was(tmp_path: Path, file: Path, monkeypatch:
     assert file.read_text() == "old"
 
 
+NO_FOLDERS = ("file.json", "file.json/below", "file.json/far/below", "x" * 300, "nul\0", "/dev/full/x")
+NO_FILES = (".", "file.json/below.json", "x" * 300, "nul\0", "/dev/full", "/dev/null", "/")
+
+
+@pytest.mark.usefixtures("file")
 @pytest.mark.parametrize(
-    "name", ["file.json", "file.json/below", "file.json/far/below", "x" * 300, "nul\0", "/dev/full/x"]
+    ("check", "name"),
+    [*((check_output_folder, name) for name in NO_FOLDERS), *((check_output_file, name) for name in NO_FILES)],
 )
-def test_what_can_be_no_folder_is_refused(tmp_path: Path, file: Path, name: str) -> None:
+def test_what_can_be_no_output_is_refused(tmp_path: Path, check: Callable[[Path], object], name: str) -> None:
     with pytest.raises(errors.StorageError, match="cannot be written"):
-        check_output_folder(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", [".", "file.json/below.json", "x" * 300, "nul\0", "/dev/full", "/dev/null", "/"])
-def test_what_can_be_no_file_is_refused(tmp_path: Path, file: Path, name: str) -> None:
-    with pytest.raises(errors.StorageError, match="cannot be written"):
-        check_output_file(tmp_path / name)
+        check(tmp_path / name)
 
 
 def test_no_right_to_write_is_found_out(tmp_path: Path, file: Path) -> None:

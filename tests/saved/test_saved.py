@@ -219,14 +219,11 @@ def test_a_pipeline_gives_the_models_text(
         assert made(model)(TEXTS, custom_generate=spec, **options) == wanted
 
 
-def test_a_pipeline_is_shown_and_saved(spec: selfspec.SelfSpeculative, tmp_path: Any) -> None:
+def test_a_pipeline_is_shown_and_saved_and_moves_the_model(spec: selfspec.SelfSpeculative, tmp_path: Any) -> None:
     whole = made(spec)
     assert "'model': 'SelfSpeculative', 'dtype': 'float64', 'device': 'cpu'" in repr(whole)
     whole.save_pretrained(tmp_path)
     assert {"model.safetensors", "tokenizer.json", "custom_generate"} <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_a_pipeline_moves_the_model(spec: selfspec.SelfSpeculative) -> None:
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="device 'meta' computes nothing"):
         pipeline("text-generation", model=spec, tokenizer=tiny.tokenizer(), device=torch.device("meta"))
     assert spec.device == spec.model.device == torch.device("cpu")
