@@ -148,9 +148,7 @@ def test_as_chats_the_model_answers_what_nobody_answered(chatty: Checkpoint) -> 
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": "It ran."})
     (third,) = Workload("w", (Text(more, messages=messages),)).whole_prompts(prompt_writer(chatty, True, 6))
     assert "assistant: It ran.\nuser: What then?" in chatty.tokenizer.decode(third[0])
-
-
-def test_as_text_a_later_turn_stands_behind_those_before_it(chatty: Checkpoint) -> None:
+    # As text a later turn stands behind those before it.
     (found,) = Workload("w", (Text("b", messages=({"role": "user", "content": "a"},)),)).whole_prompts(
         prompt_writer(chatty, False, 6)
     )

@@ -117,16 +117,14 @@ def test_a_turn_that_is_ended_is_kept_as_far_as_it_came(conversation: Conversati
     assert following.kept == [*alike, False].index(False) >= len(turn.prompt)
 
 
-def test_a_full_context_is_refused(conversation: Conversation) -> None:
+def test_a_full_context_is_refused(
+    spec: selfspec.SelfSpeculative, conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> None:
     before = list(conversation.messages)
     with pytest.raises(PromptError, match="/reset"):
         conversation.ask("Lily " * 600)
     assert conversation.messages == before
-
-
-def test_an_answer_takes_what_the_context_has_room_for(
-    spec: selfspec.SelfSpeculative, tokenizer: PreTrainedTokenizerBase
-) -> None:
+    # An answer takes what the context has room for.
     conversation = begun(spec, tokenizer, new=100_000)
     turn = conversation.ask(TEXTS[0])
     "".join(turn)

@@ -282,6 +282,15 @@ def test_prompts_that_are_being_read_and_full_rows_get_no_draft() -> None:
     full = [1, 2] * (CONTEXT // 2)
     assert _step(proposer, [[1, 2, 3, 1, 2], full, full[:-2]], [[], [2], [2]]) == [[], [], [1]]
 
+    # The lengths of matches are a subclass's.
+    class Long(LookUps):
+        shortest, longest = 4, 6
+
+    assert _step(Long(_config()), [[1, 2, 3, 4, 5, 1, 2]], [[2]]) == [[]]
+    Long.shortest = 9
+    with pytest.raises(selfspec.errors.DraftConfigError, match="match lengths"):
+        Long(_config())
+
 
 def test_rows_that_join_leave_and_move_draft_from_their_own_text() -> None:
     rng, proposer = random.Random(0), LookUps(_config())
@@ -297,16 +306,3 @@ def test_rows_that_join_leave_and_move_draft_from_their_own_text() -> None:
         texts = [text + new for text, new in zip(texts, gained, strict=True) if len(text) < CONTEXT - 12]
         drafts = _step(proposer, texts, [text[-1:] for text in texts])
         assert drafts == [_afresh(text) for text in texts]
-
-
-def test_match_lengths_are_a_subclass_s() -> None:
-    class Long(LookUps):
-        shortest, longest = 4, 6
-
-    assert _step(Long(_config()), [[1, 2, 3, 4, 5, 1, 2]], [[2]]) == [[]]
-
-    class Wrong(LookUps):
-        shortest = 9
-
-    with pytest.raises(selfspec.errors.DraftConfigError, match="match lengths"):
-        Wrong(_config())

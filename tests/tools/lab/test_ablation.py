@@ -312,6 +312,11 @@ def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatc
     monkeypatch.setattr(passes, "_ROUNDING", dict.fromkeys(passes._ROUNDING, -1.0))
     table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)
     assert table["error"].str.contains("measure it by generation").all()
+    # Models whose layers keep states are judged by generation.
+    prompts = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    table = selfspec.ablate(shrunken("lfm2"), prompts, **{**_QUICK, "drafts": "exits"})
+    assert set(table["judged_by"]) == {"generation"}
+    assert table["alpha"].between(0, 1).all()
 
 
 def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,10 +332,3 @@ def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama(vocab_size=260)
     selfspec.ablate(model, texts, tokenizer=tokenizer, **{**_QUICK, "drafts": "exit:1"})
     assert read == [tokenizer(text).input_ids for text in texts]
-
-
-def test_models_whose_layers_keep_states_are_judged_by_generation() -> None:
-    prompts = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
-    table = selfspec.ablate(shrunken("lfm2"), prompts, **{**_QUICK, "drafts": "exits"})
-    assert set(table["judged_by"]) == {"generation"}
-    assert table["alpha"].between(0, 1).all()

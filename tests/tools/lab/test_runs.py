@@ -63,9 +63,7 @@ def test_of_one_thing_the_latest_counts_where_the_first_was(tmp_path: Path) -> N
     runs.keep([Run(ASKED[0], {"value": 1}), Run(ASKED[1], {"value": 2}), Run(ASKED[0], {"value": 3})])
     for each in (runs, Runs(tmp_path)):
         assert [run.found["value"] for run in each.of_kind("estimate")] == [3, 2]
-
-
-def test_what_things_are_called_does_not_change_them() -> None:
+    # What things are called does not change them.
     assert Asked("costs", {"a": 1}, {"model": "x"}).key == Asked("costs", {"a": 1}).key
     assert len({Asked("costs", {"a": 1}).key, Asked("texts", {"a": 1}).key, Asked("costs", {"a": 2}).key}) == 3
 
