@@ -118,10 +118,10 @@ def test_relaxed_rules_keep_what_is_likely_for_the_entropy_or_by_rank() -> None:
         assert rule.accept_probs(Draft.chain(torch.tensor([tokens])), p, p.log()).tolist() == [expected]
     # Top-k with tolerance needs rank and likelihood.
     logits = torch.tensor([[[3.0, 2.5, 2.0, 1.9], [3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]]])
-    rule = TopKTolerance(top_k=2, tolerance=1.0)
-    assert rule.accept_probs(Draft.chain(torch.tensor([[1, 0]])), logits, logits).tolist() == [[1.0, 1.0]]
+    by_rank = TopKTolerance(top_k=2, tolerance=1.0)
+    assert by_rank.accept_probs(Draft.chain(torch.tensor([[1, 0]])), logits, logits).tolist() == [[1.0, 1.0]]
     # The third likeliest is out by rank, the second by likelihood.
-    assert rule.accept_probs(Draft.chain(torch.tensor([[2, 1]])), logits, logits).tolist() == [[0.0, 0.0]]
+    assert by_rank.accept_probs(Draft.chain(torch.tensor([[2, 1]])), logits, logits).tolist() == [[0.0, 0.0]]
 
 
 def test_a_rejected_token_gives_way_to_the_target_own() -> None:
